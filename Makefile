@@ -1,0 +1,57 @@
+# Everything here runs in .venv, made on first use and renewed only when pyproject.toml or constraints.txt change;
+# `make test-gpu` alone uses the python at hand, since a GPU machine brings a torch of its own.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= hf,dev,conformance
+ARGS ?=
+
+# Absolute, because the example package is tested from its own folder.
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help run test check test-gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run       core run --device auto      (ARGS='--device cpu --json' replaces the arguments)"
+	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest)"
+	@echo "make check     ruff check, ruff format --check, mypy"
+	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
+	@echo "make clean     remove $(VENV), caches and build results"
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -x "$(BIN)/python" ]; then echo "== making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv "$(VENV)"; fi
+	@echo "== installing core[$(EXTRAS)] into $(VENV), pinned by constraints.txt (minutes the first time)"
+	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch "$@"
+
+run: $(STAMP)
+	@echo "== core run $(or $(ARGS),--device auto)"
+	@"$(BIN)/core" run $(or $(ARGS),--device auto)
+
+test: $(STAMP)
+	@echo "== pytest: core, its plugins"
+	@"$(BIN)/python" -m pytest $(ARGS)
+	@echo "== pytest: the example vendor, by its own configuration"
+	@cd examples/acme_device && "$(BIN)/python" -m pytest
+
+check: $(STAMP)
+	@echo "== ruff check"
+	@"$(BIN)/ruff" check .
+	@echo "== ruff format --check"
+	@"$(BIN)/ruff" format --check .
+	@echo "== mypy: core, its plugins"
+	@"$(BIN)/mypy"
+	@echo "== mypy: the example vendor"
+	@cd examples/acme_device && "$(BIN)/mypy"
+
+test-gpu:
+	@echo "== pytest -m gpu, with $$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	@$(PYTHON) -m pytest -m gpu $(ARGS)
+
+clean:
+	@echo "== removing $(VENV), caches and build results"
+	@rm -rf "$(VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

@@ -1,0 +1,55 @@
+"""A device-neutral way from a PyTorch model to a captured, measured program on any accelerator.
+
+Importing this package imports neither torch nor a plugin; each public name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from core._version import __version__
+
+if TYPE_CHECKING:
+    from core.common.config import CompileOptions
+    from core.common.graphs.inputs import InputSpec
+    from core.compilation import compile
+    from core.device import Device
+    from core.errors import CoreError
+    from core.host import list_devices, select_device
+    from core.program import Program
+
+_EXPORTS = {
+    "CompileOptions": "core.common.config",
+    "CoreError": "core.errors",
+    "Device": "core.device",
+    "InputSpec": "core.common.graphs.inputs",
+    "Program": "core.program",
+    "compile": "core.compilation",
+    "list_devices": "core.host",
+    "select_device": "core.host",
+}
+
+__all__ = [
+    "CompileOptions",
+    "CoreError",
+    "Device",
+    "InputSpec",
+    "Program",
+    "__version__",
+    "compile",
+    "list_devices",
+    "select_device",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'core' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,98 @@
+"""The `core` command: one module per subcommand, imported only when that subcommand is called."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+
+    from core.probing import DeviceScan
+
+COMMANDS: Mapping[str, str] = {
+    "devices": "core.cli.devices:devices",
+    "doctor": "core.cli.doctor:doctor",
+    "run": "core.cli.run:run",
+}
+"""Subcommand to `module:function`. To add one, add a line; the module imports torch inside its functions only."""
+
+EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    0 for success, 1 for a failure that a command found or an internal error, 2 for a `CoreError` or a wrong usage.
+    argv: arguments without the program's name (default: the process's own).
+    """
+    from core.cli.output import print_core_error, print_internal_error, print_usage_error
+    from core.errors import CoreError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug, arguments = _take_debug(arguments)
+    as_json = "--json" in arguments
+    if debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return _run(arguments)
+    except CoreError as error:
+        print_core_error(error, as_json=as_json, debug=debug)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        # typer carries its own copy of click or uses the installed one, by version: told by shape, not by class.
+        if hasattr(error, "format_message") and hasattr(error, "show"):
+            print_usage_error(error, as_json=as_json)
+            return EXIT_USER
+        print_internal_error(error, as_json=as_json, debug=debug)
+        return EXIT_INTERNAL
+
+
+def _take_debug(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Take `--debug` out of the arguments, so that it may stand before or after the subcommand."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [argument for argument in arguments[:end] if argument != "--debug"]
+    return len(kept) < end, kept + arguments[end:]
+
+
+def _run(arguments: list[str]) -> int:
+    wanted = next((item for item in arguments if item in COMMANDS), None)
+    with ExitStack() as stack:
+        # Importing typer takes longer than launching the probes, which run meanwhile.
+        scan = stack.enter_context(_start_scan()) if wanted == "devices" and "--help" not in arguments else None
+        import typer
+
+        command = typer.main.get_command(_app(wanted))
+        result: Any = command.main(arguments or ["--help"], prog_name="core", standalone_mode=False, obj=scan)
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _start_scan() -> DeviceScan:
+    from core.common.settings import Settings
+    from core.probing import DeviceScan
+
+    return DeviceScan(Settings.from_environment())
+
+
+def _app(wanted: str | None) -> typer.Typer:
+    """Build the application: with the wanted subcommand only, or with all of them for `--help` and unknown names."""
+    import typer
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    # `main` takes --debug out before parsing; it is declared here for --help.
+    @app.callback()
+    def _root(debug: bool = typer.Option(False, "--debug", help="Log everything and show tracebacks.")) -> None:
+        """Run any transformers model on any accelerator: devices, passes and captured graphs."""
+
+    for name, target in COMMANDS.items():
+        if wanted in (None, name):
+            module, _, function = target.partition(":")
+            app.command(name)(getattr(import_module(module), function))
+    return app

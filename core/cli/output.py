@@ -1,0 +1,77 @@
+"""What all subcommands share: the JSON envelope, the console, and how errors are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from core._version import __version__
+from core.errors import CoreError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_COLUMNS = 200
+
+
+def print_json(schema: str, **fields: Any) -> None:
+    """Print one JSON document to standard output, opened by its schema (docs/json.md) and the version of `core`."""
+    print(json.dumps({"schema": schema, "core": __version__, **fields}, indent=2))
+
+
+def console() -> Console:
+    """Return a console on standard output, wide where no terminal says how wide it is, so that lines stay whole."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+
+
+def print_warnings(warnings: tuple[str, ...]) -> None:
+    """Print one line per warning to standard error."""
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def error_json(error: CoreError) -> dict[str, Any]:
+    """Return the documented error object: the error's own fields and its notes."""
+    return {**error.to_json(), "notes": _notes(error)}
+
+
+def print_core_error(error: CoreError, *, as_json: bool, debug: bool) -> None:
+    """Print an error that the user can act on."""
+    if debug:
+        traceback.print_exception(error)
+    if as_json:
+        print_json("core.error/1", error=error_json(error))
+    elif not debug:
+        lines = [f"error: {error}", *(f"   note: {note}" for note in _notes(error))]
+        if error.__cause__ is not None:
+            lines.append("  (run with --debug for the traceback)")
+        print("\n".join(lines), file=sys.stderr)
+
+
+def print_usage_error(error: Any, *, as_json: bool) -> None:
+    """Print a command-line parser's error; `error` is a click exception of whichever click typer uses."""
+    if as_json:
+        fields = {"asked": "the command line", "found": error.format_message(), "remedy": "see --help", "notes": []}
+        print_json("core.error/1", error={"type": "UsageError", **fields})
+    else:
+        error.show()
+
+
+def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> None:
+    """Print an error that is a defect of `core`."""
+    if debug:
+        traceback.print_exception(error)
+    text = f"internal error: {type(error).__name__}: {error}"
+    if as_json:
+        fields = {"asked": "the command", "found": text, "remedy": "run with --debug and report it", "notes": []}
+        print_json("core.error/1", error={"type": "InternalError", **fields})
+    elif not debug:
+        print(f"{' '.join(text.split())}; run with --debug for the traceback", file=sys.stderr)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))

@@ -1,0 +1,245 @@
+"""`core run`: generate text with a model on a device, and show in the same run what it cost and whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.compilation import Progress
+    from core.engine.check import Comparison
+    from core.engine.engine import Completion, Engine
+
+DEFAULT_PROMPT = "If the argument is"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def run(
+    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    model: Path | None = typer.Option(None, help="Folder of a transformers causal LM; default: the embedded model."),
+    prompt: list[str] = typer.Option([DEFAULT_PROMPT], help="Text to continue; repeat for a batch."),
+    max_new_tokens: int = typer.Option(48, help="Tokens to generate per prompt."),
+    temperature: float = typer.Option(0.0, help="0 is greedy."),
+    top_k: int = typer.Option(0, help="Keep the k most likely tokens; 0 keeps all."),
+    top_p: float = typer.Option(1.0, help="Keep the most likely tokens up to this probability."),
+    seed: int | None = typer.Option(None, help="Seed of the sampling."),
+    stop: list[str] = typer.Option([], help="Text that ends the generation; repeatable."),
+    dtype: str = typer.Option("auto", help="auto (the model's own), float32, bfloat16 or float16."),
+    mode: str | None = typer.Option(None, help="Capture mode, for example compile, full or off (eager)."),
+    lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
+    check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
+    oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
+) -> int:
+    """Generate text with any transformers causal LM on one device, and check it against eager."""
+    from core.engine.config import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
+    )
+    with _progress(quiet=as_json) as progress:
+        engine = _engine(device, model, prompt, params, dtype, mode, lowering, progress)
+    with engine:
+        completions = _generate(engine, prompt, params, stream=not as_json)
+        comparison = _compare(engine, completions, oracle) if check else None
+        if as_json:
+            _print_json(engine, completions, comparison)
+        else:
+            _print_table(engine, comparison)
+    return 0 if comparison is None or comparison.passed else 1
+
+
+def _engine(
+    device: str,
+    model: Path | None,
+    prompts: Sequence[str],
+    params: Any,
+    dtype: str,
+    mode: Any,
+    lowering: str | None,
+    progress: Progress,
+) -> Engine:
+    """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode."""
+    from core.engine.assets import embedded_model
+    from core.engine.engine import Engine
+    from core.engine.loading import load_model
+    from core.engine.prompts import encode_prompts
+    from core.engine.runner import EngineConfig
+    from core.host import select_device
+
+    kind = _dtype(dtype)
+    resolved = select_device(device)
+    loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
+    encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
+    num_tokens = sum(len(e.token_ids) for e in encoded)
+    longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)
+    config = EngineConfig(
+        max_num_seqs=len(prompts),
+        max_model_len=min(loaded.max_position or longest, -(-longest // 64) * 64),
+        decode_buckets=(len(prompts),),
+        prefill_buckets=(max(32, 1 << (num_tokens - 1).bit_length()),),
+        mode=mode,
+        lowering=lowering,
+    )
+    return Engine(loaded, resolved, config, progress=progress)
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    if name not in _DTYPES:
+        raise UsageError(
+            f"--dtype {name}", found=f"the choices are {', '.join(_DTYPES)}", remedy="pass one of these or leave it out"
+        )
+    return None if name == "auto" else getattr(torch, name)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """Show a bar for loading and capture on standard error, where it is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    with Bar(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            # "capture decode[8, 8]" and "capture prefill[…]" are steps of one bar.
+            stage = what.split(" ")[0]
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(what, total=total)
+            bar.update(tasks[stage], description=what, completed=done, total=total)
+
+        yield progress
+
+
+def _generate(engine: Engine, prompts: Sequence[str], params: Any, *, stream: bool) -> list[Completion]:
+    """Generate, and with one prompt print its text as it comes; with several, each as a whole at the end."""
+    import sys
+
+    def write(_: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    if stream and len(prompts) == 1:
+        write(0, prompts[0])
+        completions = engine.generate(prompts, params, on_text=write)
+        write(0, "\n\n")
+        return completions
+    completions = engine.generate(prompts, params)
+    if stream:
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            print(f"[{index}] {prompt}{completion.text}\n")
+    return completions
+
+
+def _compare(engine: Engine, completions: Sequence[Completion], oracle: bool | None) -> Comparison:
+    from core.engine.check import compare
+
+    prompts = [list(c.prompt_token_ids) for c in completions]
+    room = engine.max_model_len - max(map(len, prompts))
+    return compare(engine, prompts, num_tokens=min(32, room), oracle=oracle)
+
+
+def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]]:
+    loaded, report = engine.loaded, engine.report()
+    modes = ", ".join(f"{phase} {mode}" for phase, mode in report.modes.items())
+    rows = [
+        ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
+        ("plugin", str(engine.device.plugin)),
+        ("chosen", engine.device.reason),
+        ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
+        ("cache", f"{engine.route}: {engine.route_reason}"),
+        ("programs", f"{modes}; lowering {report.lowering}; {report.num_traces} traces, {report.num_captures} buckets"),
+        ("compile time", f"{engine.compile_time_s:.2f} s"),
+    ]
+    if comparison is None:
+        return [*rows, ("check", "not run (--no-check)")]
+    ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
+    verdict = comparison.verdict
+    return [
+        *rows,
+        ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
+        (
+            "tokens/s, compiled",
+            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x eager, {comparison.rounds} rounds in turns)",
+        ),
+        (
+            "max logits error",
+            f"{verdict.max_error:.3g} against fp64 (eager {verdict.eager_max_error:.3g}); "
+            + ("criterion T1 holds" if verdict.passed else f"criterion T1 FAILS: {verdict.reason}")
+            if verdict
+            else f"not judged: {comparison.skipped}",
+        ),
+        ("greedy tokens", _tokens_line(comparison)),
+    ]
+
+
+def _tokens_line(comparison: Comparison) -> str:
+    if comparison.tokens_equal:
+        return f"equal to eager ({comparison.num_tokens} tokens)"
+    verdict = "a tie within rounding" if comparison.mismatch_allowed else "WRONG"
+    return f"differ from eager: {comparison.mismatch}: {verdict}"
+
+
+def _print_table(engine: Engine, comparison: Comparison | None) -> None:
+    from rich.table import Table
+
+    from core.cli.output import console
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _rows(engine, comparison):
+        table.add_row(name, value)
+    for warning in engine.loaded.warnings:
+        table.add_row("warning", warning)
+    console().print(table)
+
+
+def _print_json(engine: Engine, completions: Sequence[Completion], comparison: Comparison | None) -> None:
+    from dataclasses import asdict
+
+    import torch
+
+    from core.cli.output import print_json
+
+    loaded = engine.loaded
+    print_json(
+        "core.run/1",
+        device={
+            "name": engine.device.name,
+            "product": engine.device.capabilities.device_name,
+            "plugin": engine.device.plugin.distribution,
+            "version": engine.device.plugin.version,
+            "reason": engine.device.reason,
+        },
+        torch=torch.__version__,
+        model={
+            "class": type(loaded.model).__name__,
+            "path": str(loaded.path),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "num_parameters": loaded.num_parameters,
+            "warnings": list(loaded.warnings),
+        },
+        cache={"route": engine.route, "reason": engine.route_reason},
+        compile_time_s=engine.compile_time_s,
+        program=engine.report().to_json(),
+        completions=[
+            {
+                "prompt_token_ids": list(c.prompt_token_ids),
+                "token_ids": list(c.token_ids),
+                "text": c.text,
+                "finish_reason": c.finish_reason,
+            }
+            for c in completions
+        ],
+        check=None if comparison is None else {**asdict(comparison), "passed": comparison.passed},
+    )

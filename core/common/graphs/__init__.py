@@ -1,0 +1,1 @@
+"""Capturing callables into graphs and replaying them: protocol, static buffers, buckets."""

@@ -1,0 +1,110 @@
+"""`GraphBackend`: how a device captures a callable once and replays it at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GraphKey(NamedTuple):
+    """What a captured graph was captured for; a key that was not captured is refused, never replayed approximately.
+
+    phase: forward mode ("decode", "prefill", …). dims: bucket dimensions in declared order, e.g. `(8, 8)`.
+    """
+
+    phase: str
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.phase}[{', '.join(map(str, self.dims))}]"
+
+
+Callback = Callable[[], None]
+BoundCallable = Callable[[], "tuple[torch.Tensor, ...]"]
+"""A lowered callable with all arguments bound: reads its static input buffers, returns a flat tuple of tensors."""
+
+
+class GraphBackend(Protocol):
+    """Captures and replays callables; one instance belongs to one program and is used by one thread at a time.
+
+    The program's runner owns input buffers and buckets; the backend owns graphs, their memory pool and their outputs.
+    """
+
+    def capture_session(self) -> AbstractContextManager[None]:
+        """Enter once around all captures of a program: pool, stream and other state shared by them."""
+        ...
+
+    def capture_one(
+        self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, torch.Tensor], after_warmup: Callback
+    ) -> tuple[torch.Tensor, ...]:
+        """Warm `fn` up, call `after_warmup`, capture `fn` under `key` and return its static outputs.
+
+        inputs are the static buffers `fn` reads, by name: their addresses stay the same for the program's life. The
+        outputs live at fixed addresses too and are valid until the next replay of the same key. Warm-up really runs
+        `fn`; `after_warmup` undoes what that wrote, where the runner cares. Called inside `capture_session`; a key
+        captured again replaces its graph. A failed capture must leave the device usable and raise; the runner attaches
+        key and remedy.
+        """
+        ...
+
+    def can_run(self, key: GraphKey) -> bool:
+        """Return whether `key` was captured."""
+        ...
+
+    def replay(self, key: GraphKey, step: object = None) -> tuple[torch.Tensor, ...]:
+        """Run the graph of `key` on the present content of its input buffers and return its static outputs.
+
+        step carries the host-side arguments of this step for devices whose capabilities declare `update`.
+        """
+        ...
+
+    def replay_session(self) -> AbstractContextManager[None]:
+        """Enter around a run of replays (a serving loop); most backends need nothing here."""
+        ...
+
+    def cleanup(self) -> None:
+        """Drop all graphs and return their memory; the backend can capture again afterwards."""
+        ...
+
+
+GraphBackendFactory = Callable[[], GraphBackend]
+
+
+class CallBackend:
+    """Runs the bound callable at every replay: for devices without graphs, where a compiled program is the graph."""
+
+    def __init__(self) -> None:
+        self._programs: dict[GraphKey, BoundCallable] = {}
+
+    def capture_session(self) -> AbstractContextManager[None]:
+        """Need nothing around captures."""
+        return nullcontext()
+
+    def capture_one(
+        self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, torch.Tensor], after_warmup: Callback
+    ) -> tuple[torch.Tensor, ...]:
+        """Run `fn` once, so that whatever compiles lazily has compiled, and keep it."""
+        outputs = fn()
+        after_warmup()
+        self._programs[key] = fn
+        return outputs
+
+    def can_run(self, key: GraphKey) -> bool:
+        """Return whether `key` was captured."""
+        return key in self._programs
+
+    def replay(self, key: GraphKey, step: object = None) -> tuple[torch.Tensor, ...]:
+        """Call the program of `key`; its outputs are fresh tensors."""
+        return self._programs[key]()
+
+    def replay_session(self) -> AbstractContextManager[None]:
+        """Need nothing around replays."""
+        return nullcontext()
+
+    def cleanup(self) -> None:
+        """Drop all programs."""
+        self._programs.clear()

@@ -1,0 +1,170 @@
+"""Declared inputs, buckets, and the static buffers that captured graphs read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from core.common.graphs.backend import GraphKey
+from core.errors import UsageError
+
+Padding = Literal["zero", "sentinel", "edge", "keep", "fill_once", "copy"]
+"""What the rows of a bucket past the real input hold: 0 at each call; `value` at each call; the last real row; whatever
+was there; `value` written once at capture; nothing, since the input must fill its bucket exactly."""
+
+_DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
+Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
+DEFAULT_PHASE = "main"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a program. shape: ints, or bucket dimensions by name (`"tokens"`, `"seqs + 1"`).
+
+    padding: what rows past the real input hold. value: the number that `sentinel` and `fill_once` write.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    padding: Padding = "zero"
+    value: int | float = 0
+
+    def __post_init__(self) -> None:
+        if self.padding not in get_args(Padding):
+            raise UsageError(
+                f"padding {self.padding!r}",
+                found="no policy of that name",
+                remedy=f"choose one of: {', '.join(get_args(Padding))}",
+            )
+        for dim in self.shape:
+            if isinstance(dim, str) and not _DIM.fullmatch(dim):
+                raise UsageError(
+                    f"input dimension {dim!r}",
+                    found="it is neither an int nor 'name' nor 'name + int'",
+                    remedy="name a bucket dimension, for example 'tokens' or 'seqs + 1'",
+                )
+
+    def dims(self) -> tuple[str, ...]:
+        """Return the bucket dimensions this input uses, in order of appearance."""
+        return tuple(dict.fromkeys(_parse(d)[0] for d in self.shape if isinstance(d, str)))
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the concrete shape for these sizes of the bucket dimensions."""
+        return tuple(d if isinstance(d, int) else sizes[_parse(d)[0]] + _parse(d)[1] for d in self.shape)
+
+    def measure(self, name: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
+        """Read bucket dimensions off an actual shape into `sizes`; raise `UsageError` where it contradicts them."""
+        fits = len(shape) == len(self.shape)
+        for declared, actual in zip(self.shape, shape, strict=False):
+            if isinstance(declared, int):
+                fits = fits and declared == actual
+            else:
+                dim, offset = _parse(declared)
+                fits = fits and actual >= offset and sizes.setdefault(dim, actual - offset) == actual - offset
+        if not fits:
+            known = ", ".join(f"{k} = {v}" for k, v in sizes.items())
+            raise UsageError(
+                f"input {name!r} of shape {tuple(shape)}",
+                found=f"the program declares {self.shape}" + (f", and here {known}" if known else ""),
+                remedy="pass tensors of the declared shapes, with equal sizes where names are equal",
+            )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _parse(dim: str) -> tuple[str, int]:
+    match = _DIM.fullmatch(dim)
+    assert match is not None, dim  # checked when the spec was made
+    return match[1], int(match[2] or 0)
+
+
+@dataclass(frozen=True)
+class BucketTable:
+    """All buckets of a program: the order of dimension names, and each phase's keys from small to large."""
+
+    dims: tuple[str, ...]
+    phases: Mapping[str, tuple[GraphKey, ...]]
+
+    @classmethod
+    def build(cls, inputs: Mapping[str, InputSpec], buckets: Buckets | None) -> BucketTable:
+        """Check what the caller gave and bring it into one form; None means one bucket without dimensions."""
+        dims = tuple(dict.fromkeys(d for spec in inputs.values() for d in spec.dims()))
+        if buckets is None:
+            buckets = [{}]
+        if not isinstance(buckets, Mapping):
+            buckets = {DEFAULT_PHASE: buckets}
+        phases = {phase: cls._keys(phase, dims, entries) for phase, entries in buckets.items()}
+        if not phases:
+            raise UsageError("an empty mapping of buckets", found="no phase", remedy="name at least one phase")
+        return cls(dims, phases)
+
+    @staticmethod
+    def _keys(phase: str, dims: tuple[str, ...], entries: Sequence[int | Mapping[str, int]]) -> tuple[GraphKey, ...]:
+        if not isinstance(entries, Sequence) or not entries:
+            raise UsageError(
+                f"buckets {entries!r} of phase {phase!r}",
+                found="not a list of at least one bucket",
+                remedy="give a list of sizes, or one list per phase, for example {'decode': [8, 16]}",
+            )
+        keys = set()
+        for entry in entries:
+            sizes = {dims[0]: entry} if isinstance(entry, int) and len(dims) == 1 else entry
+            if not isinstance(sizes, Mapping) or set(sizes) != set(dims) or not all(map(_is_size, sizes.values())):
+                raise UsageError(
+                    f"bucket {entry!r} of phase {phase!r}",
+                    found=f"the inputs' bucket dimensions are: {', '.join(dims) or 'none'}",
+                    remedy="give one positive size per dimension, for example "
+                    + repr(dict.fromkeys(dims, 8) if dims else "no buckets at all"),
+                )
+            keys.add(GraphKey(phase, tuple(sizes[d] for d in dims)))
+        return tuple(sorted(keys, key=lambda k: (prod(k.dims), k.dims)))
+
+    def sizes(self, key: GraphKey) -> dict[str, int]:
+        """Return the key's dimensions by name."""
+        return dict(zip(self.dims, key.dims, strict=True))
+
+    def find(self, phase: str, sizes: Mapping[str, int]) -> GraphKey | None:
+        """Return the smallest bucket of the phase that holds these sizes, or None."""
+        wanted = tuple(sizes[d] for d in self.dims)
+        fitting = (k for k in self.phases[phase] if all(a >= b for a, b in zip(k.dims, wanted, strict=True)))
+        return next(fitting, None)
+
+
+class StaticBuffers:
+    """Owns one flat storage per input, sized for the largest bucket; every bucket reads a contiguous view of it.
+
+    Buckets share the storage, so only the bucket being run has valid content. Addresses never change.
+    """
+
+    def __init__(self, inputs: Mapping[str, InputSpec], table: BucketTable, device: torch.device) -> None:
+        self._inputs = inputs
+        self._table = table
+        keys = [key for keys in table.phases.values() for key in keys]
+        self._flat = {
+            name: torch.full(
+                (max(prod(spec.resolve(table.sizes(key))) for key in keys),),
+                spec.value if spec.padding in ("sentinel", "fill_once") else 0,
+                dtype=spec.dtype,
+                device=device,
+            )
+            for name, spec in inputs.items()
+        }
+
+    def views(self, key: GraphKey) -> dict[str, Tensor]:
+        """Return the buffers of one bucket by input name, each contiguous and of the bucket's shape."""
+        sizes = self._table.sizes(key)
+        shapes = {name: spec.resolve(sizes) for name, spec in self._inputs.items()}
+        return {name: self._flat[name][: prod(shape)].view(shape) for name, shape in shapes.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers together."""
+        return sum(t.nbytes for t in self._flat.values())

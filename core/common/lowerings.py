@@ -1,0 +1,74 @@
+"""The lowerings every device can use: `inline`, generated Python, and `inductor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
+
+
+def inline(request: LoweringRequest) -> FlatCallable:
+    """Return the graph's own generated Python: each op is one eager call, at any size the trace allows."""
+    request.graph.recompile()
+    return request.graph.forward  # the bound method: no nn.Module call around it
+
+
+def inductor(request: LoweringRequest) -> FlatCallable:
+    """Compile the graph with Inductor for the sizes of the example inputs.
+
+    Sizes become constants first: Inductor's code for fixed shapes is faster, and each bucket has its own program.
+    """
+    graph, kept = specialize(request.graph, request.example_inputs)
+    examples = [request.example_inputs[i] for i in kept]
+    # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    with torch.no_grad(), tracing(context):
+        compiled: Any = torch._inductor.compile(graph, examples)
+
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(compiled(*[args[i] for i in kept]))
+
+    return call
+
+
+def specialize(graph: fx.GraphModule, examples: tuple[Any, ...]) -> tuple[fx.GraphModule, list[int]]:
+    """Replace symbolic sizes by the examples' ints; return the graph and the indices of the placeholders kept."""
+    kept = []
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for index, (node, example) in enumerate(zip(nodes, examples, strict=True)):
+        if isinstance(example, Tensor):
+            kept.append(index)
+            continue
+        constant = dict.fromkeys([node], example)
+        for user in list(node.users):
+            user.args = fx.map_arg(user.args, partial(_replace, constant))
+            user.kwargs = fx.map_arg(user.kwargs, partial(_replace, constant))
+        graph.graph.erase_node(node)
+    for node in graph.graph.nodes:
+        node.meta.pop("example_value", None)  # symbolic metadata of the trace no longer holds
+    graph.recompile()
+    return graph, kept
+
+
+def _replace(constants: Mapping[fx.Node, Any], node: fx.Node) -> Any:
+    return constants.get(node, node)
+
+
+INLINE = Lowerings(available=MappingProxyType({"inline": inline}), default="inline", any_size=frozenset({"inline"}))
+"""What a device has that states nothing: every op goes through torch's dispatcher, where any backend can see it."""
+
+INLINE_AND_INDUCTOR = Lowerings(
+    available=MappingProxyType({"inline": inline, "inductor": inductor}),
+    default="inline",
+    any_size=frozenset({"inline"}),
+)
+"""For devices that Inductor generates code for, with a graph backend that captures kernels, not dispatched ops."""

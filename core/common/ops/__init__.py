@@ -1,0 +1,1 @@
+"""Canonical ops: the vocabulary between models and devices, one declaration each."""

@@ -1,0 +1,267 @@
+"""`core::attention`: causal attention over a paged key/value cache, cache write included.
+
+Shapes: T tokens of this step (all sequences concatenated), B sequences, H query heads, K key/value heads (H a multiple
+of K), D head size of query and key, V head size of value, N cache blocks of P positions, M blocks per sequence at most.
+
+Block 0 is the null block: no sequence owns it, padding tokens write there, and nothing reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.ops.declaration import CanonicalOp, Sample, declare
+
+SCHEMA = (
+    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor block_table, Tensor slot_mapping, Tensor seq_lens, Tensor query_starts, *, float scale, int window=0, "
+    "float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, int max_query_len=0) -> Tensor"
+)
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    max_query_len: int = 0,
+) -> Tensor:
+    """Write key and value into the cache, then attend; returns (T, H, V) in the query's dtype.
+
+    query (T, H, D); key (T, K, D); value (T, K, V); key_cache (N, P, K, D) and value_cache (N, P, K, V), written at
+    slot_mapping (T,) int64 = block * P + position in block. block_table (B, M) int32: blocks of each sequence in
+    order. seq_lens (B,) int32: length of each sequence, this step's tokens included; 0 for padding. query_starts
+    (B + 1,) int32: first token of each sequence in T, then the number of real tokens; later rows are padding and come
+    back as zero. A sequence's tokens are the last of its positions.
+
+    window: number of latest positions a token sees, itself included; 0 for all. softcap: `c * tanh(score / c)`; 0 for
+    none (Gemma 2, arXiv 2408.00118). sinks (H,): one extra logit per head in the softmax's denominator (Xiao et al.,
+    arXiv 2309.17453, as gpt-oss uses it). mask (T, 1 or H, M * P), over the token's own sequence: added to the scores,
+    or, if boolean, hides a key position where it is false. max_query_len: upper bound on tokens per sequence in this
+    step, 0 if unknown; 1 in decode. Softmax accumulates in fp32 (fp64 for fp64 input).
+    """
+    check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
+    write_cache(key, value, key_cache, value_cache, slot_mapping)
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads = key_cache.shape[2]
+    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+
+    keys = key_cache[block_table.long()].flatten(1, 2)  # (B, M * P, K, D)
+    values = value_cache[block_table.long()].flatten(1, 2)
+    query_lens = query_starts[1:] - query_starts[:-1]
+    steps = torch.arange(max_query_len or num_tokens, device=query.device)
+    rows = (query_starts[:-1, None] + steps).clamp(max=num_tokens - 1)  # (B, Q) row of each query in T
+    padded = query[rows].unflatten(2, (num_kv_heads, num_heads // num_kv_heads))  # (B, Q, K, G, D)
+
+    positions = (seq_lens - query_lens)[:, None] + steps  # (B, Q)
+    allowed = visible_positions(positions, seq_lens, keys.shape[1], window=window, causal=causal)  # (B, Q, M * P)
+    live = allowed.any(1)
+    scores = torch.einsum("bqkgd,bskd->bkgqs", padded.to(acc), keys.to(acc)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores, allowed = _apply_mask(scores, allowed[:, None, None], mask, rows)
+    weights = _softmax(scores, allowed, sinks)
+    # Positions that nobody wrote, or that left the window, may hold NaN, and 0 * NaN is NaN: hide their values too.
+    values = values.to(acc).masked_fill(~live[:, :, None, None], 0.0)
+    out = torch.einsum("bkgqs,bskv->bqkgv", weights, values).flatten(2, 3)  # (B, Q, H, V)
+    return _to_tokens(out, query_starts, num_tokens).to(query.dtype)
+
+
+def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write this step's key (T, K, D) and value (T, K, V) into the paged caches at slot_mapping (T,), in place."""
+    # `view`, not `flatten`: on a cache it can't view, flatten would copy and the write would be lost.
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(-1, *cache.shape[2:]).index_put_((slot_mapping,), new.to(cache.dtype))
+
+
+def visible_positions(positions: Tensor, seq_lens: Tensor, num_keys: int, *, window: int, causal: bool) -> Tensor:
+    """Return which keys each query may see: (B, Q, num_keys) bool from positions (B, Q) and seq_lens (B,)."""
+    keys = torch.arange(num_keys, device=positions.device)
+    allowed = (keys < seq_lens[:, None])[:, None, :].expand(-1, positions.shape[1], -1)
+    if causal:
+        allowed = allowed & (keys <= positions[..., None])
+    if window:
+        allowed = allowed & (keys > positions[..., None] - window)
+    return allowed
+
+
+def _apply_mask(scores: Tensor, allowed: Tensor, mask: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    if mask is None:
+        return scores, allowed
+    num_kv_heads, group = scores.shape[1], scores.shape[2]
+    own = mask[rows].transpose(1, 2)  # (B, 1 or H, Q, S)
+    own = own.unflatten(1, (num_kv_heads, group)) if own.shape[1] > 1 else own[:, :, None]
+    if mask.dtype == torch.bool:
+        return scores, allowed & own
+    return scores + own.to(scores.dtype), allowed
+
+
+def _softmax(scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of (B, K, G, Q, S); rows that see nothing become zero, not NaN."""
+    scores = scores.masked_fill(~allowed, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, scores.shape[1], scores.shape[2], 1, 1)
+        top = torch.maximum(top, sink)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    return weights / total.masked_fill(total == 0, 1.0)
+
+
+def _to_tokens(out: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
+    """Gather (B, Q, H, V) back to (T, H, V); rows past the last real token become zero."""
+    tokens = torch.arange(num_tokens, device=out.device)
+    sequence = torch.bucketize(tokens, query_starts[1:], right=True).clamp(max=out.shape[0] - 1)
+    step = (tokens - query_starts[:-1][sequence]).clamp(0, out.shape[1] - 1)
+    return out[sequence, step].masked_fill((tokens >= query_starts[-1])[:, None, None], 0.0)
+
+
+def fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Check the arguments; return (T, H, V)."""
+    check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
+    return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+
+
+def check_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+) -> None:
+    """Raise `RuntimeError` unless ranks, heads and index dtypes are as the schema says."""
+    floating = (("query", query, 3), ("key", key, 3), ("value", value, 3))
+    caches = (("key_cache", key_cache, 4), ("value_cache", value_cache, 4))
+    for name, tensor, rank in (*floating, *caches, ("block_table", block_table, 2)):
+        torch._check(tensor.dim() == rank, lambda n=name, r=rank: f"core::attention: {n} must have rank {r}")
+    torch._check(
+        query.shape[1] % key.shape[1] == 0,
+        lambda: f"core::attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key/value heads",
+    )
+    torch._check(
+        key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:],
+        lambda: "core::attention: cache and key/value differ in heads or head size",
+    )
+    for name, index, dtype in (("slot_mapping", slot_mapping, torch.int64), ("block_table", block_table, torch.int32)):
+        torch._check(index.dtype == dtype, lambda n=name, d=dtype: f"core::attention: {n} must be {d}")
+    for name, index in (("seq_lens", seq_lens), ("query_starts", query_starts)):
+        whole = index.dtype in (torch.int32, torch.int64)
+        torch._check(whole, lambda n=name: f"core::attention: {n} must be torch.int32 or torch.int64")
+
+
+def _sample(
+    dtype: torch.dtype,
+    device: torch.device,
+    lens: tuple[tuple[int, int], ...],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (16, 16),
+    padding: tuple[int, int] = (0, 0),
+    **options: Any,
+) -> dict[str, Any]:
+    """Build one call: lens gives (query length, sequence length) per sequence, padding extra (tokens, sequences)."""
+    generator = torch.Generator().manual_seed(hash((lens, heads, sizes, padding)) % 2**31)
+    page, num_seqs = 4, len(lens) + padding[1]
+    blocks_each = max((-(-length // page) for _, length in lens), default=1)
+    num_blocks = 1 + len(lens) * blocks_each
+    order = 1 + torch.randperm(num_blocks - 1, generator=generator)
+    table = torch.zeros(num_seqs, blocks_each, dtype=torch.int32)
+    table[: len(lens)] = order.view(len(lens), blocks_each)
+    slots = [
+        int(table[i, p // page]) * page + p % page
+        for i, (new, length) in enumerate(lens)
+        for p in range(length - new, length)
+    ]
+    starts = [0]
+    for new, _ in lens:
+        starts.append(starts[-1] + new)
+    num_tokens = len(slots) + padding[0]
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    def index(data: list[int], length: int, fill: int, kind: torch.dtype) -> Tensor:
+        return torch.tensor(data + [fill] * (length - len(data)), dtype=kind, device=device)
+
+    return {
+        "query": randn(num_tokens, heads[0], sizes[0]),
+        "key": randn(num_tokens, heads[1], sizes[0]),
+        "value": randn(num_tokens, heads[1], sizes[1]),
+        "key_cache": randn(num_blocks, page, heads[1], sizes[0]),
+        "value_cache": randn(num_blocks, page, heads[1], sizes[1]),
+        "block_table": table.to(device),
+        "slot_mapping": index(slots, num_tokens, 0, torch.int64),
+        "seq_lens": index([length for _, length in lens], num_seqs, 0, torch.int32),
+        "query_starts": index(starts, num_seqs + 1, starts[-1], torch.int32),
+        "scale": sizes[0] ** -0.5,
+        **options,
+    }
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield calls of every form: decode, prefill, mixed, padded, grouped heads, window, soft-cap, sinks, masks."""
+    cases: dict[str, dict[str, Any]] = {
+        "decode": {"lens": ((1, 7), (1, 1), (1, 13)), "max_query_len": 1},
+        "decode padded": {"lens": ((1, 7), (1, 5)), "padding": (2, 2), "max_query_len": 1},
+        "prefill": {"lens": ((5, 5), (11, 11))},
+        "chunk and mixed": {"lens": ((3, 9), (1, 6), (7, 7)), "padding": (4, 1)},
+        "window 3": {"lens": ((9, 9), (1, 8)), "window": 3},
+        "soft-cap": {"lens": ((6, 6), (1, 4)), "softcap": 2.5},
+        "odd scale, value size 8": {"lens": ((5, 5), (2, 7)), "sizes": (16, 8), "scale": 0.37},
+        "one kv head": {"lens": ((4, 4),), "heads": (6, 1)},
+        "bidirectional": {"lens": ((4, 4), (3, 3)), "causal": False},
+    }
+    for name, case in cases.items():
+        yield Sample(name=name, kwargs=_sample(dtype, device, **case))
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    yield Sample(name="sinks", kwargs={**base, "sinks": torch.linspace(-1, 2, 4, dtype=dtype, device=device)})
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    width = base["block_table"].shape[1] * base["key_cache"].shape[1]
+    grid = torch.arange(6 * width, device=device).view(6, 1, width)
+    yield Sample(name="boolean mask", kwargs={**base, "mask": grid % 3 != 1})
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    bias = torch.linspace(-3, 3, 6 * 4 * width, dtype=dtype, device=device).view(6, 4, width)
+    yield Sample(name="additive mask per head", kwargs={**base, "mask": bias})
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    strided = base["query"].transpose(0, 1).contiguous().transpose(0, 1)
+    yield Sample(name="non-contiguous query", kwargs={**base, "query": strided})
+
+
+ATTENTION = declare(
+    CanonicalOp(name="attention", schema=SCHEMA, reference=reference, fake=fake, samples=samples, break_point=True)
+)

@@ -1,0 +1,93 @@
+"""What a compile did and what it cost: stages, graphs, passes, op choices, buckets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core.common.graphs.backend import GraphKey
+    from core.common.ops.lower import OpChoice
+    from core.common.passes.manager import PassReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketReport:
+    """One captured bucket: its lowering and capture time, and the device memory the capture kept."""
+
+    key: GraphKey
+    lower_s: float
+    capture_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceReport:
+    """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace."""
+
+    phase: str
+    num_nodes: int
+    trace_s: float
+    passes_s: float
+    passes: tuple[PassReport, ...]
+    ops: tuple[OpChoice, ...]
+    buckets: tuple[GraphKey, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramReport:
+    """The account of one `core.compile` call; `str()` is for a terminal, `to_json()` for machines."""
+
+    device: str
+    plugin: str
+    modes: dict[str, str]
+    lowering: str
+    traces: tuple[TraceReport, ...]
+    buckets: tuple[BucketReport, ...]
+    static_bytes: int
+    total_s: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_traces(self) -> int:
+        """How many graphs were traced."""
+        return len(self.traces)
+
+    @property
+    def num_captures(self) -> int:
+        """How many buckets were captured."""
+        return len(self.buckets)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as JSON-ready values; keys are written as text, `decode[8, 8]`."""
+        document = asdict(self)
+        for trace, source in zip(document["traces"], self.traces, strict=True):
+            trace["buckets"] = [str(key) for key in source.buckets]
+        for bucket, kept in zip(document["buckets"], self.buckets, strict=True):
+            bucket["key"] = str(kept.key)
+        return document
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.device} ({self.plugin}), lowering {self.lowering}, "
+            + ", ".join(f"{phase}: {mode}" for phase, mode in self.modes.items())
+        ]
+        for trace in self.traces:
+            ops = Counter(f"{choice.op} -> {choice.implementation}" for choice in trace.ops)
+            lines.append(
+                f"  trace {trace.phase}: {trace.num_nodes} nodes in {trace.trace_s:.2f} s, "
+                f"{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, serves {len(trace.buckets)} buckets"
+                + (f" ({trace.reason})" if trace.reason else "")
+            )
+            lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
+            lines += [f"    pass {p.name}: {p.matched} matched in {p.elapsed_ms:.1f} ms" for p in trace.passes]
+        for bucket in self.buckets:
+            lines.append(
+                f"  {bucket.key}: lowered in {bucket.lower_s:.2f} s, captured in {bucket.capture_s:.2f} s, "
+                f"{bucket.num_bytes / 2**20:.1f} MiB"
+            )
+        lines += [f"  note: {note}" for note in self.notes]
+        lines.append(f"  total {self.total_s:.2f} s, static buffers {self.static_bytes / 2**20:.2f} MiB")
+        return "\n".join(lines)

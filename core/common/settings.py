@@ -1,0 +1,96 @@
+"""The one file that reads `CORE_*` environment variables: parsed into a frozen object, invalid values rejected."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.errors import UsageError
+
+VARIABLES: Mapping[str, str] = {
+    "CORE_PLUGINS": "allow-list of third-party plugins by distribution, device or distribution:device, separated by "
+    "commas; unset allows all, empty allows those that ship with core only",
+    "CORE_PLUGINS_DISABLE": "deny-list by distribution, device or distribution:device, separated by commas; it wins "
+    "over the allow-list and applies to the plugins that ship with core too",
+    "CORE_PROBE_TIMEOUT_S": "seconds a device probe may take before it is killed (default 5)",
+}
+"""Every variable that `core` reads, with its meaning."""
+
+_DEFAULT_PROBE_TIMEOUT_S = 5.0
+_PREFIX = "CORE_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the environment asks for.
+
+    plugins: normalised allow-list, None for "all". warnings: one line per variable that looks like a misspelt one.
+    """
+
+    plugins: tuple[str, ...] | None = None
+    plugins_disabled: tuple[str, ...] = ()
+    probe_timeout_s: float = _DEFAULT_PROBE_TIMEOUT_S
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Parse the `CORE_*` variables of `environ` (default: the process's own); raise `UsageError` on a bad value."""
+        values = os.environ if environ is None else environ
+        allowed = values.get("CORE_PLUGINS")
+        return cls(
+            plugins=None if allowed is None else _names("CORE_PLUGINS", allowed),
+            plugins_disabled=_names("CORE_PLUGINS_DISABLE", values.get("CORE_PLUGINS_DISABLE", "")),
+            probe_timeout_s=_seconds("CORE_PROBE_TIMEOUT_S", values.get("CORE_PROBE_TIMEOUT_S")),
+            warnings=_misspelt(values),
+        )
+
+
+def normalize(name: str) -> str:
+    """Return `name` as distribution names are compared: lower case, with runs of `-`, `_`, `.` as one `-`."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def _names(variable: str, value: str) -> tuple[str, ...]:
+    if not value.strip():
+        return ()
+    names = tuple(normalize(item) for item in value.split(","))
+    if "" in names:
+        raise UsageError(
+            f"{variable}={value!r}",
+            found="an empty name between commas",
+            remedy=f"write names separated by single commas, e.g. {variable}=acme-device,other",
+        )
+    return names
+
+
+def _seconds(variable: str, value: str | None) -> float:
+    if value is None:
+        return _DEFAULT_PROBE_TIMEOUT_S
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    # Written so that "nan" is refused too; "inf" would wait for ever on a hanging driver.
+    if not 0 < seconds < float("inf"):
+        raise UsageError(
+            f"{variable}={value!r}",
+            found="not a positive, finite number of seconds",
+            remedy=f"set it to a number above 0, or unset it for the default of {_DEFAULT_PROBE_TIMEOUT_S:g}",
+        )
+    return seconds
+
+
+def _misspelt(environ: Mapping[str, str]) -> tuple[str, ...]:
+    known = [name.removeprefix(_PREFIX) for name in VARIABLES]
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith(_PREFIX) or name in VARIABLES:
+            continue
+        # The shared prefix is left out: with it, every CORE_ variable would resemble every other.
+        close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.75)
+        if close:
+            warnings.append(f"environment variable {name} is not read by core; did you mean {_PREFIX}{close[0]}?")
+    return tuple(warnings)

@@ -1,0 +1,329 @@
+"""`core.compile`: the way from a model to a `Program`, readable top to bottom.
+
+trace -> passes -> lower canonical ops -> lower the graph -> capture each bucket, largest first
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import core.common.ops.attention  # noqa: F401  # declares the canonical ops that graphs may hold
+from core.common.config import CompileOptions, Verify
+from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
+from core.common.graphs.inputs import Buckets, BucketTable, InputSpec, StaticBuffers
+from core.common.lowering import FlatCallable, LoweringRequest
+from core.common.ops.declaration import declared_ops
+from core.common.ops.lower import lower_ops
+from core.common.passes.manager import PassManager
+from core.common.report import BucketReport, ProgramReport, TraceReport
+from core.common.tracing import TracedGraph, trace
+from core.device import Device, Mode
+from core.errors import CaptureError, CoreError, LoweringError, PluginError, UsageError
+from core.host import select_device
+from core.program import CapturedBucket, Program
+
+log = logging.getLogger("core.compilation")
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(what, done, total)` while buckets are captured."""
+
+
+def compile(
+    model: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    device: str | Device = "auto",
+    *,
+    inputs: Mapping[str, InputSpec],
+    buckets: Buckets | None = None,
+    mode: Mode | Mapping[str, Mode] | None = None,
+    lowering: str | None = None,
+    passes: tuple[str, ...] | None = None,
+    strict: bool = False,
+    verify: Verify = "off",
+    progress: Progress | None = None,
+) -> Program:
+    """Compile a model for a device and return the `Program` that runs it.
+
+    model: a module or function called with the declared inputs by name, its tensors already on the device; or one per
+    phase. inputs: name -> `InputSpec`. buckets: sizes of the bucket dimensions to capture, as a list, or a list per
+    phase; None for inputs of fixed shape. mode, lowering, passes, strict, verify: see `CompileOptions`.
+
+    The model runs at least once per bucket on zero inputs during capture: in-place writes go where zeros point them.
+    Python side effects of its forward (a counter, an attribute) happen once, while tracing, and never at a call.
+    Raises `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError`, `CaptureError`.
+    """
+    options = CompileOptions(mode=mode, lowering=lowering, passes=passes, strict=strict, verify=verify)
+    resolved = device if isinstance(device, Device) else select_device(device)
+    table = BucketTable.build(inputs, buckets)
+    return _Compilation(model, resolved, inputs, table, options, progress).run()
+
+
+class _Compilation:
+    """One run of the pipeline; holds what its stages share."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        device: Device,
+        inputs: Mapping[str, InputSpec],
+        table: BucketTable,
+        options: CompileOptions,
+        progress: Progress | None,
+    ) -> None:
+        self.device = device
+        self.inputs = inputs
+        self.table = table
+        self.models = _per_phase(model, table)
+        for each in self.models.values():
+            _check_mode_of_model(each)
+        _check_phases(options.mode, table)
+        self.modes = {phase: options.mode_of(phase, device.capabilities.modes) for phase in table.phases}
+        self.lowering_name, self.lowering = device.lowerings.resolve(options.lowering)
+        _check_ops(device)
+        self.manager = PassManager(_chosen(device, options.passes), strict=options.strict)
+        self.progress = progress or (lambda what, done, total: None)
+        self.traces: list[TraceReport] = []
+        self.buckets: list[BucketReport] = []
+
+    def run(self) -> Program:
+        """Trace, rewrite, lower and capture every phase that is not "off"."""
+        start = time.perf_counter()
+        compiled = {phase: keys for phase, keys in self.table.phases.items() if self.modes[phase] != "off"}
+        buffers = StaticBuffers(self.inputs, self.table, self.device.torch_device) if compiled else None
+        backend = self.device.graph_backend() if compiled else CallBackend()
+        captured: dict[GraphKey, CapturedBucket] = {}
+        if buffers is not None:
+            try:
+                captured = self._capture_all(self._trace_all(compiled, buffers), buffers, backend)
+            except BaseException:
+                backend.cleanup()
+                raise
+        return Program(
+            device=self.device,
+            eager={phase: model for phase, model in self.models.items() if self.modes[phase] == "off"},
+            inputs=self.inputs,
+            table=self.table,
+            buffers=buffers,
+            backend=backend,
+            captured=captured,
+            report=self._report(buffers, time.perf_counter() - start),
+        )
+
+    def _trace_all(
+        self, phases: Mapping[str, tuple[GraphKey, ...]], buffers: StaticBuffers
+    ) -> dict[GraphKey, TracedGraph]:
+        """Give each key the trace that serves it; one trace serves all buckets of a phase where its conditions hold."""
+        serving: dict[GraphKey, TracedGraph] = {}
+        for phase, keys in phases.items():
+            remaining, reason = list(reversed(keys)), ""
+            while remaining:
+                traced = self._trace(phase, buffers.views(remaining[0]))
+                refused = {key: traced.holds_for(buffers.views(key)) for key in remaining[1:]}
+                served = [remaining[0], *(key for key, why in refused.items() if why is None)]
+                serving.update(dict.fromkeys(served, traced))
+                self._rewrite(phase, traced, tuple(served), reason)
+                remaining = [key for key, why in refused.items() if why is not None]
+                reason = next((why for why in refused.values() if why is not None), "")
+        return serving
+
+    def _trace(self, phase: str, inputs: Mapping[str, Tensor]) -> TracedGraph:
+        # Tracing marks dimensions on the tensors it is given: hand it aliases, not the buffers themselves.
+        examples = {name: tensor.view(tensor.shape) for name, tensor in inputs.items()}
+        dynamic = {
+            name: [dim for dim, declared in enumerate(spec.shape) if isinstance(declared, str)]
+            for name, spec in self.inputs.items()
+        }
+        return trace(self.models[phase], examples, dynamic=dynamic)
+
+    def _rewrite(self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...], reason: str) -> None:
+        num_nodes = len(traced.module.graph.nodes)
+        start = time.perf_counter()
+        passes = self.manager.run(traced.module)
+        passes_s = time.perf_counter() - start
+        ops = lower_ops(traced.module, self.device.ops)
+        self.traces.append(
+            TraceReport(
+                phase=phase,
+                num_nodes=num_nodes,
+                trace_s=traced.elapsed_s,
+                passes_s=passes_s,
+                passes=passes,
+                ops=ops,
+                buckets=served,
+                reason=reason,
+            )
+        )
+        log.info("traced %s: %d nodes in %.2f s, serves %d buckets", phase, num_nodes, traced.elapsed_s, len(served))
+
+    def _capture_all(
+        self, serving: Mapping[GraphKey, TracedGraph], buffers: StaticBuffers, backend: GraphBackend
+    ) -> dict[GraphKey, CapturedBucket]:
+        captured = {}
+        # Largest first: later captures then fit into memory that the first one took.
+        order = sorted(serving, key=lambda key: (-max(key.dims, default=1), key))
+        shared: dict[int, FlatCallable] = {}
+        with torch.no_grad(), _frozen_gc(), backend.capture_session():
+            for done, key in enumerate(order):
+                self.progress(f"capture {key}", done, len(order))
+                captured[key] = self._capture(key, serving[key], buffers.views(key), backend, shared)
+            self.progress("capture", len(order), len(order))
+        return captured
+
+    def _capture(
+        self,
+        key: GraphKey,
+        traced: TracedGraph,
+        inputs: Mapping[str, Tensor],
+        backend: GraphBackend,
+        shared: dict[int, FlatCallable],
+    ) -> CapturedBucket:
+        start = time.perf_counter()
+        values = traced.values(inputs)
+        lowered = shared.get(id(traced)) or self._lower(key, traced, values)
+        if self.lowering_name in self.device.lowerings.any_size:
+            shared[id(traced)] = lowered
+        lower_s = time.perf_counter() - start
+
+        def bound() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return lowered(*values)
+
+        before = self.device.parts.memory().used_bytes
+        start = time.perf_counter()
+        try:
+            backend.capture_one(key, bound, inputs, _no_op)
+            self.device.synchronize()
+        except CoreError as error:
+            error.add_note(f"while capturing {key} on {self.device.name}")
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"capturing {key} on {self.device.name}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="run this phase with mode 'off' to see whether it runs eagerly; host reads can't be captured",
+            ) from error
+        used = self.device.parts.memory().used_bytes - before
+        self.buckets.append(
+            BucketReport(key=key, lower_s=lower_s, capture_s=time.perf_counter() - start, num_bytes=max(used, 0))
+        )
+        return CapturedBucket(key=key, inputs=inputs, traced=traced, output=traced.output)
+
+    def _lower(self, key: GraphKey, traced: TracedGraph, values: tuple[Any, ...]) -> FlatCallable:
+        request = LoweringRequest(graph=_copy(traced.module), example_inputs=values)
+        try:
+            return self.lowering(request)
+        except CoreError:
+            raise
+        except Exception as error:
+            raise LoweringError(
+                f"lowering {key} by {self.lowering_name!r}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="use lowering 'inline' to go on without this compiler",
+            ) from error
+
+    def _report(self, buffers: StaticBuffers | None, total_s: float) -> ProgramReport:
+        return ProgramReport(
+            device=self.device.name,
+            plugin=str(self.device.plugin),
+            modes=dict(self.modes),
+            lowering=self.lowering_name,
+            traces=tuple(self.traces),
+            buckets=tuple(self.buckets),
+            static_bytes=buffers.num_bytes if buffers is not None else 0,
+            total_s=total_s,
+        )
+
+
+def _no_op() -> None:
+    return None
+
+
+def _per_phase(
+    model: Callable[..., Any] | Mapping[str, Callable[..., Any]], table: BucketTable
+) -> dict[str, Callable[..., Any]]:
+    if not isinstance(model, Mapping):
+        return dict.fromkeys(table.phases, model)
+    if model.keys() != table.phases.keys():
+        raise UsageError(
+            f"models for phases {sorted(model)}",
+            found=f"the buckets name the phases {sorted(table.phases)}",
+            remedy="give one model for all phases, or exactly one per phase",
+        )
+    return dict(model)
+
+
+def _check_phases(mode: Mode | Mapping[str, Mode] | None, table: BucketTable) -> None:
+    unknown = sorted(mode.keys() - table.phases.keys()) if isinstance(mode, Mapping) else []
+    if unknown:
+        raise UsageError(
+            f"modes for phases {unknown}",
+            found=f"the buckets name the phases {sorted(table.phases)}",
+            remedy="name only these; a phase without a mode takes the device's preferred one",
+        )
+
+
+def _chosen(device: Device, names: tuple[str, ...] | None) -> tuple[Any, ...]:
+    if names is None:
+        return device.passes
+    known = {declared.name: declared for declared in device.passes}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(
+            f"passes {unknown}",
+            found=f"{device.name} has: {', '.join(known) or 'none'}",
+            remedy="name only these, or leave `passes` out to run all",
+        )
+    return tuple(known[name] for name in names)
+
+
+def _check_ops(device: Device) -> None:
+    unknown = [i.op for i in device.ops if i.op not in declared_ops()]
+    if unknown:
+        raise PluginError(
+            f"implementations of {unknown} by {device.plugin}",
+            found=f"the canonical ops are: {', '.join(sorted(declared_ops()))}",
+            remedy="name one of these in OpImplementation.op",
+        )
+
+
+def _check_mode_of_model(model: Callable[..., Any]) -> None:
+    """Refuse a model that would drop out or update statistics: what training mode does must not be captured."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    layers = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._BatchNorm)
+    training = [type(m).__name__ for m in modules if m.training and isinstance(m, layers)]
+    if training:
+        raise UsageError(
+            f"compiling {type(model).__name__}",
+            found=f"{training[0]} in it is in training mode",
+            remedy="call model.eval() first",
+        )
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """Copy the graph but not the tensors it is bound to, so that a lowering may change it."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    return fx.GraphModule(graph, copied)
+
+
+@contextmanager
+def _frozen_gc() -> Iterator[None]:
+    """Keep the collector from running during capture: a finaliser that touches the device would end up in a graph."""
+    gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        if not was_frozen:  # else unfreezing would take in what the caller froze
+            gc.unfreeze()

@@ -1,0 +1,133 @@
+"""A selected device: everything an engine needs of a plugin, resolved once and frozen.
+
+Nothing here looks a hook up or calls one: the host does that at selection (core/host.py), so that a step of a running
+engine costs method calls only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from core.common.fakes import FakeOp, FakeResult
+    from core.common.graphs.backend import GraphBackendFactory
+    from core.common.lowering import Lowerings
+    from core.common.ops.implementation import OpImplementation
+    from core.common.passes.declaration import Pass
+
+Mode = Literal["full", "piecewise", "segmented", "compile", "off"]
+"""How a phase runs: one captured graph per bucket, graphs between break points, capture without tracing, one compiled
+program per bucket without a device graph, or the model as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginInfo:
+    """Where a plugin comes from, read from distribution metadata without importing it.
+
+    entry_point is `module` or `module:attribute`; requires_core is the specifier of its `Requires-Dist: core` ("" when
+    it states none); in_tree is true for the plugins that ship with `core`.
+    """
+
+    device: str
+    distribution: str
+    version: str
+    entry_point: str
+    probe_entry_point: str = ""
+    requires_core: str = ""
+    in_tree: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryInfo:
+    """Memory of one device in bytes; `total` is what the process may use, `peak` since the last reset."""
+
+    used_bytes: int
+    total_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a device can do, as data; nothing is inferred from which methods exist.
+
+    device_name: the product's name, as the vendor writes it. dtypes: floating dtypes with device arithmetic.
+    modes: capture modes that work, the preferred one first; "off" is always allowed and need not be listed.
+    deterministic: replays with equal inputs give equal bits. update: captured ops take host-side arguments that must be
+    renewed before each replay. extra: anything a plugin's own passes or implementations want to test.
+    """
+
+    device_name: str
+    dtypes: frozenset[torch.dtype]
+    modes: tuple[Mode, ...] = ("off",)
+    fp64: bool = True
+    deterministic: bool = True
+    update: bool = False
+    extra: Mapping[str, str | int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def _no_op() -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceParts:
+    """What a plugin's `core_open_device` gives: the torch device and the few functions that differ between devices.
+
+    synchronize blocks until all work queued on the device is done. memory reads the allocator. empty_cache returns
+    unused cached memory to the device. side_stream enters a stream apart from the default one (for work that must not
+    mix with a capture); on devices without streams it does nothing.
+    """
+
+    torch_device: torch.device
+    capabilities: Capabilities
+    memory: Callable[[], MemoryInfo]
+    synchronize: Callable[[], None] = _no_op
+    empty_cache: Callable[[], None] = _no_op
+    reset_peak_memory: Callable[[], None] = _no_op
+    side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator as an engine sees it; made by `core.select_device`, never changed afterwards.
+
+    lowerings: how finished graphs become callables. graph_backend: makes a fresh `GraphBackend` per program.
+    passes, ops: what the plugin registered, in registration order. fakes: what became of each declared fake kernel.
+    reason: why this device was chosen (for `--device auto`, also why the others were not).
+    """
+
+    name: str
+    plugin: PluginInfo
+    parts: DeviceParts
+    lowerings: Lowerings
+    graph_backend: GraphBackendFactory
+    passes: tuple[Pass, ...] = ()
+    ops: tuple[OpImplementation, ...] = ()
+    fakes: tuple[tuple[FakeOp, FakeResult], ...] = ()
+    reason: str = ""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The `torch.device` on which tensors of this device live."""
+        return self.parts.torch_device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the device can do, as data."""
+        return self.parts.capabilities
+
+    def synchronize(self) -> None:
+        """Block until all work queued on the device is done."""
+        self.parts.synchronize()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.capabilities.device_name}; plugin {self.plugin})"

@@ -1,0 +1,105 @@
+"""What each hook must return: checks made once, at selection, so that a plugin's mistake is found where it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from core.device import Capabilities, DeviceParts, Mode
+
+Check = Callable[[Any], str]
+"""Returns "" for a good result, else what was returned and what was expected, to follow "returned"."""
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def check_parts(value: Any) -> str:
+    """Check the result of `core_open_device`."""
+    import torch
+
+    if not isinstance(value, DeviceParts):
+        return f"{_kind(value)} instead of core.device.DeviceParts"
+    # A frozen dataclass does not check its fields; to mypy they are what they are declared to be.
+    fields: dict[str, tuple[Any, type]] = {
+        "torch_device": (value.torch_device, torch.device),
+        "capabilities": (value.capabilities, Capabilities),
+    }
+    for name, (field, kind) in fields.items():
+        if not isinstance(field, kind):
+            return f"DeviceParts whose {name} is {_kind(field)} instead of {kind.__name__}"
+    unknown = sorted(set(value.capabilities.modes) - set(get_args(Mode)))
+    if unknown:
+        return f"Capabilities with unknown modes {unknown} (known: {', '.join(get_args(Mode))})"
+    return ""
+
+
+def check_lowerings(value: Any) -> str:
+    """Check the result of `core_lowering`."""
+    from core.common.lowering import Lowerings
+
+    if not isinstance(value, Lowerings):
+        return f"{_kind(value)} instead of core.common.lowering.Lowerings"
+    if value.default not in value.available:
+        return f"Lowerings whose default {value.default!r} is not among {sorted(value.available)}"
+    return ""
+
+
+def check_factory(value: Any) -> str:
+    """Check the result of `core_graph_backend`."""
+    return "" if callable(value) else f"{_kind(value)} instead of a callable that makes a GraphBackend"
+
+
+def check_passes(value: Any) -> str:
+    """Check the result of `core_register_passes`."""
+    from core.common.passes.declaration import Pass
+
+    return _sequence(value, Pass) or _duplicate(value, lambda item: f"pass {item.name!r}")
+
+
+def check_ops(value: Any) -> str:
+    """Check the result of `core_register_ops`."""
+    from core.common.ops.implementation import OpImplementation
+
+    return _sequence(value, OpImplementation) or _duplicate(value, lambda item: f"{item.name!r} of op {item.op!r}")
+
+
+def check_fakes(value: Any) -> str:
+    """Check the result of `core_register_fakes`."""
+    from core.common.fakes import FakeOp
+
+    return _sequence(value, FakeOp) or _duplicate(value, lambda item: f"fake of op {item.op!r}")
+
+
+def check_profile(value: Any) -> str:
+    """Check the result of `core_conformance`."""
+    from core.common.conformance import ConformanceProfile
+
+    return "" if isinstance(value, ConformanceProfile) else f"{_kind(value)} instead of ConformanceProfile"
+
+
+RESULT_CHECKS: Mapping[str, Check] = {
+    "core_open_device": check_parts,
+    "core_lowering": check_lowerings,
+    "core_graph_backend": check_factory,
+    "core_register_passes": check_passes,
+    "core_register_ops": check_ops,
+    "core_register_fakes": check_fakes,
+    "core_conformance": check_profile,
+}
+
+
+def _sequence(value: Any, item_type: type) -> str:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return f"{_kind(value)} instead of a sequence of {item_type.__name__}"
+    for number, item in enumerate(value):
+        if not isinstance(item, item_type):
+            return f"a sequence whose item {number} is {_kind(item)} instead of {item_type.__name__}"
+    return ""
+
+
+def _duplicate(items: Sequence[Any], label: Callable[[Any], str]) -> str:
+    labels = [label(item) for item in items]
+    repeated = sorted({name for name in labels if labels.count(name) > 1})
+    return f"{repeated[0]} twice" if repeated else ""

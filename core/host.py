@@ -1,0 +1,253 @@
+"""Selecting a device: the chosen plugin alone is imported, asked once, and resolved onto a frozen `Device`."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from core.common.settings import Settings
+from core.device import Device, DeviceParts, PluginInfo
+from core.discovery import AUTO, Discovery, PluginEntry, discover
+from core.errors import (
+    CoreError,
+    DeviceUnavailableError,
+    PluginConflictError,
+    PluginError,
+    PluginVersionError,
+    UnknownDeviceError,
+    UsageError,
+)
+from core.hookspecs import DeviceContext, OpenContext
+from core.loading import LoadedPlugin, load_plugin
+from core.probing import DeviceScan, DeviceStatus, run_probe
+
+if TYPE_CHECKING:
+    from core.common.conformance import ConformanceProfile
+
+logger = logging.getLogger(__name__)
+
+# The one device name in the host: `auto` must end somewhere, and a processor is the device every machine has.
+FALLBACK_DEVICE = "cpu"
+
+_REQUEST = re.compile(r"(?P<name>[^:]+)(?::(?P<index>\d+))?")
+_LIST_REMEDY = "`core devices` lists every installed plugin and its state"
+
+
+def list_devices(*, settings: Settings | None = None) -> tuple[DeviceStatus, ...]:
+    """List every installed device plugin and whether it can be used here, importing none of them.
+
+    settings: what the environment asks for, unless given.
+    """
+    with DeviceScan(settings or Settings.from_environment()) as scan:
+        return scan.statuses()
+
+
+def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None = None) -> Device:
+    """Open a device and resolve everything its plugin gives.
+
+    name: a device name, `name:index`, or "auto". A device asked for by name is opened or fails, naming plugin, cause
+    and remedy; only "auto" chooses: the accelerator with the most devices, else the processor, with the reason kept in
+    `Device.reason`. index: which device of that kind.
+    """
+    settings = settings or Settings.from_environment()
+    device, index = _parse(name, index)
+    if device == AUTO:
+        return _select_auto(index, settings)
+    info = _resolve_name(device, discover(settings))
+    try:
+        return _open(info, index, reason="asked for by name")
+    except (DeviceUnavailableError, PluginError) as error:
+        _add_probe_hint(error, info, settings)
+        raise
+
+
+def conformance_profile(device: Device) -> ConformanceProfile:
+    """Return what the plugin of `device` declares not to support (core_conformance)."""
+    from core.common.conformance import ConformanceProfile
+
+    loaded = load_plugin(device.plugin)
+    if not loaded.implements("core_conformance"):
+        return ConformanceProfile()
+    profile: ConformanceProfile = loaded.call(
+        "core_conformance", DeviceContext(plugin=device.plugin, parts=device.parts)
+    )
+    return profile
+
+
+def _parse(name: str, index: int) -> tuple[str, int]:
+    match = _REQUEST.fullmatch(name)
+    if match is None or index < 0:
+        raise UsageError(
+            f"device {name!r}, index {index}",
+            found="not a device name with an optional index",
+            remedy="write it like 'name' or 'name:1'; an index counts from 0",
+        )
+    if match["index"] is None:
+        return match["name"], index
+    if index not in (0, int(match["index"])):
+        raise UsageError(
+            f"device {name!r}, index {index}", found="two different indices", remedy="give the index in one place"
+        )
+    return match["name"], int(match["index"])
+
+
+def _resolve_name(device: str, discovery: Discovery) -> PluginInfo:
+    """Return the one loadable plugin of that device name, or raise the error that says why there is none."""
+    entries = discovery.claiming(device)
+    for entry in entries:
+        if entry.verdict == "ready":
+            return entry.info
+    if not entries:
+        raise _unknown(device, discovery)
+    # A blocked entry is the least interesting one: it says nothing about the others.
+    entry = min(entries, key=lambda item: item.verdict == "blocked")
+    raise _refusal(entry)
+
+
+def _refusal(entry: PluginEntry) -> CoreError:
+    kinds: dict[str, type[CoreError]] = {
+        "blocked": DeviceUnavailableError,
+        "conflict": PluginConflictError,
+        "incompatible": PluginVersionError,
+    }
+    kind = kinds.get(entry.verdict, PluginError)
+    # A conflict names both claimants itself; naming one of them first would put the blame on it.
+    found = entry.reason if entry.verdict == "conflict" else f"plugin {entry.info} is {entry.verdict}: {entry.reason}"
+    return kind(f"device {entry.info.device!r}", found=found, remedy=entry.hint)
+
+
+def _unknown(device: str, discovery: Discovery) -> UnknownDeviceError:
+    known = sorted({entry.info.device for entry in discovery.entries})
+    if not known:
+        return UnknownDeviceError(
+            f"device {device!r}",
+            found="no plugin is installed, not even those that ship with core: core itself is not installed here",
+            remedy="install core (`pip install .` in its checkout), which registers its plugins",
+        )
+    close = difflib.get_close_matches(device, known, n=1)
+    suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    return UnknownDeviceError(
+        f"device {device!r}",
+        found=f"no installed plugin has that name; known: {', '.join([*known, AUTO])}{suggestion}",
+        remedy=f"choose a known device, or install the package that provides {device!r}; {_LIST_REMEDY}",
+    )
+
+
+def _add_probe_hint(error: CoreError, info: PluginInfo, settings: Settings) -> None:
+    """Tell what the probe says about a device that did not open, unless the error says the same."""
+    if not info.probe_entry_point:
+        return
+    probe = run_probe(info, settings.probe_timeout_s).probe
+    text = f"{error.found} {error.remedy}"
+    parts = [part for part in (probe.reason, probe.hint) if part and part not in text]
+    if parts:
+        error.add_note(f"the probe of plugin {info} says: {'; '.join(parts)}")
+
+
+def _select_auto(index: int, settings: Settings) -> Device:
+    with DeviceScan(settings) as scan:
+        statuses = scan.statuses()
+    accelerators = [status for status in statuses if status.plugin.device != FALLBACK_DEVICE]
+    candidates = sorted(
+        (status for status in accelerators if status.state == "available"),
+        key=lambda status: (-(status.device_count or 0), status.plugin.device),
+    )
+    lost = [f"{s.plugin.device} ({s.state}: {s.reason})" for s in accelerators if s.state != "available"]
+    for position, status in enumerate(candidates):
+        try:
+            device = _open(status.plugin, index, reason="")
+        except CoreError as error:
+            logger.warning(
+                "auto: device %r did not open although its probe said available: %s", status.plugin.device, error
+            )
+            lost.append(f"{status.plugin.device} (said available, did not open: {error.found})")
+            continue
+        lost += [_outranked(other) for other in candidates[position + 1 :]]
+        return _chosen(device, f"auto chose {device.name}: {status.reason}", [*lost, *_fallback_lost(statuses)])
+    return _open_fallback(statuses, index, lost)
+
+
+def _open_fallback(statuses: tuple[DeviceStatus, ...], index: int, lost: list[str]) -> Device:
+    fallback = [status for status in statuses if status.plugin.device == FALLBACK_DEVICE]
+    for status in fallback:
+        if status.state == "available":
+            device = _open(status.plugin, index, reason="")
+            return _chosen(device, f"auto chose {device.name}: no accelerator can be used", lost)
+    reasons = [*lost, *(f"{s.plugin.device} ({s.state}: {s.reason})" for s in fallback)]
+    raise DeviceUnavailableError(
+        f"device {AUTO!r}",
+        found="no device can be used: " + ("; ".join(reasons) or "no plugin is installed, so core itself is not"),
+        remedy=f"allow or install the plugin of a device that is present; {_LIST_REMEDY}",
+    )
+
+
+def _outranked(status: DeviceStatus) -> str:
+    count = "its number of devices is unknown" if status.device_count is None else f"{status.device_count} available"
+    return f"{status.plugin.device} (available, but ranked lower: {count}; ties go by name)"
+
+
+def _fallback_lost(statuses: tuple[DeviceStatus, ...]) -> list[str]:
+    present = any(status.plugin.device == FALLBACK_DEVICE for status in statuses)
+    return [f"{FALLBACK_DEVICE} (an accelerator is preferred)"] if present else []
+
+
+def _chosen(device: Device, choice: str, lost: list[str]) -> Device:
+    reason = f"{choice}; not chosen: {'; '.join(lost)}" if lost else choice
+    logger.info("%s", reason)
+    return replace(device, reason=reason)
+
+
+def _open(info: PluginInfo, index: int, *, reason: str) -> Device:
+    """Import the plugin, open its device and resolve every hook."""
+    loaded = load_plugin(info)
+    parts: DeviceParts = loaded.call("core_open_device", OpenContext(plugin=info, index=index))
+    context = DeviceContext(plugin=info, parts=parts)
+    return Device(
+        name=info.device,
+        plugin=info,
+        parts=parts,
+        lowerings=_lowerings(loaded, context),
+        graph_backend=_graph_backend(loaded, context),
+        passes=tuple(_owned(item, info) for item in _declarations(loaded, "core_register_passes", context)),
+        ops=_declarations(loaded, "core_register_ops", context),
+        fakes=_fakes(loaded, context),
+        reason=reason,
+    )
+
+
+def _lowerings(loaded: LoadedPlugin, context: DeviceContext) -> Any:
+    if loaded.implements("core_lowering"):
+        return loaded.call("core_lowering", context)
+    from core.common.lowerings import INLINE
+
+    return INLINE
+
+
+def _graph_backend(loaded: LoadedPlugin, context: DeviceContext) -> Any:
+    if loaded.implements("core_graph_backend"):
+        return loaded.call("core_graph_backend", context)
+    from core.common.graphs.backend import CallBackend
+
+    return CallBackend
+
+
+def _declarations(loaded: LoadedPlugin, hook: str, context: DeviceContext) -> tuple[Any, ...]:
+    return tuple(loaded.call(hook, context)) if loaded.implements(hook) else ()
+
+
+def _owned(declaration: Any, info: PluginInfo) -> Any:
+    """Stamp a pass with the distribution it comes from, which reports name, unless the plugin stated an owner."""
+    return replace(declaration, owner=info.distribution) if declaration.owner == "core" else declaration
+
+
+def _fakes(loaded: LoadedPlugin, context: DeviceContext) -> tuple[Any, ...]:
+    from core.common.fakes import apply_fakes
+
+    declared = _declarations(loaded, "core_register_fakes", context)
+    try:
+        return apply_fakes(declared)
+    except Exception as error:
+        raise loaded.error(f"a fake kernel it declares cannot be registered: {error}") from error

@@ -1,0 +1,131 @@
+"""Asking every plugin's probe, in worker processes and all at once, whether its device can be used here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from core.common.settings import Settings
+from core.device import PluginInfo
+from core.discovery import Discovery, PluginEntry, discover
+from core.probe import Probe
+from core.workers import WorkerPool, WorkerResult
+
+logger = logging.getLogger(__name__)
+
+State = Literal["available", "unavailable", "blocked", "incompatible", "conflict", "broken"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeOutcome:
+    """A probe's answer, or the host's in its place.
+
+    failed: the probe itself is at fault (crash, hang, exception, wrong answer), which is not the same as a device that
+    is absent. probed: false for a plugin without a probe. output: the tail of what the probe printed.
+    """
+
+    probe: Probe
+    failed: bool = False
+    probed: bool = True
+    imported_torch: bool = False
+    output: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceStatus:
+    """One line of `core devices`. outcome is None for a plugin that was not asked (blocked, incompatible, …)."""
+
+    plugin: PluginInfo
+    state: State
+    device_count: int | None
+    reason: str
+    hint: str = ""
+    outcome: ProbeOutcome | None = None
+
+
+class DeviceScan:
+    """Lists devices in two steps, so that a caller can do other work while the probes run.
+
+    Entering reads metadata and launches the probes; `statuses()` waits for them; leaving kills those still running.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._pool = WorkerPool()
+        self.discovery: Discovery = discover(settings)
+
+    def __enter__(self) -> Self:
+        self._pool.__enter__()
+        for number, entry in enumerate(self.discovery.entries):
+            if entry.verdict == "ready" and entry.info.probe_entry_point:
+                _launch(self._pool, str(number), entry.info, self._settings.probe_timeout_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.__exit__(kind, error, traceback)
+
+    def statuses(self) -> tuple[DeviceStatus, ...]:
+        """Return one status per plugin entry, in order of device name."""
+        results = self._pool.collect()
+        return tuple(_status(entry, results.get(str(n))) for n, entry in enumerate(self.discovery.entries))
+
+
+def run_probe(info: PluginInfo, timeout_s: float) -> ProbeOutcome:
+    """Run one plugin's probe in a worker process."""
+    if not info.probe_entry_point:
+        return _unprobed()
+    with WorkerPool() as pool:
+        _launch(pool, info.device, info, timeout_s)
+        return _outcome(info, pool.collect()[info.device])
+
+
+def _launch(pool: WorkerPool, key: str, info: PluginInfo, timeout_s: float) -> None:
+    pool.launch(key, "core._probe_worker", info.probe_entry_point, timeout_s=timeout_s)
+
+
+def _status(entry: PluginEntry, result: WorkerResult | None) -> DeviceStatus:
+    info = entry.info
+    if entry.verdict != "ready":
+        return DeviceStatus(plugin=info, state=entry.verdict, device_count=0, reason=entry.reason, hint=entry.hint)
+    outcome = _unprobed() if result is None else _outcome(info, result)
+    probe = outcome.probe
+    state: State = "broken" if outcome.failed else "available" if probe.available else "unavailable"
+    return DeviceStatus(
+        plugin=info,
+        state=state,
+        device_count=probe.device_count if outcome.probed else None,
+        reason=probe.reason,
+        hint=probe.hint,
+        outcome=outcome,
+    )
+
+
+def _unprobed() -> ProbeOutcome:
+    reason = "the plugin brings no probe; opening the device will tell"
+    return ProbeOutcome(probe=Probe(available=True, device_count=0, reason=reason), probed=False)
+
+
+def _outcome(info: PluginInfo, result: WorkerResult) -> ProbeOutcome:
+    if result.output:
+        logger.debug("probe %s of %s printed:\n%s", info.probe_entry_point, info, result.output)
+    answer = result.answer or {}
+    problem = result.problem or answer.get("problem", "")
+    if problem:
+        return ProbeOutcome(
+            probe=Probe(
+                available=False,
+                device_count=0,
+                reason=f"its probe {info.probe_entry_point} {problem}",
+                hint=f"run `core doctor`, and report it to the author of {info.distribution}",
+            ),
+            failed=True,
+            imported_torch=bool(answer.get("imported_torch")),
+            output=result.output,
+        )
+    return ProbeOutcome(
+        probe=Probe(**answer["probe"]), imported_torch=bool(answer["imported_torch"]), output=result.output
+    )

@@ -1,0 +1,68 @@
+"""The plugin of device "cpu". Read this first when writing one: a device is the functions below and nothing else.
+
+Two entry points in pyproject.toml lead here: `core.plugins` names this module under the device's name, and
+`core.probes` names the torch-free function that tells whether the device is present (probe.py). torch and the vendor's
+own libraries may be imported here: this module is loaded only when its device is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import torch
+
+from core.common.graphs.backend import CallBackend, GraphBackendFactory
+from core.common.lowering import Lowerings
+from core.common.lowerings import INLINE_AND_INDUCTOR
+from core.device import Capabilities, DeviceParts
+from core.errors import DeviceUnavailableError
+from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cpu.memory import read_memory, reset_peak_memory
+from core_cpu.probe import product_name
+
+_NO_COMPILER = "none found; lowering 'inductor' needs one"
+
+
+@hookimpl
+def core_open_device(context: OpenContext) -> DeviceParts:
+    """Open the processor. There is one: all cores share one memory."""
+    if context.index != 0:
+        raise DeviceUnavailableError(
+            f"device 'cpu:{context.index}'",
+            found="the processor is one device, with index 0",
+            remedy="ask for 'cpu'",
+        )
+    capabilities = Capabilities(
+        device_name=product_name(),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
+        modes=("compile",),
+        extra={"cxx_compiler": find_cxx_compiler() or _NO_COMPILER, "threads": torch.get_num_threads()},
+    )
+    # No synchronize, empty_cache or side_stream: the defaults of DeviceParts do nothing, which is right here.
+    return DeviceParts(
+        torch_device=torch.device("cpu"),
+        capabilities=capabilities,
+        memory=read_memory,
+        reset_peak_memory=reset_peak_memory,
+    )
+
+
+@hookimpl
+def core_lowering(context: DeviceContext) -> Lowerings:
+    """Prefer Inductor, whose CPU code needs a C++ compiler; without one, run the graph's own Python."""
+    default = "inline" if context.parts.capabilities.extra["cxx_compiler"] == _NO_COMPILER else "inductor"
+    return replace(INLINE_AND_INDUCTOR, default=default)
+
+
+@hookimpl
+def core_graph_backend() -> GraphBackendFactory:
+    """Run the compiled program of each bucket: a processor has no graphs to capture."""
+    return CallBackend
+
+
+def find_cxx_compiler() -> str | None:
+    """Return the path of the C++ compiler that Inductor would find: $CXX, else the usual names."""
+    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)

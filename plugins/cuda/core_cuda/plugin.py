@@ -1,0 +1,96 @@
+"""The plugin of device "cuda": opens an NVIDIA GPU and captures with CUDA graphs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from core.common.graphs.backend import GraphBackendFactory
+from core.common.lowering import Lowerings
+from core.common.lowerings import INLINE_AND_INDUCTOR
+from core.device import Capabilities, DeviceParts, MemoryInfo
+from core.errors import DeviceUnavailableError
+from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cuda.probe import probe
+from core_cuda.runner import CUDAGraphBackend
+
+_BFLOAT16_CAPABILITY = (8, 0)
+
+
+@hookimpl
+def core_open_device(context: OpenContext) -> DeviceParts:
+    """Open the GPU and make it the current CUDA device of the process, as kernels of foreign libraries expect."""
+    _require(context.index)
+    device = torch.device("cuda", context.index)
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    dtypes = {torch.float32, torch.float16, torch.float64}
+    if capability >= _BFLOAT16_CAPABILITY:
+        dtypes.add(torch.bfloat16)
+    stream = torch.cuda.Stream(device)
+    return DeviceParts(
+        torch_device=device,
+        capabilities=Capabilities(
+            device_name=properties.name,
+            dtypes=frozenset(dtypes),
+            modes=("full",),
+            extra={
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "cuda_version": torch.version.cuda or "",
+            },
+        ),
+        memory=partial(_memory, device),
+        synchronize=partial(torch.cuda.synchronize, device),
+        empty_cache=torch.cuda.empty_cache,
+        reset_peak_memory=partial(torch.cuda.reset_peak_memory_stats, device),
+        side_stream=lambda: torch.cuda.stream(stream),
+    )
+
+
+@hookimpl
+def core_lowering() -> Lowerings:
+    """Run the graph's own Python, whose kernels the graph captures; Inductor on request."""
+    return INLINE_AND_INDUCTOR
+
+
+@hookimpl
+def core_graph_backend(context: DeviceContext) -> GraphBackendFactory:
+    """Capture with CUDA graphs, one memory pool per program."""
+    return partial(CUDAGraphBackend, context.parts.torch_device)
+
+
+def _require(index: int) -> None:
+    """Raise the error that names what is missing: the driver, a device, CUDA in torch, or that index."""
+    asked = f"device 'cuda:{index}'"
+    found = probe()
+    if not found.available:
+        raise DeviceUnavailableError(asked, found=found.reason, remedy=found.hint)
+    if torch.version.cuda is None:
+        raise DeviceUnavailableError(
+            asked,
+            found=f"the GPU is present ({found.reason}), but torch {torch.__version__} is built without CUDA",
+            remedy="install a CUDA build of torch, see https://pytorch.org/get-started/locally",
+        )
+    if not torch.cuda.is_available():
+        raise DeviceUnavailableError(
+            asked,
+            found=f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPU: {found.reason}",
+            remedy="install a torch whose CUDA version the driver supports, or update the driver",
+        )
+    if index >= torch.cuda.device_count():
+        raise DeviceUnavailableError(
+            asked,
+            found=f"{torch.cuda.device_count()} visible device(s), counted from 0",
+            remedy="choose a smaller index, or make more devices visible with CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _memory(device: torch.device) -> MemoryInfo:
+    return MemoryInfo(
+        used_bytes=torch.cuda.memory_allocated(device),
+        total_bytes=torch.cuda.mem_get_info(device)[1],
+        peak_bytes=torch.cuda.max_memory_allocated(device),
+    )

@@ -1,0 +1,1 @@
+"""The device plugin for Ascend NPUs."""

@@ -1,0 +1,81 @@
+"""core/common/lowerings.py and lowering.py: a finished graph becomes a callable with the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from core.common.lowering import LoweringRequest, Lowerings
+from core.common.lowerings import INLINE_AND_INDUCTOR, inductor, inline, specialize
+from core.common.tracing import TracedGraph, trace
+from core.errors import UsageError
+from tests.support import Block, refused
+
+
+def traced(rows: int = 6) -> tuple[TracedGraph, Tensor]:
+    x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(0))
+    return trace(Tail(), {"x": x.clone()}, dynamic={"x": [0]}), x
+
+
+class Tail(torch.nn.Module):
+    """A block, then a size-dependent view, so that the traced graph takes a size as its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.block(x)
+        return y, y.view(x.shape[0] * 4, 4).sum(-1)
+
+
+def placeholders(graph: fx.GraphModule) -> int:
+    return sum(node.op == "placeholder" for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("rows", [6, 9])
+def test_inline_runs_at_every_size_and_exactly_as_eager(rows: int) -> None:
+    graph, x = traced()
+    call = inline(LoweringRequest(graph=graph.module, example_inputs=graph.values({"x": x})))
+    other = torch.randn(rows, 16)
+    with torch.no_grad():
+        got, want = call(*graph.values({"x": other})), Tail()(other)
+    assert isinstance(got, tuple) and len(got) == 2
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_specialize_makes_sizes_constants() -> None:
+    graph, x = traced()
+    values = graph.values({"x": x})
+    assert any(isinstance(value, int) for value in values)
+    fixed, kept = specialize(graph.module, values)
+    assert [values[i] for i in kept] == [v for v in values if isinstance(v, Tensor)]
+    assert placeholders(fixed) == len(kept) < len(values)
+    fixed.graph.lint()
+    with torch.no_grad():
+        got, want = fixed(*[values[i] for i in kept]), Tail()(x)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.slow
+def test_inductor_takes_the_same_arguments_and_agrees() -> None:
+    graph, x = traced()
+    values = graph.values({"x": x})
+    call = inductor(LoweringRequest(graph=graph.module, example_inputs=values))
+    with torch.no_grad():
+        got, want = call(*values), Tail()(x)
+    assert isinstance(got, tuple)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+def test_resolve_gives_the_default_or_the_named_one() -> None:
+    assert INLINE_AND_INDUCTOR.resolve(None) == ("inline", inline)
+    assert INLINE_AND_INDUCTOR.resolve("inductor") == ("inductor", inductor)
+
+
+def test_an_unknown_lowering_names_the_known_ones() -> None:
+    own = Lowerings(available={"zeta": inline, "alpha": inline}, default="zeta")
+    with refused(UsageError, "lowering 'inductor'", "this device has: alpha, zeta", "core.compile(..., lowering=...)"):
+        own.resolve("inductor")

@@ -1,0 +1,97 @@
+"""core/common/report.py: one account for terminals and for machines."""
+
+from __future__ import annotations
+
+import json
+
+from core.common.graphs.backend import GraphKey
+from core.common.ops.lower import OpChoice
+from core.common.passes.declaration import NearMiss
+from core.common.passes.manager import PassReport
+from core.common.report import BucketReport, ProgramReport, TraceReport
+
+KEYS = (GraphKey("decode", (8, 4)), GraphKey("decode", (2, 4)))
+PASS = PassReport(
+    name="acme_fuse",
+    owner="acme",
+    stage="torch",
+    matched=3,
+    expected=4,
+    elapsed_ms=1.5,
+    sites=("model.layers.0",),
+    near_misses=(NearMiss(site="model.layers.1", reason="eps differs"),),
+)
+CHOICES = (
+    OpChoice(op="core::attention", node="attention", implementation="acme"),
+    OpChoice(op="core::attention", node="attention_1", implementation="reference", refused=(("acme", "window"),)),
+    OpChoice(op="core::attention", node="attention_2", implementation="acme"),
+)
+
+
+def report() -> ProgramReport:
+    traces = tuple(
+        TraceReport(
+            phase="decode",
+            num_nodes=nodes,
+            trace_s=0.5,
+            passes_s=0.0015,
+            passes=(PASS,),
+            ops=CHOICES,
+            buckets=(key,),
+            reason=reason,
+        )
+        for nodes, key, reason in ((12, KEYS[0], ""), (11, KEYS[1], "x has size 2"))
+    )
+    buckets = tuple(BucketReport(key=key, lower_s=0.1, capture_s=0.25, num_bytes=2**21) for key in KEYS)
+    return ProgramReport(
+        device="acme",
+        plugin="acme-device 1.0",
+        modes={"decode": "full", "prefill": "off"},
+        lowering="inline",
+        traces=traces,
+        buckets=buckets,
+        static_bytes=2**20,
+        total_s=1.25,
+        notes=("prefill runs eagerly",),
+    )
+
+
+def test_the_counts() -> None:
+    assert (report().num_traces, report().num_captures) == (2, 2)
+
+
+def test_the_text_says_what_was_done_and_what_it_cost() -> None:
+    text = str(report())
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0] == "acme (acme-device 1.0), lowering inline, decode: full, prefill: off"
+    assert lines[1] == "trace decode: 12 nodes in 0.50 s, 1 passes in 1.5 ms, serves 1 buckets"
+    assert "core::attention -> acme: 2" in lines and "core::attention -> reference: 1" in lines
+    assert "pass acme_fuse: 3 matched in 1.5 ms" in lines
+    assert any(line.startswith("trace decode: 11 nodes") and line.endswith("(x has size 2)") for line in lines)
+    assert "decode[8, 4]: lowered in 0.10 s, captured in 0.25 s, 2.0 MiB" in lines
+    assert "note: prefill runs eagerly" in lines
+    assert lines[-1] == "total 1.25 s, static buffers 1.00 MiB"
+
+
+def test_json_holds_everything_and_survives_a_round_trip() -> None:
+    document = json.loads(json.dumps(report().to_json()))
+    assert document["device"] == "acme" and document["modes"] == {"decode": "full", "prefill": "off"}
+    assert document["traces"][1]["buckets"] == ["decode[2, 4]"]
+    assert document["traces"][1]["reason"] == "x has size 2"
+    assert document["traces"][0]["passes"][0]["near_misses"] == [{"site": "model.layers.1", "reason": "eps differs"}]
+    assert document["traces"][0]["ops"][1]["refused"] == [["acme", "window"]]
+    assert [bucket["key"] for bucket in document["buckets"]] == ["decode[8, 4]", "decode[2, 4]"]
+    assert document["buckets"][0]["num_bytes"] == 2**21
+    assert document["notes"] == ["prefill runs eagerly"]
+
+
+def test_to_json_leaves_the_report_as_it_was() -> None:
+    made = report()
+    made.to_json()
+    assert made == report()
+    assert made.traces[0].buckets == (KEYS[0],)
+
+
+def test_parts_are_json_ready_by_themselves() -> None:
+    assert json.loads(json.dumps(PASS.to_json()))["expected"] == 4
+    assert json.loads(json.dumps(CHOICES[1].to_json()))["implementation"] == "reference"

@@ -1,0 +1,94 @@
+"""What several test files share: a processor to change, a check of error texts, a model with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.device import Device
+from core.errors import CoreError
+from core.host import select_device
+
+
+def cpu(**changes: Any) -> Device:
+    """Return device "cpu" with some of its fields replaced."""
+    return replace(select_device("cpu"), **changes)
+
+
+@contextmanager
+def refused(kind: type[CoreError], *phrases: str) -> Iterator[None]:
+    """Expect an error of exactly this type that says what was asked, found and to do, and holds each phrase."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert type(caught.value) is kind
+    assert all(part.strip() for part in (caught.value.asked, caught.value.found, caught.value.remedy))
+    text = str(caught.value)
+    missing = [phrase for phrase in phrases if phrase not in text]
+    assert not missing, f"{missing} not in:\n{text}"
+
+
+class Norm(nn.Module):
+    """RMSNorm that casts to fp32 inside, as models do, with weights far from 1."""
+
+    def __init__(self, size: int = 16, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.3, 1.7, size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Block(nn.Module):
+    """Norm, gated projection and residual over rows of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.norm = Norm()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Cache(nn.Module):
+    """Writes its rows into a buffer at given slots, in place, and counts the writes in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(32, 2))
+        self.register_buffer("writes", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        self.rows.index_put_((slots,), x)
+        self.writes.add_(1)
+        return self.rows[slots] * 2
+
+
+def rewrite(
+    change: Callable[[fx.GraphModule], list[str]],
+    *,
+    name: str = "acme_pass",
+    misses: tuple[str, ...] = (),
+    **fields: Any,
+) -> Pass:
+    """Return a `graph` pass that reports the sites `change` returns, and these near-misses."""
+
+    def run(graph: fx.GraphModule) -> PassResult:
+        sites = change(graph)
+        near = tuple(NearMiss(site=site, reason="the constant is no 1") for site in misses)
+        return PassResult(matched=len(sites), sites=tuple(sites), near_misses=near)
+
+    return Pass(name=name, run=run, owner="acme", **fields)

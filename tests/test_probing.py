@@ -1,0 +1,171 @@
+"""core/probing.py and core/workers.py: what a probe can do wrong, and that none of it reaches the host."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.common.settings import Settings
+from core.probing import DeviceScan, DeviceStatus
+
+InstallVendor = Callable[..., Any]
+
+
+def status_of(device: str, timeout_s: float = 10.0) -> DeviceStatus:
+    # Other plugins are irrelevant here and would only start processes.
+    settings = Settings(plugins_disabled=("core",), probe_timeout_s=timeout_s)
+    with DeviceScan(settings) as scan:
+        (status,) = [item for item in scan.statuses() if item.plugin.device == device]
+    return status
+
+
+def test_a_good_probe_is_reported(install_vendor: InstallVendor) -> None:
+    install_vendor()
+    status = status_of("acme")
+    assert (status.state, status.device_count, status.reason) == ("available", 2, "two Acme Ones")
+    assert status.outcome is not None and not status.outcome.imported_torch
+
+
+def test_an_unavailable_device_keeps_reason_and_hint(install_vendor: InstallVendor) -> None:
+    install_vendor(
+        probe="def probe():\n    return Probe(available=False, device_count=0, reason='no card', hint='buy one')\n"
+    )
+    status = status_of("acme")
+    assert (status.state, status.device_count, status.reason, status.hint) == ("unavailable", 0, "no card", "buy one")
+
+
+def test_a_plugin_without_a_probe_counts_as_available(install_vendor: InstallVendor) -> None:
+    install_vendor(probe=None)
+    status = status_of("acme")
+    assert (status.state, status.device_count) == ("available", None)
+    assert "brings no probe" in status.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import os\ndef probe(): os.abort()", "crashed with SIGABRT"),
+        ("import ctypes\ndef probe(): ctypes.string_at(0)", "crashed with SIGSEGV"),
+        ("import os\ndef probe(): os._exit(7)", "ended with exit code 7 and no answer"),
+        ("def probe(): raise OSError('bad firmware')", "raised OSError: bad firmware"),
+        ("import sys\ndef probe(): sys.exit(3)", "raised SystemExit: 3"),
+        ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ("probe = 3", "raised TypeError"),
+        ("def prob(): ...", "raised AttributeError"),
+        ("def probe(): return {'available': True}", "returned dict instead of core.probe.Probe"),
+        ("def probe(): return Probe(available=1, device_count=1, reason='')", "whose available is 1 instead of bool"),
+        ("def probe(): return Probe(available=True, device_count=0, reason='')", "available=True with device_count=0"),
+    ],
+)
+def test_a_broken_probe_becomes_an_unavailable_device(install_vendor: InstallVendor, source: str, reason: str) -> None:
+    vendor = install_vendor(probe=source)
+    status = status_of("acme")
+    assert status.state == "broken" and status.outcome is not None
+    assert status.outcome.failed and not status.outcome.probe.available
+    assert reason in status.reason and f"{vendor.module}.probe:probe" in status.reason
+    assert "acme-device" in status.hint
+
+
+def test_a_hanging_probe_is_killed_with_its_children(install_vendor: InstallVendor, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    install_vendor(
+        probe=f"""
+        import pathlib, subprocess, time
+        def probe():
+            child = subprocess.Popen(["sleep", "60"])
+            pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
+            time.sleep(60)
+        """
+    )
+    start = time.monotonic()
+    status = status_of("acme", timeout_s=1.0)
+    assert time.monotonic() - start < 5
+    assert "gave no answer within 1 s and was killed" in status.reason
+    assert not is_running(int(pid_file.read_text()))
+
+
+def is_running(pid: int) -> bool:
+    # An orphan that was killed may stay a zombie for a moment, until init reaps it.
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_what_a_probe_prints_does_not_reach_the_answer(install_vendor: InstallVendor) -> None:
+    install_vendor(
+        probe="""
+        import ctypes, os, sys
+        print("banner at import")
+        def probe():
+            print('{"probe": 1}')
+            os.write(1, b"from descriptor 1\\n")
+            ctypes.CDLL(None).puts(b"from C")
+            print("x" * 200_000, file=sys.stderr)
+            return Probe(available=True, device_count=1, reason="quiet")
+        """
+    )
+    status = status_of("acme")
+    assert (status.state, status.reason) == ("available", "quiet")
+
+
+def test_a_probe_that_leaves_a_child_behind_does_not_delay_the_answer(install_vendor: InstallVendor) -> None:
+    install_vendor(
+        probe="""
+        import subprocess
+        def probe():
+            subprocess.Popen(["sleep", "30"])
+            return Probe(available=True, device_count=1, reason="done")
+        """
+    )
+    start = time.monotonic()
+    assert status_of("acme").reason == "done"
+    assert time.monotonic() - start < 5
+
+
+def test_a_probe_that_imports_torch_is_told_on(install_vendor: InstallVendor) -> None:
+    # A module called torch is enough, and spares the test the real one.
+    vendor = install_vendor(
+        probe="import torch\n" + "def probe():\n    return Probe(available=True, device_count=1, reason='')\n"
+    )
+    (vendor.root / "torch.py").write_text("")
+    status = status_of("acme")
+    assert status.outcome is not None and status.outcome.imported_torch
+
+
+def test_probes_run_at_the_same_time(install_vendor: InstallVendor) -> None:
+    slow = (
+        "import time\ndef probe():\n    time.sleep(0.7)\n    return Probe(available=True, device_count=1, reason='')\n"
+    )
+    for name in ("one", "two", "three"):
+        install_vendor(device=name, distribution=f"{name}-device", probe=slow)
+    start = time.monotonic()
+    assert status_of("one").state == "available"
+    assert time.monotonic() - start < 1.9
+
+
+def test_leaving_the_scan_kills_running_probes(install_vendor: InstallVendor, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    install_vendor(
+        probe=f"""
+        import os, pathlib, time
+        def probe():
+            pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))
+            time.sleep(60)
+        """
+    )
+    with DeviceScan(Settings(plugins_disabled=("core",))):
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.02)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
