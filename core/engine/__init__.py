@@ -1,0 +1,1 @@
+"""The reference engine: transformers models, unmodified, served on whichever device was selected."""

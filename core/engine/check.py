@@ -1,0 +1,188 @@
+"""Checking a run against transformers' own eager model: speed side by side, tokens, and logits against fp64."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.numerics import Fp64Mode, Verdict, judge_pooled
+from core.device import Device
+from core.engine.attention import implementation
+from core.engine.config import SamplingParams
+from core.engine.engine import Engine
+from core.engine.paged import counts_from_zero
+from core.engine.runner import accepted_arguments
+
+MAX_ORACLE_PARAMETERS = 500_000_000
+"""Above this an fp64 copy on the host takes more memory and time than a run should; ask for it explicitly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The outcome. Speeds are generated tokens per second over whole generations, medians of interleaved rounds.
+
+    tokens_equal: all greedy tokens equal. mismatch: the first difference, with whether fp64 allows it (its top-2 margin
+    is below the logits' error there). verdict: T1 of the compiled logits, None with `skipped` saying why.
+    """
+
+    num_tokens: int
+    rounds: int
+    eager_tokens_per_s: float
+    compiled_tokens_per_s: float
+    tokens_equal: bool
+    mismatch: str
+    mismatch_allowed: bool
+    verdict: Verdict | None
+    skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Tokens are equal (or their difference is allowed) and T1 holds where it was judged."""
+        return (self.tokens_equal or self.mismatch_allowed) and (self.verdict is None or self.verdict.passed)
+
+
+@torch.no_grad()
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int = 32,
+    rounds: int = 3,
+    oracle: bool | None = None,
+    attention: str | None = None,
+) -> Comparison:
+    """Generate greedily by both, in turns, and judge.
+
+    oracle: compute the fp64 reference; None does so up to `MAX_ORACLE_PARAMETERS`. attention: transformers'
+    implementation for the eager side, None for the one the model came with.
+    """
+    attention = attention or engine.native_attention
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    model, device = engine.loaded.model, engine.device
+    with implementation(model, attention):
+        positions = counts_from_zero(model)
+    eager_s, compiled_s = [], []
+    for _ in range(rounds + 1):  # the first round warms up
+        start = time.perf_counter()
+        with implementation(model, attention):
+            eager_tokens, eager_logits = eager_generate(model, device, prompts, num_tokens, positions=positions)
+        eager_s.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        completions = engine.generate(list(prompts), params, collect_logits=True)
+        device.synchronize()
+        compiled_s.append(time.perf_counter() - start)
+    if len(set(map(len, prompts))) > 1:
+        # Padding is for speed: not every model keeps it out of its positions and states, so judge by each prompt alone.
+        with implementation(model, attention):
+            alone = [eager_generate(model, device, [prompt], num_tokens, positions=positions) for prompt in prompts]
+        eager_tokens, eager_logits = ([part for run in alone for part in run[side]] for side in (0, 1))
+    tokens = [list(c.token_ids) for c in completions]
+    logits = [c.logits for c in completions if c.logits is not None]
+    verdict, skipped, references = None, "", None
+    if oracle or (oracle is None and engine.loaded.num_parameters <= MAX_ORACLE_PARAMETERS):
+        agreed = [_agreed(ours, theirs) for ours, theirs in zip(tokens, eager_tokens, strict=True)]
+        references = fp64_logits(model, prompts, eager_tokens, attention)
+        verdict = judge_pooled(
+            *([t[:n] for t, n in zip(side, agreed, strict=True)] for side in (logits, eager_logits, references))
+        )
+    else:
+        skipped = f"no fp64 reference for {engine.loaded.num_parameters / 1e9:.1f} billion parameters unless asked for"
+    mismatch, allowed = _mismatch(tokens, eager_tokens, logits, references)
+    total = len(prompts) * num_tokens
+    return Comparison(
+        num_tokens=total,
+        rounds=rounds,
+        eager_tokens_per_s=total / statistics.median(eager_s[1:]),
+        compiled_tokens_per_s=total / statistics.median(compiled_s[1:]),
+        tokens_equal=not mismatch,
+        mismatch=mismatch,
+        mismatch_allowed=allowed,
+        verdict=verdict,
+        skipped=skipped,
+    )
+
+
+def eager_generate(
+    model: Any, device: Device, prompts: Sequence[Sequence[int]], num_tokens: int, *, positions: bool
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Generate greedily by the model's own forward and cache, prompts padded on the left, nothing of `core` involved.
+
+    Whatever the forward returns and takes under one name is its cache; a model without one computes all tokens anew.
+    positions: pass position ids, as `generate` does (`counts_from_zero` tells which models mean the same by them).
+    Returns tokens and logits (num_tokens, vocabulary) on the host, per prompt.
+    """
+    longest = max(map(len, prompts))
+    padded = longest != min(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device.torch_device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device.torch_device)
+    accepted = accepted_arguments(model)
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    arguments: dict[str, Any] = {}
+    steps, tokens = [], []
+    for _ in range(num_tokens):
+        if padded:
+            arguments["attention_mask"] = mask
+        if positions:
+            arguments["position_ids"] = counted[:, -ids.shape[1] :]
+        output = model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
+        cache = {name: output[name] for name in accepted & output.keys() if output[name] is not None}
+        arguments |= cache
+        steps.append(output.logits[:, -1])
+        tokens.append(steps[-1].argmax(-1, keepdim=True))
+        ids = tokens[-1] if cache else torch.cat([ids, tokens[-1]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        counted = torch.cat([counted, counted[:, -1:] + 1], dim=1)
+    device.synchronize()
+    return torch.cat(tokens, dim=1).tolist(), list(torch.stack(steps, dim=1).cpu())
+
+
+@torch.no_grad()
+def fp64_logits(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], attention: str
+) -> list[Tensor]:
+    """Return the fp64 logits (len(tokens[i]), vocabulary) that each token was to be chosen from, computed on the host.
+
+    The model's weights keep the rounding of its dtype; all arithmetic is fp64, casts in the model's code included.
+    """
+    oracle = copy.deepcopy(model).to("cpu", torch.float64)
+    if hasattr(oracle, "set_experts_implementation"):
+        oracle.set_experts_implementation("eager")  # the grouped product of the others has no fp64
+    references = []
+    with implementation(oracle, attention), Fp64Mode():
+        for prompt, generated in zip(prompts, tokens, strict=True):
+            ids = torch.tensor([[*prompt, *generated[:-1]]])
+            logits = oracle(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+            references.append(logits[len(prompt) - 1 :])
+    return references
+
+
+def _agreed(ours: list[int], theirs: list[int]) -> int:
+    """Number of leading steps with equal history: the step of the first difference is still comparable."""
+    equal = 0
+    while equal < len(ours) and ours[equal] == theirs[equal]:
+        equal += 1
+    return min(equal + 1, len(ours))
+
+
+def _mismatch(
+    tokens: list[list[int]], eager: list[list[int]], logits: list[Tensor], references: list[Tensor] | None
+) -> tuple[str, bool]:
+    for index, (ours, theirs) in enumerate(zip(tokens, eager, strict=True)):
+        if ours == theirs:
+            continue
+        step = _agreed(ours, theirs) - 1
+        text = f"prompt {index}, token {step}: {ours[step]}, eager {theirs[step]}"
+        if references is None:
+            return text, False
+        top = references[index][step].topk(2).values
+        margin = float(top[0] - top[1])
+        error = float((logits[index][step].double() - references[index][step]).abs().max())
+        return f"{text} (fp64 margin {margin:.2g}, logits error {error:.2g})", margin <= 2 * error
+    return "", False

@@ -1,0 +1,78 @@
+"""The door to transformers, which is optional: import it, keep it offline, and hear what it has to say."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from core.engine.checkpoint import Progress
+from core.errors import ModelError
+
+
+def import_transformers() -> ModuleType:
+    """Import transformers, which is optional; raises ModelError naming the extra where it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            "load a transformers model",
+            found=f"the module {error.name!r} is not installed",
+            remedy="pip install '.[hf]'",
+        ) from None
+
+
+class _Steps:
+    """What transformers iterates over instead of a tqdm bar: it counts out loud."""
+
+    def __init__(self, steps: Iterable[Any], total: int, progress: Progress) -> None:
+        self._steps, self._total, self._progress = steps, total, progress
+
+    def __iter__(self) -> Iterator[Any]:
+        self._progress("load weights", 0, self._total)
+        for done, step in enumerate(self._steps, start=1):
+            yield step
+            self._progress("load weights", done, self._total)
+
+
+class _Collector(logging.Handler):
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self._messages:
+            self._messages.append(message)
+
+
+@contextmanager
+def driven(progress: Progress | None) -> Iterator[list[str]]:
+    """Keep transformers offline and off the terminal: its bars call `progress`, its warnings go to the list."""
+    import_transformers()
+    bars: Any = importlib.import_module("transformers.utils.logging")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    logger = logging.getLogger("transformers")
+    messages: list[str] = []
+
+    def hook(_factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The one bar that counts tensors; others (quantizers have some) stay silent.
+        if progress is not None and kwargs.get("desc") == "Loading weights" and args:
+            return _Steps(args[0], len(args[0]), progress)
+        return bars.EmptyTqdm(*args, **kwargs)
+
+    offline, handlers, propagate, level = constants.HF_HUB_OFFLINE, logger.handlers[:], logger.propagate, logger.level
+    previous = bars.set_tqdm_hook(hook)
+    constants.HF_HUB_OFFLINE = True
+    logger.handlers, logger.propagate = [_Collector(messages)], False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield messages
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+        constants.HF_HUB_OFFLINE = offline
+        bars.set_tqdm_hook(previous)

@@ -1,0 +1,290 @@
+"""Load or build a causal language model of transformers, unmodified, and never from the network.
+
+`load_model` checks the folder itself first (core/engine/checkpoint.py, core/engine/architecture.py), lets transformers
+read the weights, so that tied weights and conversions are as everywhere else, and then judges what transformers only
+logs: weights that are missing or have the wrong shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.engine.architecture import (
+    check_architecture,
+    check_causal,
+    config_dtype,
+    max_position,
+    stop_token_ids,
+)
+from core.engine.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
+from core.engine.hf import driven, import_transformers
+from core.errors import ModelError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, with what an engine needs to know about it.
+
+    model: a transformers causal language model whose parameters need no gradient. config: its `PreTrainedConfig`.
+    tokenizer: None where the folder has none or it cannot be used; `require_tokenizer` raises the reason. path: None
+    for a built model. max_position: positions the model was made for, None where it states no limit. warnings: what
+    loading found that is no error, one line each.
+    """
+
+    model: nn.Module
+    config: Any
+    tokenizer: Any | None
+    path: Path | None
+    dtype: torch.dtype
+    num_parameters: int
+    max_position: int | None
+    stop_token_ids: tuple[int, ...]
+    load_time_s: float
+    warnings: tuple[str, ...] = ()
+    tokenizer_error: ModelError | None = field(default=None, repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: a token id must be below it."""
+        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        return int(embedding.weight.shape[0])
+
+    def require_tokenizer(self) -> Any:
+        """Return the tokenizer; raises ModelError with the reason where there is none."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        raise self.tokenizer_error or ModelError(
+            "encode or decode text",
+            found="a model with random weights has no tokenizer",
+            remedy="pass prompts as lists of token ids",
+        )
+
+
+def load_model(
+    path: str | Path, *, torch_device: torch.device, dtype: torch.dtype | None = None, progress: Progress | None = None
+) -> LoadedModel:
+    """Load a causal language model from a local folder onto `torch_device`.
+
+    dtype: of the weights; None means what the configuration states, else fp32. progress is called with a stage, done
+    and total: "check files" counts files, "load weights" tensors, "move to device" 0 and 1 of 1 (left out where the
+    weights are in place). The weights pass through host memory. Raises ModelError for a folder that cannot be used and
+    UsageError for a dtype that is not floating.
+    """
+    _check_dtype(dtype)
+    import_transformers()  # the import of the library is no part of the load time
+    start_s = time.perf_counter()
+    checkpoint = inspect_checkpoint(Path(path).expanduser(), progress)
+    asked = asked_for(checkpoint.path)
+    warnings = check_architecture(asked, checkpoint.config)
+    with driven(progress) as logged:
+        config = _read_config(asked, checkpoint.path)
+        check_causal(asked, config)
+        dtype = dtype or config_dtype(config)
+        model, unexpected = _read_weights(asked, checkpoint.path, config, dtype, logged)
+        tokenizer, tokenizer_error = _load_tokenizer(checkpoint)
+    _move(asked, model, torch_device, progress)
+    if unexpected:
+        warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {_few(unexpected)}")
+    if tokenizer_error is not None:
+        warnings.append(f"no tokenizer: {tokenizer_error.found}")
+    return _loaded(
+        model,
+        dtype=dtype,
+        path=checkpoint.path,
+        tokenizer=tokenizer,
+        tokenizer_error=tokenizer_error,
+        warnings=(*warnings, *(" ".join(message.split()) for message in logged)),
+        load_time_s=time.perf_counter() - start_s,
+    )
+
+
+def build_model(
+    config: Any, *, torch_device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+) -> LoadedModel:
+    """Build a model with random weights, for tests and benchmarks; it has no tokenizer.
+
+    config: a `PreTrainedConfig` (not changed), or the path of a `config.json` or of a folder with one; no weights are
+    read. The weights are drawn on the host, so that one seed gives the same weights on every device, by the model's own
+    initialisation. Every parameter which that leaves constant is then perturbed: norm weights of exactly 1 and biases
+    of exactly 0 hide a step that is left out or applied twice. The global random state is left as it was.
+    """
+    _check_dtype(dtype)
+    transformers = import_transformers()
+    start_s = time.perf_counter()
+    with driven(None) as logged:
+        if isinstance(config, str | Path):
+            file = Path(config).expanduser()
+            file = file / "config.json" if file.is_dir() else file
+            asked = f"build a model from {str(file)!r}"
+            if not file.is_file():
+                raise ModelError(asked, found="no such file", remedy="pass a config.json or a folder that holds one")
+            check_architecture(asked, read_json(file.parent, file))
+            config = _read_config(asked, file)
+        else:
+            asked = f"build a model from a {type(config).__name__}"
+            check_architecture(asked, config.to_dict())
+        check_causal(asked, config)
+        dtype = dtype or config_dtype(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            # A copy, because transformers writes the dtype into the configuration that it is given.
+            model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+            _perturb_constants(model)
+    _move(asked, model, torch_device, None)
+    return _loaded(
+        model,
+        dtype=dtype,
+        warnings=tuple(" ".join(message.split()) for message in logged),
+        load_time_s=time.perf_counter() - start_s,
+    )
+
+
+def _loaded(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    load_time_s: float,
+    warnings: tuple[str, ...],
+    path: Path | None = None,
+    tokenizer: Any | None = None,
+    tokenizer_error: ModelError | None = None,
+) -> LoadedModel:
+    model.eval().requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        tokenizer=tokenizer,
+        path=path,
+        dtype=dtype,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        max_position=max_position(model.config),
+        stop_token_ids=stop_token_ids(model),
+        load_time_s=load_time_s,
+        warnings=warnings,
+        tokenizer_error=tokenizer_error,
+    )
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise UsageError(
+            f"load weights as {dtype}", found="it is not a floating dtype", remedy="pass torch.bfloat16, or None"
+        )
+
+
+def _read_config(asked: str, path: Path) -> Any:
+    try:
+        return import_transformers().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # configuration classes validate with exceptions of many kinds
+        raise ModelError(
+            asked, found=f"transformers rejects config.json: {_one_line(error)}", remedy="correct config.json"
+        ) from error
+
+
+def _read_weights(
+    asked: str, path: Path, config: Any, dtype: torch.dtype, logged: list[str]
+) -> tuple[nn.Module, list[str]]:
+    """Return the model on the host with the names of weights in the files that it has no place for."""
+    try:
+        model, info = import_transformers().AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            # A wrong shape is reported in `info` and refused below; otherwise it would only be in a log.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # any model's constructor or conversion runs in there
+        raise ModelError(
+            asked,
+            found=f"transformers could not load it: {_conversion_problem(logged) or _one_line(error)}",
+            remedy="check that config.json and the weights belong together and that what they need is installed",
+        ) from error
+    logged[:] = [message for message in logged if "LOAD REPORT" not in message]  # judged here, from the same facts
+    mismatched = sorted((name, tuple(found), tuple(wanted)) for name, found, wanted in info["mismatched_keys"])
+    remedy = "use the config.json and the weights of one and the same model"
+    if mismatched:
+        shown = _few([f"{name}: {found} in the file, {wanted} in the model" for name, found, wanted in mismatched])
+        raise ModelError(asked, found=f"{len(mismatched)} weights have another shape: {shown}", remedy=remedy)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(asked, found=f"{len(missing)} weights are missing: {_few(missing)}", remedy=remedy)
+    return model, sorted(info["unexpected_keys"])
+
+
+def _conversion_problem(logged: list[str]) -> str | None:
+    """Return which weights transformers failed to convert, and why: it says so in the log only."""
+    report = "".join(message for message in logged if "LOAD REPORT" in message)
+    names = re.findall(r"^(\S+.*?) *\| *CONVERSION", report, re.MULTILINE)
+    reason = re.search(r"^\w*(?:Error|Exception): .*", report, re.MULTILINE)
+    return f"conversion of {_few(names)} failed: {reason[0] if reason else 'no reason given'}" if names else None
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any | None, ModelError | None]:
+    """Return the tokenizer, or the error that says why there is none: a model can be served by token ids alone."""
+    asked = f"use text with model {str(checkpoint.path)!r}"
+    remedy = "put the model's tokenizer files there, or pass prompts as lists of token ids"
+    # From tokenizer_config.json alone transformers may make a tokenizer that encodes every text to nothing.
+    if not checkpoint.has_vocabulary:
+        found = "the folder has no tokenizer files (tokenizer.json or a vocabulary)"
+        return None, ModelError(asked, found=found, remedy=remedy)
+    try:
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # parsers of several formats and optional libraries run in there
+        found = f"transformers could not load the tokenizer: {_one_line(error)}"
+        return None, ModelError(asked, found=found, remedy=remedy)
+    return tokenizer, None
+
+
+def _move(asked: str, model: nn.Module, torch_device: torch.device, progress: Progress | None) -> None:
+    if all(parameter.device == torch_device for parameter in model.parameters()):
+        return
+    if progress is not None:
+        progress("move to device", 0, 1)
+    try:
+        model.to(torch_device)
+    except torch.OutOfMemoryError as error:
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        raise ModelError(
+            asked,
+            found=f"the weights take {num_bytes / 2**30:.2f} GiB, too much for {torch_device}: {_one_line(error)}",
+            remedy="free memory there, choose a narrower dtype, or a smaller model",
+        ) from error
+    if progress is not None:
+        progress("move to device", 1, 1)
+
+
+@torch.no_grad()
+def _perturb_constants(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            noise = torch.rand(parameter.shape, dtype=torch.float32).mul_(0.5).sub_(0.25)
+            parameter.copy_(parameter.float() + noise)
+    # The padding token's row of zeros: a prompt or a generation may hold it, and behind zeros all choices are ties.
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            row = module.weight[module.padding_idx]
+            row.copy_(torch.randn(row.shape, dtype=torch.float32).mul_(module.weight.float().std()))
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _few(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

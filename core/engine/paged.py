@@ -1,0 +1,226 @@
+"""Running a transformers model on the paged cache: bucketed programs for decode and prefill, one shared cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.report import ProgramReport
+from core.compilation import Progress, compile
+from core.device import Device
+from core.engine.attention import SERVE, NotPageable, StepTensors, inspect, set_implementation
+from core.engine.cache import BlockPool, PagedCache
+from core.engine.config import SamplingParams
+from core.engine.runner import EngineConfig, accepted_arguments, powers
+from core.engine.sequence import Sequence as EngineSequence
+from core.engine.sequence import step_inputs, step_tensors
+from core.errors import ModelError
+
+
+class PagedCall:
+    """The function that is compiled: one step of the model over flattened tokens, for one phase."""
+
+    def __init__(self, model: Any, step: StepTensors, max_query_len: int) -> None:
+        self._model = model
+        self._step = step
+        self._max_query_len = max_query_len
+        self._selects_rows = "logits_to_keep" in accepted_arguments(model)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """Return logits (seqs, vocabulary) of each sequence's last token; shapes as in `step_inputs`."""
+        step = self._step
+        step.block_table, step.slot_mapping = block_table, slot_mapping
+        step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
+        arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
+        output = self._model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
+        )
+        step.block_table = step.slot_mapping = step.seq_lens = step.query_starts = None
+        logits: Tensor = output.logits[0]
+        return logits if self._selects_rows else logits[logit_rows]
+
+
+class PagedRunner:
+    """A `ModelRunner` whose keys and values live in `core::attention`'s paged cache."""
+
+    route = "paged"
+
+    def __init__(
+        self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int, progress: Progress | None = None
+    ) -> None:
+        """Inspect the model, allocate the cache, check one short generation, and compile; or raise `NotPageable`."""
+        self._model = model
+        self._device = device
+        self._block_size = config.block_size
+        self._max_blocks = -(-max_model_len // config.block_size)
+        self.max_num_seqs = config.max_num_seqs
+        layers = inspect(model, max_len=max_model_len)
+        self.reason = f"all {len(layers)} attention layers go through transformers' attention interface"
+        num_blocks = 1 + config.max_num_seqs * self._max_blocks
+        self._check_memory(layers.values(), num_blocks)
+        self._before = model.config._attn_implementation
+        self._cache = PagedCache(
+            layers, num_blocks=num_blocks, block_size=config.block_size, device=device.torch_device
+        )
+        self._pool = BlockPool(num_blocks)
+        self._program: Any = None
+        try:
+            self._check_same_function()
+            buckets = self._buckets(config, max_model_len)
+            self.max_prefill_tokens = max(b["tokens"] for b in buckets["prefill"])
+            self._program = compile(
+                self._calls(),
+                device,
+                inputs=step_inputs(self._max_blocks),
+                buckets=buckets,
+                mode=config.mode,
+                lowering=config.lowering,
+                strict=config.strict,
+                progress=progress,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def admit(self, sequence: EngineSequence) -> bool:
+        """Reserve blocks for the prompt and everything that may be generated from it."""
+        needed = -(-(len(sequence.prompt) + sequence.params.max_new_tokens) // self._block_size)
+        needed = min(needed, self._max_blocks)
+        if needed > self._pool.num_free:
+            return False
+        sequence.blocks = self._pool.take(needed)
+        return True
+
+    def run(self, phase: str, sequences: Sequence[EngineSequence]) -> Tensor:
+        """Compute all pending tokens; logits (len(sequences), vocabulary), valid until the next call."""
+        logits: Tensor = self._program(phase, **self._tensors(sequences))
+        for sequence in sequences:
+            sequence.num_computed = len(sequence)
+        return logits
+
+    def release(self, sequence: EngineSequence) -> None:
+        """Return the sequence's blocks."""
+        self._pool.give_back(sequence.blocks)
+        sequence.blocks = []
+
+    def report(self) -> ProgramReport:
+        """Return the account of the compiled program."""
+        report: ProgramReport = self._program.report()
+        return report
+
+    def close(self) -> None:
+        """Free graphs and cache and give the model its own attention back."""
+        if self._program is not None:
+            self._program.close()
+        self._cache.close()
+        self._model.set_attn_implementation(self._before)
+
+    def _tensors(self, sequences: Sequence[EngineSequence]) -> dict[str, Tensor]:
+        return step_tensors(
+            sequences,
+            max_blocks=self._max_blocks,
+            block_size=self._block_size,
+            device=self._device.torch_device,
+        )
+
+    def _calls(self) -> dict[str, Callable[..., Tensor]]:
+        # Exactly one token per sequence in decode: the op may then skip its general form.
+        return {
+            "decode": PagedCall(self._model, self._cache.step, 1),
+            "prefill": PagedCall(self._model, self._cache.step, 0),
+        }
+
+    def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:
+        decode = config.decode_buckets or powers(1, config.max_num_seqs, 2)
+        prefill = config.prefill_buckets or powers(32, max_model_len, 4)
+        return {
+            "decode": [{"tokens": size, "seqs": size} for size in decode],
+            "prefill": [{"tokens": size, "seqs": config.max_num_seqs} for size in prefill],
+        }
+
+    def _check_memory(self, layers: Any, num_blocks: int) -> None:
+        wanted = sum(num_blocks * self._block_size * layer.bytes_per_position for layer in layers)
+        memory = self._device.parts.memory()
+        if wanted > memory.total_bytes - memory.used_bytes:
+            raise ModelError(
+                f"a key/value cache of {wanted / 2**30:.2f} GiB ({self.max_num_seqs} sequences of up to "
+                f"{self._max_blocks * self._block_size} tokens)",
+                found=f"{self._device.name} has {(memory.total_bytes - memory.used_bytes) / 2**30:.2f} GiB free",
+                remedy="lower max_num_seqs or max_model_len",
+            )
+
+    @torch.no_grad()
+    def _check_same_function(self) -> None:
+        """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
+
+        This finds models that keep state outside attention (recurrent layers, shared caches).
+        """
+        tokens = probe_tokens(self._model, min(12, self._max_blocks * self._block_size))
+        ids = torch.tensor([tokens], device=self._device.torch_device)
+        expected = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -2:]
+        if not counts_from_zero(self._model):
+            raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
+        set_implementation(self._model, SERVE)
+        sequence = EngineSequence(0, tokens[:-1], SamplingParams(max_new_tokens=1))
+        self.admit(sequence)
+        calls, got = self._calls(), []
+        for phase in ("prefill", "decode"):
+            got.append(calls[phase](**self._tensors([sequence])))
+            sequence.num_computed = len(sequence)
+            sequence.generated = tokens[-1:]
+        self.release(sequence)
+        difference = relative_difference(torch.cat(got), expected)
+        if not difference <= function_bound(self._model):
+            raise NotPageable(
+                f"a prefill and one decode step on the paged cache differ from its own forward by {difference:.2g}: "
+                "it keeps state outside attention"
+            )
+
+
+def position_difference(model: Any) -> float:
+    """Return how much position ids 0, 1, 2, … change the model's own forward; infinity where it takes none.
+
+    0 up to rounding for most; some count from another number, and then only they know how.
+    """
+    if "position_ids" not in accepted_arguments(model):
+        return float("inf")
+    ids = torch.tensor([probe_tokens(model, 8)], device=next(model.parameters()).device)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    expected, given = (
+        model(input_ids=ids, use_cache=False, return_dict=True, **arguments).logits
+        for arguments in ({}, {"position_ids": positions})
+    )
+    return relative_difference(given, expected)
+
+
+def counts_from_zero(model: Any) -> bool:
+    """Tell whether position ids 0, 1, 2, … may be passed to the model; then they also may be moved and mixed."""
+    return position_difference(model) <= function_bound(model)
+
+
+def probe_tokens(model: Any, length: int) -> list[int]:
+    """Return `length` token ids for comparing two ways to run a model."""
+    vocab: int = model.config.get_text_config().vocab_size
+    return [(7 * i + 3) % vocab for i in range(length)]
+
+
+def relative_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of what is expected."""
+    return float((logits.float() - expected.float()).norm() / expected.float().norm())
+
+
+def function_bound(model: Any) -> float:
+    """Return the difference that tells functions apart: far above another order of summation, far below lost state."""
+    return 1e-3 if next(model.parameters()).dtype.itemsize >= 4 else 0.1

@@ -1,0 +1,127 @@
+"""Turn prompts into token ids that the model can take, and bound what may be generated after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.engine.config import SamplingParams
+from core.engine.loading import LoadedModel
+from core.errors import ModelError, UsageError
+
+Prompt = str | Sequence[int]
+"""A text, or token ids that are taken as they are: no special token is added to them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt as token ids, with the number of tokens that may follow.
+
+    max_new_tokens: what was asked, or less where the context ends before; generation then ends after so many tokens
+    with finish_reason "length", as it does when the asked number is reached. bounded: whether the context took away
+    some.
+    """
+
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    bounded: bool = False
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt],
+    loaded: LoadedModel,
+    params: Sequence[SamplingParams],
+    *,
+    max_context: int | None = None,
+) -> list[EncodedPrompt]:
+    """Encode each prompt with its sampling parameters; see `encode_prompt`."""
+    if isinstance(prompts, str):
+        raise UsageError(
+            f"encode {len(prompts)} prompts", found="a single string was passed", remedy="pass a list of prompts"
+        )
+    if len(prompts) != len(params):
+        raise UsageError(
+            f"encode {len(prompts)} prompts",
+            found=f"there are sampling parameters for {len(params)}",
+            remedy="pass one SamplingParams for each prompt",
+        )
+    return [
+        encode_prompt(prompt, loaded, p, max_context=max_context) for prompt, p in zip(prompts, params, strict=True)
+    ]
+
+
+def encode_prompt(
+    prompt: Prompt, loaded: LoadedModel, params: SamplingParams, *, max_context: int | None = None
+) -> EncodedPrompt:
+    """Encode one prompt, with the special tokens that the tokenizer puts around a text.
+
+    The context is the smaller of the model's `max_position` and `max_context` (what an engine has room for); prompt and
+    generated tokens together never exceed it. Raises ModelError for a prompt that is empty, leaves no room for one new
+    token, holds an id outside the vocabulary, or is a text where there is no tokenizer.
+    """
+    token_ids = _encode_text(prompt, loaded) if isinstance(prompt, str) else _check_ids(prompt, loaded.vocab_size)
+    limits = [limit for limit in (loaded.max_position, max_context) if limit is not None]
+    if not limits:
+        return EncodedPrompt(token_ids=token_ids, max_new_tokens=params.max_new_tokens)
+    room = min(limits) - len(token_ids)
+    if room < 1:
+        raise ModelError(
+            f"encode the prompt {_shown(prompt)}",
+            found=f"it has {len(token_ids)} tokens; the context holds {min(limits)}, of which one must stay free",
+            remedy=f"shorten the prompt to at most {min(limits) - 1} tokens, or use a model with a longer context",
+        )
+    return EncodedPrompt(
+        token_ids=token_ids,
+        max_new_tokens=min(params.max_new_tokens, room),
+        bounded=room < params.max_new_tokens,
+    )
+
+
+def _encode_text(text: str, loaded: LoadedModel) -> tuple[int, ...]:
+    asked = f"encode the prompt {_shown(text)}"
+    if not text:
+        raise ModelError(asked, found="it is empty", remedy="pass at least one character, or the id of a start token")
+    tokenizer = loaded.require_tokenizer()
+    # verbose=False: the tokenizer's own warning about long texts; the length is judged here.
+    token_ids = tuple(int(i) for i in tokenizer(text, verbose=False)["input_ids"])
+    if not token_ids:
+        raise ModelError(
+            asked, found="the tokenizer made no token of it", remedy="pass another text, or a list of token ids"
+        )
+    outside = [i for i in token_ids if i >= loaded.vocab_size]
+    if outside:
+        raise ModelError(
+            asked,
+            found=f"the tokenizer made token {outside[0]}; the model knows 0 to {loaded.vocab_size - 1}",
+            remedy="use the tokenizer files and the weights of one and the same model",
+        )
+    return token_ids
+
+
+def _check_ids(prompt: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    asked = f"encode the prompt {_shown(prompt)}"
+    if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+        raise UsageError(
+            asked,
+            found=f"a {type(prompt).__name__} that is neither a text nor a list of ints",
+            remedy="pass a str or list[int]",
+        )
+    if not prompt:
+        raise ModelError(asked, found="it has no tokens", remedy="pass at least one token id")
+    outside = [(position, i) for position, i in enumerate(prompt) if not 0 <= i < vocab_size]
+    if outside:
+        position, token_id = outside[0]
+        raise ModelError(
+            asked,
+            found=f"token id {token_id} at position {position} is outside the vocabulary, 0 to {vocab_size - 1}",
+            remedy="encode the prompt with the tokenizer of this model",
+        )
+    return tuple(prompt)
+
+
+def _shown(prompt: object, limit: int = 40) -> str:
+    text = repr(prompt[: limit + 1] if isinstance(prompt, str | list | tuple) else prompt)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,164 @@
+"""Running a model on transformers' own static cache, one sequence at a time: for models that can't be paged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.graphs.inputs import InputSpec
+from core.common.report import ProgramReport
+from core.compilation import Progress, compile
+from core.device import Device
+from core.engine.paged import counts_from_zero, function_bound, probe_tokens, relative_difference
+from core.engine.runner import EngineConfig, accepted_arguments
+from core.engine.sequence import Sequence as EngineSequence
+from core.errors import ModelError
+
+
+class StaticRunner:
+    """A `ModelRunner` on `transformers.StaticCache`: prefill eager at any length, decode compiled for one token."""
+
+    route = "static"
+    max_num_seqs = 1
+
+    def __init__(
+        self,
+        model: Any,
+        device: Device,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        reason: str,
+        progress: Progress | None = None,
+    ) -> None:
+        """Build the cache and compile decode; raise `ModelError` where transformers has no static cache for it."""
+        from transformers import StaticCache
+
+        self._model = model
+        self._device = device
+        self.reason = reason
+        self.max_prefill_tokens = max_model_len
+        self._owner: EngineSequence | None = None
+        try:
+            self._cache = _full_length(StaticCache(config=model.config, max_cache_len=max_model_len), max_model_len)
+            self._cache_name = _cache_name(model)
+            # They spare the model a look at the cache's length, which many can't trace.
+            self._positions = counts_from_zero(model)
+            self._check_same_function(max_model_len)
+        except Exception as error:
+            raise ModelError(
+                f"running {type(model).__name__}",
+                found=f"it can't be paged ({reason}), and transformers' static cache fails: "
+                f"{type(error).__name__}: {error}",
+                remedy="this model needs an engine of its own; core.compile takes its forward as it is",
+            ) from error
+        shapes = {"input_ids": InputSpec((1,), torch.int64, padding="copy")}
+        if self._positions:
+            shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
+        mode = config.mode if config.mode is None or isinstance(config.mode, str) else config.mode["decode"]
+        self._program = compile(
+            self._decode,
+            device,
+            inputs=shapes,
+            buckets={"decode": [{}]},
+            mode=mode,
+            lowering=config.lowering,
+            strict=config.strict,
+            progress=progress,
+        )
+        self._cache.reset()
+
+    def admit(self, sequence: EngineSequence) -> bool:
+        """Take the sequence if no other one holds the cache."""
+        if self._owner is not None:
+            return False
+        self._owner = sequence
+        self._cache.reset()
+        return True
+
+    def run(self, phase: str, sequences: Sequence[EngineSequence]) -> Tensor:
+        """Compute the one sequence's pending tokens; logits (1, vocabulary), valid until the next call."""
+        (sequence,) = sequences
+        if phase == "prefill":
+            logits = self._prefill(sequence.pending())
+        else:
+            inputs = {"input_ids": sequence.pending(), "position_ids": [sequence.num_computed]}
+            kept = inputs if self._positions else {"input_ids": inputs["input_ids"]}
+            device = self._device.torch_device
+            logits = self._program("decode", **{k: torch.tensor(v, device=device) for k, v in kept.items()})
+        sequence.num_computed = len(sequence)
+        return logits
+
+    def release(self, sequence: EngineSequence) -> None:
+        """Let the next sequence have the cache."""
+        self._owner = None
+
+    def report(self) -> ProgramReport:
+        """Return the account of the compiled program."""
+        return self._program.report()
+
+    def close(self) -> None:
+        """Free the compiled program and the cache."""
+        self._program.close()
+        del self._cache
+
+    @torch.no_grad()
+    def _check_same_function(self, max_model_len: int) -> None:
+        """Compare a prefill and one decode step with the model's own forward; raise ValueError if they differ."""
+        length = min(8, max_model_len)
+        tokens = probe_tokens(self._model, length)
+        ids = torch.tensor([tokens], device=self._device.torch_device)
+        expected = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -2:]
+        got = [self._prefill(tokens[:-1]).clone()]  # the layers allocate here, on first use
+        got.append(self._forward(ids[0, -1:], torch.tensor([length - 1], device=ids.device)))
+        difference = relative_difference(torch.cat(got), expected)
+        if not difference <= function_bound(self._model):
+            raise ValueError(f"it differs from its forward without a cache by {difference:.2g}")
+
+    @torch.no_grad()
+    def _prefill(self, tokens: list[int]) -> Tensor:
+        device = self._device.torch_device
+        positions = torch.arange(len(tokens), device=device)
+        return self._forward(torch.tensor(tokens, device=device), positions)
+
+    def _decode(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self._forward(input_ids, position_ids)
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        arguments: dict[str, Any] = {self._cache_name: self._cache, "use_cache": True, "return_dict": True}
+        if self._positions and position_ids is not None:
+            arguments["position_ids"] = position_ids[None]
+        logits: Tensor = self._model(input_ids=input_ids[None], **arguments).logits
+        return logits[:, -1]
+
+
+def _cache_name(model: Any) -> str:
+    """Return the name under which the forward takes a `transformers.Cache`; purely recurrent models have their own."""
+    accepted = accepted_arguments(model)
+    for name in ("past_key_values", "cache_params"):
+        if name in accepted:
+            return name
+    raise TypeError("its forward takes no cache object")
+
+
+def _full_length(cache: Any, max_model_len: int) -> Any:
+    """Give layers with a window room for the whole context; the model's mask keeps the window.
+
+    transformers' own static layers with a window choose what to do by a Python number of tokens seen, which a captured
+    step would repeat for ever.
+    """
+    from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer, StaticLayer
+
+    for index, layer in enumerate(cache.layers):
+        if not getattr(layer, "is_sliding", False):
+            continue
+        states = getattr(layer, "number_of_states", 0)
+        cache.layers[index] = (
+            LinearAttentionAndStaticFullAttentionLayer(max_model_len, number_of_states=states)
+            if states
+            else StaticLayer(max_model_len)
+        )
+    return cache
