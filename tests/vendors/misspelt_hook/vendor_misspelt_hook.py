@@ -1,0 +1,24 @@
+"""Misspells a hook, which plain pluggy accepts and never calls."""
+
+from __future__ import annotations
+
+import torch
+
+from core.device import Capabilities, DeviceParts, MemoryInfo
+from core.hookspecs import hookimpl
+
+
+@hookimpl
+def core_open_device() -> DeviceParts:
+    """Open a device that does nothing."""
+    return DeviceParts(
+        torch_device=torch.device("cpu"),
+        capabilities=Capabilities(device_name="Misspelt", dtypes=frozenset({torch.float32})),
+        memory=lambda: MemoryInfo(used_bytes=0, total_bytes=0, peak_bytes=0),
+    )
+
+
+@hookimpl
+def core_graph_backends() -> object:
+    """Would give a graph backend, were it `core_graph_backend`."""
+    raise AssertionError("a misspelt hook is never called")
