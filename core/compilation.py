@@ -16,17 +16,25 @@ import torch
 from torch import Tensor, fx
 
 import core.common.ops.attention  # noqa: F401  # declares the canonical ops that graphs may hold
+from core.arguments import (
+    check_ops,
+    check_signature,
+    check_stages,
+    check_training_mode,
+    chosen_passes,
+    models_per_phase,
+)
 from core.common.config import CompileOptions, Verify
 from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
 from core.common.graphs.inputs import Buckets, BucketTable, InputSpec, StaticBuffers
 from core.common.lowering import FlatCallable, LoweringRequest
-from core.common.ops.declaration import declared_ops
 from core.common.ops.lower import lower_ops
 from core.common.passes.manager import PassManager
 from core.common.report import BucketReport, ProgramReport, TraceReport
-from core.common.tracing import TracedGraph, trace
+from core.common.traced import TracedGraph
+from core.common.tracing import trace
 from core.device import Device, Mode
-from core.errors import CaptureError, CoreError, LoweringError, PluginError, UsageError
+from core.errors import CaptureError, CoreError, LoweringError, UsageError
 from core.host import select_device
 from core.program import CapturedBucket, Program
 
@@ -51,17 +59,28 @@ def compile(
     """Compile a model for a device and return the `Program` that runs it.
 
     model: a module or function called with the declared inputs by name, its tensors already on the device; or one per
-    phase. inputs: name -> `InputSpec`. buckets: sizes of the bucket dimensions to capture, as a list, or a list per
-    phase; None for inputs of fixed shape. mode, lowering, passes, strict, verify: see `CompileOptions`.
+    phase. inputs: name -> `InputSpec`; a named dimension is padded, so read there what that assumes. buckets: sizes of
+    the bucket dimensions to capture, as a list, or a list per phase; None for inputs of fixed shape. mode, lowering,
+    passes, strict, verify: see `CompileOptions`.
 
-    The model runs at least once per bucket on zero inputs during capture: in-place writes go where zeros point them.
-    Python side effects of its forward (a counter, an attribute) happen once, while tracing, and never at a call.
+    The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
+    writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
+    (`load_state_dict(assign=True)`, `model.half()`) is not. A model that assigns to attributes in its forward is
+    refused. Ambient modes of torch (autocast) apply at each call of a lowering that runs torch ops, such as `inline`.
     Raises `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError`, `CaptureError`.
     """
+    if not isinstance(device, (str, Device)):
+        raise UsageError(
+            f"compiling for {device!r}",
+            found=f"a {type(device).__name__}",
+            remedy="pass a device name such as 'auto', or a Device from core.select_device",
+        )
     options = CompileOptions(mode=mode, lowering=lowering, passes=passes, strict=strict, verify=verify)
     resolved = device if isinstance(device, Device) else select_device(device)
     table = BucketTable.build(inputs, buckets)
-    return _Compilation(model, resolved, inputs, table, options, progress).run()
+    # Tensors made in inference mode could never be written outside of it, and buffers are written at every call.
+    with torch.inference_mode(False):
+        return _Compilation(model, resolved, inputs, table, options, progress).run()
 
 
 class _Compilation:
@@ -79,14 +98,18 @@ class _Compilation:
         self.device = device
         self.inputs = inputs
         self.table = table
-        self.models = _per_phase(model, table)
+        self.models = models_per_phase(model, table)
         for each in self.models.values():
-            _check_mode_of_model(each)
+            check_signature(each, inputs)
+            check_training_mode(each)
         _check_phases(options.mode, table)
         self.modes = {phase: options.mode_of(phase, device.capabilities.modes) for phase in table.phases}
         self.lowering_name, self.lowering = device.lowerings.resolve(options.lowering)
-        _check_ops(device)
-        self.manager = PassManager(_chosen(device, options.passes), strict=options.strict)
+        check_ops(device)
+        check_stages(device)
+        self.manager = PassManager(
+            chosen_passes(device, options.passes), strict=options.strict, capabilities=device.capabilities
+        )
         self.progress = progress or (lambda what, done, total: None)
         self.traces: list[TraceReport] = []
         self.buckets: list[BucketReport] = []
@@ -197,7 +220,7 @@ class _Compilation:
         before = self.device.parts.memory().used_bytes
         start = time.perf_counter()
         try:
-            backend.capture_one(key, bound, inputs, _no_op)
+            outputs = backend.capture_one(key, bound, inputs, _no_op)
             self.device.synchronize()
         except CoreError as error:
             error.add_note(f"while capturing {key} on {self.device.name}")
@@ -212,7 +235,9 @@ class _Compilation:
         self.buckets.append(
             BucketReport(key=key, lower_s=lower_s, capture_s=time.perf_counter() - start, num_bytes=max(used, 0))
         )
-        return CapturedBucket(key=key, inputs=inputs, traced=traced, output=traced.output)
+        return CapturedBucket(
+            key=key, inputs=inputs, traced=traced, output=traced.output, views_of_inputs=_views(outputs, inputs)
+        )
 
     def _lower(self, key: GraphKey, traced: TracedGraph, values: tuple[Any, ...]) -> FlatCallable:
         request = LoweringRequest(graph=_copy(traced.module), example_inputs=values)
@@ -240,22 +265,14 @@ class _Compilation:
         )
 
 
+def _views(outputs: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return which outputs lie in the memory of an input buffer, which every bucket writes at every call."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in inputs.values()}
+    return tuple(i for i, output in enumerate(outputs) if output.untyped_storage().data_ptr() in storages)
+
+
 def _no_op() -> None:
     return None
-
-
-def _per_phase(
-    model: Callable[..., Any] | Mapping[str, Callable[..., Any]], table: BucketTable
-) -> dict[str, Callable[..., Any]]:
-    if not isinstance(model, Mapping):
-        return dict.fromkeys(table.phases, model)
-    if model.keys() != table.phases.keys():
-        raise UsageError(
-            f"models for phases {sorted(model)}",
-            found=f"the buckets name the phases {sorted(table.phases)}",
-            remedy="give one model for all phases, or exactly one per phase",
-        )
-    return dict(model)
 
 
 def _check_phases(mode: Mode | Mapping[str, Mode] | None, table: BucketTable) -> None:
@@ -265,43 +282,6 @@ def _check_phases(mode: Mode | Mapping[str, Mode] | None, table: BucketTable) ->
             f"modes for phases {unknown}",
             found=f"the buckets name the phases {sorted(table.phases)}",
             remedy="name only these; a phase without a mode takes the device's preferred one",
-        )
-
-
-def _chosen(device: Device, names: tuple[str, ...] | None) -> tuple[Any, ...]:
-    if names is None:
-        return device.passes
-    known = {declared.name: declared for declared in device.passes}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(
-            f"passes {unknown}",
-            found=f"{device.name} has: {', '.join(known) or 'none'}",
-            remedy="name only these, or leave `passes` out to run all",
-        )
-    return tuple(known[name] for name in names)
-
-
-def _check_ops(device: Device) -> None:
-    unknown = [i.op for i in device.ops if i.op not in declared_ops()]
-    if unknown:
-        raise PluginError(
-            f"implementations of {unknown} by {device.plugin}",
-            found=f"the canonical ops are: {', '.join(sorted(declared_ops()))}",
-            remedy="name one of these in OpImplementation.op",
-        )
-
-
-def _check_mode_of_model(model: Callable[..., Any]) -> None:
-    """Refuse a model that would drop out or update statistics: what training mode does must not be captured."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    layers = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._BatchNorm)
-    training = [type(m).__name__ for m in modules if m.training and isinstance(m, layers)]
-    if training:
-        raise UsageError(
-            f"compiling {type(model).__name__}",
-            found=f"{training[0]} in it is in training mode",
-            remedy="call model.eval() first",
         )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from core.common.settings import Settings
 from core.device import PluginInfo
@@ -14,6 +15,13 @@ from core.probe import Probe
 from core.workers import WorkerPool, WorkerResult
 
 logger = logging.getLogger(__name__)
+
+MAX_TEXT = 500
+"""Longest reason or hint, in characters; what a vendor's library says is otherwise without bound."""
+
+_ESCAPE_SEQUENCE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]"
+)
 
 State = Literal["available", "unavailable", "blocked", "incompatible", "conflict", "broken"]
 
@@ -113,19 +121,34 @@ def _outcome(info: PluginInfo, result: WorkerResult) -> ProbeOutcome:
     if result.output:
         logger.debug("probe %s of %s printed:\n%s", info.probe_entry_point, info, result.output)
     answer = result.answer or {}
-    problem = result.problem or answer.get("problem", "")
-    if problem:
+    probe = None if result.problem or "problem" in answer else _probe(answer)
+    if probe is None:
+        problem = result.problem or answer.get("problem") or "sent something else than an answer"
         return ProbeOutcome(
             probe=Probe(
                 available=False,
                 device_count=0,
-                reason=f"its probe {info.probe_entry_point} {problem}",
+                reason=_plain(f"its probe {info.probe_entry_point} {problem}"),
                 hint=f"run `core doctor`, and report it to the author of {info.distribution}",
             ),
             failed=True,
             imported_torch=bool(answer.get("imported_torch")),
             output=result.output,
         )
-    return ProbeOutcome(
-        probe=Probe(**answer["probe"]), imported_torch=bool(answer["imported_torch"]), output=result.output
-    )
+    return ProbeOutcome(probe=probe, imported_torch=bool(answer.get("imported_torch")), output=result.output)
+
+
+def _probe(answer: dict[str, Any]) -> Probe | None:
+    """Return the worker's probe, or None where some other code of that process has written the answer."""
+    match answer.get("probe"):
+        case {"available": bool(available), "device_count": int(count), "reason": str(reason), "hint": str(hint)}:
+            return Probe(available=available, device_count=count, reason=_plain(reason), hint=_plain(hint))
+    return None
+
+
+def _plain(text: str) -> str:
+    """Return one line of at most `MAX_TEXT` printable characters, which can neither steer a terminal nor fill it."""
+    # Cut first, generously, since the text may be of any size; shortened again once nothing more can be left out.
+    line = " ".join(_ESCAPE_SEQUENCE.sub("", text[: 8 * MAX_TEXT]).split())
+    line = "".join(character for character in line if character.isprintable())
+    return line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT - 1]}…"

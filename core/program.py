@@ -14,7 +14,7 @@ from torch import Tensor
 from core.common.graphs.backend import GraphBackend, GraphKey
 from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
 from core.common.report import ProgramReport
-from core.common.tracing import OutputTree, TracedGraph
+from core.common.traced import OutputTree, TracedGraph
 from core.device import Device
 from core.errors import CaptureError, UsageError
 
@@ -27,6 +27,7 @@ class CapturedBucket:
     inputs: Mapping[str, Tensor]
     traced: TracedGraph
     output: OutputTree
+    views_of_inputs: tuple[int, ...] = ()
 
 
 MAX_PLANS = 4096
@@ -40,6 +41,7 @@ class _Plan(NamedTuple):
     copies: tuple[tuple[str, Tensor, torch.dtype], ...]
     fills: tuple[tuple[Tensor, int | float | Tensor], ...]
     crops: tuple[tuple[int, tuple[slice, ...]], ...]
+    views_of_inputs: tuple[int, ...]
     output: OutputTree
     single: int
 
@@ -95,7 +97,8 @@ class Program:
     def replay(self, key: GraphKey, step: object = None) -> Any:
         """Run a bucket on the present content of its buffers: nothing is copied in, nothing is sliced.
 
-        Returns the model's output structure at the bucket's shapes, valid until the next replay of this key.
+        Returns the model's output structure at the bucket's shapes, valid until the next replay of this key; an output
+        that is a view of an input (a cast to its own dtype is one) until any bucket's inputs are written.
         """
         outputs = self._backend.replay(key, step) if key in self._captured else self._refuse(key)
         bucket = self._captured[key]
@@ -113,8 +116,11 @@ class Program:
         where no bucket is large enough and `UsageError` for inputs that differ from their declaration; nothing falls
         back to eager by itself.
         """
-        signature = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
-        plan = self._plans.get(signature)
+        try:
+            signature = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
+            plan = self._plans.get(signature)
+        except (AttributeError, TypeError):
+            raise self._wrong_call(phase, inputs) from None
         if plan is None:
             phase = self._phase(phase)
             if phase in self._eager:
@@ -125,13 +131,15 @@ class Program:
         for name, buffer, dtype in plan.copies:
             tensor = inputs[name]
             if tensor.dtype is not dtype:
-                raise self._wrong_dtype(name, tensor.dtype, dtype)
+                raise self._wrong_dtype(name, tensor, dtype)
             buffer.copy_(tensor.detach() if tensor.requires_grad else tensor)
         for tail, value in plan.fills:
             tail.copy_(value) if isinstance(value, Tensor) else tail.fill_(value)
         outputs: Any = self._backend.replay(plan.key)
-        if plan.crops:
+        if plan.crops or plan.views_of_inputs:
             outputs = list(outputs)
+            for index in plan.views_of_inputs:
+                outputs[index] = outputs[index].clone()
             for index, crop in plan.crops:
                 outputs[index] = outputs[index][crop]
         return outputs[plan.single] if plan.single >= 0 else plan.output.rebuild(outputs, inputs)
@@ -157,6 +165,8 @@ class Program:
     def _phase(self, phase: str | None) -> str:
         if self._closed:
             raise CaptureError("calling a program", found="it was closed", remedy="compile it again")
+        if phase is not None and not isinstance(phase, str):
+            raise self._wrong_call(phase, {})
         phase = phase if phase is not None else self._only_phase
         if phase is None or phase not in self._table.phases:
             raise UsageError(
@@ -178,7 +188,7 @@ class Program:
         self._measure(inputs)
         for name, spec in self._inputs.items():
             if inputs[name].dtype is not spec.dtype:
-                raise self._wrong_dtype(name, inputs[name].dtype, spec.dtype)
+                raise self._wrong_dtype(name, inputs[name], spec.dtype)
         with torch.no_grad():
             return self._eager[phase](**inputs)
 
@@ -209,7 +219,7 @@ class Program:
                 fills += _padding(name, spec, buffer, shape)
         crops = self._crops(bucket, inputs)
         single = bucket.output.leaves[0].index if bucket.output.is_single else -1
-        return _Plan(key, tuple(copies), tuple(fills), crops, bucket.output, single)
+        return _Plan(key, tuple(copies), tuple(fills), crops, bucket.views_of_inputs, bucket.output, single)
 
     def _crops(self, bucket: CapturedBucket, inputs: Mapping[str, Tensor]) -> tuple[tuple[int, tuple[slice, ...]], ...]:
         padded = any(bucket.inputs[name].shape != inputs[name].shape for name in bucket.traced.shapes)
@@ -246,10 +256,26 @@ class Program:
             remedy="use one of program.keys, or compile with that bucket and a capture mode",
         )
 
+    def _wrong_call(self, phase: object, inputs: Mapping[str, Any]) -> UsageError:
+        """Return the error for arguments that are no tensors by name."""
+        if phase is not None and not isinstance(phase, str):
+            return UsageError(
+                f"calling a program with a {type(phase).__name__} in first place",
+                found="the first argument names the phase; inputs go by name",
+                remedy=f"call it like program({', '.join(f'{name}=…' for name in self._inputs)})",
+            )
+        self._check_names(inputs)
+        name, value = next((n, v) for n, v in inputs.items() if not isinstance(v, Tensor))
+        return self._wrong_dtype(name, value, self._inputs[name].dtype)
+
     @staticmethod
-    def _wrong_dtype(name: str, found: torch.dtype, wanted: torch.dtype) -> UsageError:
+    def _wrong_dtype(name: str, found: object, wanted: torch.dtype) -> UsageError:
+        if not isinstance(found, Tensor):
+            return UsageError(
+                f"input {name!r}", found=f"a {type(found).__name__}", remedy=f"pass a torch tensor of {wanted}"
+            )
         return UsageError(
-            f"input {name!r} of {found}",
+            f"input {name!r} of {found.dtype}",
             found=f"the program declares {wanted}",
             remedy="convert it first; a silent cast could change results",
         )
@@ -265,7 +291,7 @@ def _padding(
             found=f"its bucket holds {tuple(buffer.shape)} and its padding policy is {spec.padding!r}",
             remedy="fill the bucket exactly, or declare another padding",
         )
-    if spec.padding in ("keep", "fill_once"):
+    if spec.padding == "keep":
         return []
     value = spec.value if spec.padding == "sentinel" else 0
     regions: list[tuple[Tensor, int | float | Tensor]] = []

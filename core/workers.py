@@ -41,7 +41,7 @@ class _Worker:
 
     @property
     def done(self) -> bool:
-        return self.answer.endswith(b"\n") or not self.open_streams
+        return b"\n" in self.answer or not self.open_streams
 
 
 class WorkerPool:
@@ -123,10 +123,12 @@ def _environment() -> dict[str, str]:
 
 
 def _finish(worker: _Worker) -> WorkerResult:
-    if worker.answer.endswith(b"\n"):
+    if b"\n" in worker.answer:
         # Killed before it is reaped, while its process group's number cannot have been given to another one.
         _kill(worker.process)
-        return WorkerResult(answer=json.loads(worker.answer), output=_text(worker))
+        answer = _parsed(worker.answer)
+        problem = "" if answer is not None else "sent something else than an answer"
+        return WorkerResult(answer=answer, problem=problem, output=_text(worker))
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(timeout=max(0.0, worker.deadline - time.monotonic()))
     code = worker.process.returncode
@@ -138,6 +140,15 @@ def _finish(worker: _Worker) -> WorkerResult:
     else:
         problem = f"ended with exit code {code} and no answer"
     return WorkerResult(answer=None, problem=problem, output=_text(worker))
+
+
+def _parsed(sent: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in the first line, or None: foreign code in the worker can write to any descriptor."""
+    try:
+        answer = json.loads(sent.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -19,6 +19,7 @@ from core.common.lowering import Lowerings
 from core.common.lowerings import inline
 from core.common.ops.attention import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
+from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.errors import CaptureError, DeviceUnavailableError, LoweringError, PassError, UsageError
 from tests.support import cpu, refused, rewrite
@@ -131,7 +132,7 @@ def test_a_broken_promise(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_raising_pass_and_an_invalid_graph_are_blamed() -> None:
-    def fails(graph: fx.GraphModule) -> PassResult:
+    def fails(context: PassContext) -> PassResult:
         raise ZeroDivisionError("by zero")
 
     def breaks(graph: fx.GraphModule) -> list[str]:
@@ -140,9 +141,11 @@ def test_a_raising_pass_and_an_invalid_graph_are_blamed() -> None:
         return []
 
     with refused(PassError, "running pass 'bad' of acme", "ZeroDivisionError: by zero", "report it to acme"):
-        compiled({"passes": (Pass(name="bad", run=fails, owner="acme"),)})
+        compiled({"passes": (Pass(name="bad", run=fails, owner="acme"),)}, strict=True)
     with refused(PassError, "running pass 'acme_pass' of acme", "used before it has been defined"):
-        compiled({"passes": (rewrite(breaks),)})
+        compiled({"passes": (rewrite(breaks),)}, strict=True)
+    program = compiled({"passes": (Pass(name="bad", run=fails, owner="acme"),)})
+    assert torch.equal(program(x=X), model(X))  # undone, and the model runs without it
 
 
 def test_a_pass_may_replace_the_output_without_metadata() -> None:
@@ -268,7 +271,7 @@ def test_a_backends_own_error_is_passed_on() -> None:
 def test_a_failing_trace_cleans_up_too() -> None:
     backend = fragile(RuntimeError("unused"))
     with pytest.raises(core.CoreError, match="tracing"):
-        compiled({"graph_backend": backend}, model=lambda y: y)
+        compiled({"graph_backend": backend}, model=lambda x: print(x) or x)  # noqa: T201  # breaks the graph
     assert backend.made[0].cleanups == 1
 
 
@@ -344,3 +347,21 @@ def test_a_model_that_branches_on_size_is_traced_per_branch() -> None:
 def test_compiling_again_and_again_meets_no_limit() -> None:
     for _ in range(10):  # Dynamo's recompile limit is 8
         assert compiled(buckets=[4]).report().num_traces == 1
+
+
+def test_wrong_arguments_are_refused_before_tracing() -> None:
+    inputs = {"x": core.InputSpec(("n", 2), torch.float32)}
+    with refused(UsageError, "compiling for None", "a device name such as 'auto'"):
+        core.compile(model, None, inputs=inputs, buckets=[4])  # type: ignore[arg-type]
+    with refused(UsageError, "with the inputs 'y'", "name the inputs as the model's forward"):
+        core.compile(model, cpu(), inputs={"y": inputs["x"]}, buckets=[4])
+    with refused(UsageError, "it can't be called"):
+        core.compile("model", cpu(), inputs=inputs, buckets=[4])  # type: ignore[arg-type]
+    with refused(UsageError, "input 'x'", "declared by a Tensor"):
+        core.compile(model, cpu(), inputs={"x": X}, buckets=[4])  # type: ignore[dict-item]
+    with refused(UsageError, "compiling without buckets", "buckets=[{'n': 8}]"):
+        core.compile(model, cpu(), inputs=inputs)
+    with refused(UsageError, "a dtype a torch.dtype"):
+        core.InputSpec(("n", 2), "float32")  # type: ignore[arg-type]
+    with refused(UsageError, "input dimension -1"):
+        core.InputSpec(("n", -1), torch.float32)

@@ -119,6 +119,68 @@ def test_what_a_probe_prints_does_not_reach_the_answer(install_vendor: InstallVe
     assert (status.state, status.reason) == ("available", "quiet")
 
 
+@pytest.mark.parametrize("place", ["os.fork()", "os.fork() or time.sleep(0.3)", "os.fork() and time.sleep(0.3)"])
+def test_a_probe_that_forks_answers_once(install_vendor: InstallVendor, place: str) -> None:
+    install_vendor(
+        probe=f"""
+        import os, time
+        def probe():
+            {place}
+            return Probe(available=True, device_count=1, reason="forked")
+        """
+    )
+    status = status_of("acme")
+    assert (status.state, status.reason) == ("available", "forked")
+
+
+WRITE_TO_ALL = """
+import os
+def probe():
+    for descriptor in range(3, {end}):
+        try:
+            os.write(descriptor, {data!r})
+        except OSError:
+            pass
+    return Probe(available=True, device_count=1, reason="quiet")
+"""
+
+
+def test_the_channel_is_out_of_the_way_of_low_descriptors(install_vendor: InstallVendor) -> None:
+    install_vendor(probe=WRITE_TO_ALL.format(end=100, data=b"from a library\n"))
+    assert status_of("acme").reason == "quiet"
+
+
+@pytest.mark.parametrize(
+    "data", [b"no answer\n", b"[1]\n", b"{}\n", b'{"probe": {"available": 1}}\n', b"\xff\n", b"[" * 100000 + b"\n"]
+)
+def test_a_foreign_answer_is_that_probes_problem(install_vendor: InstallVendor, data: bytes) -> None:
+    install_vendor(probe=WRITE_TO_ALL.format(end=1024, data=data))
+    status = status_of("acme")
+    assert status.state == "broken" and status.outcome is not None and status.outcome.failed
+    assert "sent something else than an answer" in status.reason
+
+
+def test_reason_and_hint_are_one_printable_line(install_vendor: InstallVendor) -> None:
+    text = "\x1b[31mred\x1b[0m\r\nnext\tline \x1b]0;title\x07\x1b(B\x9b1m\x00\x7f\ud800\u202eend é"
+    install_vendor(probe=f"def probe(): return Probe(available=False, device_count=0, reason={text!r}, hint={text!r})")
+    status = status_of("acme")
+    assert status.reason == status.hint == "red next line end é"
+    install_vendor(device="other", distribution="other-device", probe=f"def probe(): raise OSError({text!r})")
+    assert status_of("other").reason.endswith("raised OSError: red next line end é")
+
+
+def test_reason_and_hint_have_a_length(install_vendor: InstallVendor) -> None:
+    install_vendor(
+        probe="""
+        def probe():
+            print("x" * 1_000_000)
+            return Probe(available=False, device_count=0, reason="y" * 3_000_000, hint="z" * 501)
+        """
+    )
+    status = status_of("acme")
+    assert (status.reason, status.hint) == ("y" * 499 + "…", "z" * 499 + "…")
+
+
 def test_a_probe_that_leaves_a_child_behind_does_not_delay_the_answer(install_vendor: InstallVendor) -> None:
     install_vendor(
         probe="""

@@ -68,7 +68,6 @@ class Pooled(CallBackend):
         ("edge", [1, 2, 3, 3, 3, 3], [1, 2, 3, 3, 3, 3]),
         ("keep", [1, 2, 3, 0, 0, 0], [1, 2, 3, 9, 9, 9]),
         # Written once, at capture: rows that a larger call overwrote stay overwritten.
-        ("fill_once", [1, 2, 3, 7, 7, 7], [1, 2, 3, 9, 9, 9]),
     ],
 )
 def test_padding_as_it_stands_in_the_buffers(padding: Any, first: list[int], after_a_full_call: list[int]) -> None:
@@ -364,3 +363,15 @@ def test_mode_off_checks_inputs_and_needs_no_grad() -> None:
         program(x=torch.ones(4, 2, dtype=torch.float64))
     with refused(UsageError, "input 'x' of shape (4, 3)"):
         program(x=torch.ones(4, 3))
+
+
+def test_what_is_no_tensor_by_name_is_said_in_our_words() -> None:
+    program = compiled(double, [4])
+    with refused(UsageError, "inputs go by name", "program(x=…)"):
+        program(rows(4))
+    with refused(UsageError, "input 'x'", "a list", "pass a torch tensor"):
+        program(x=[[1.0, 2.0]])
+    with refused(UsageError, "a ndarray", "pass a torch tensor of torch.float32"):
+        program(x=rows(4).numpy())
+    with refused(UsageError, "inputs ['phase', 'x']", "pass exactly the declared inputs"):
+        program(phase="main", x=rows(4))

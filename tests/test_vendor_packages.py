@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 VENDORS = Path(__file__).parent / "vendors"
 GUIDE = ROOT / "docs" / "writing-a-plugin.md"
-DEFAULT_PROMPT = "The Python interpreter is"  # of `core run`
+DEFAULT_PROMPT = "If the argument is"  # of `core run`
 PROBE_TIMEOUT_S = 20  # of a working probe on a busy machine; the hanging one gets HANGING_TIMEOUT_S
 HANGING_TIMEOUT_S = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,19 @@ _PIPE_COLUMNS = 200
 
 
 def print_json(schema: str, **fields: Any) -> None:
-    """Print one JSON document to standard output, opened by its schema (docs/json.md) and the version of `core`."""
-    print(json.dumps({"schema": schema, "core": __version__, **fields}, indent=2))
+    """Print one JSON document to standard output, opened by its schema (docs/json.md) and the version of `core`.
+
+    JSON has no NaN and no infinity: such a number is written as null.
+    """
+    print(json.dumps(_strict({"schema": schema, "core": __version__, **fields}), indent=2, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def console() -> Console:

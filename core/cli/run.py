@@ -75,6 +75,13 @@ def _engine(
 
     kind = _dtype(dtype)
     resolved = select_device(device)
+    known = resolved.capabilities.dtypes
+    if kind is not None and kind not in known:
+        raise UsageError(
+            f"--dtype {dtype} on {resolved.name}",
+            found=f"it computes in {', '.join(sorted(str(d).removeprefix('torch.') for d in known))}",
+            remedy="choose one of these",
+        )
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
     encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
@@ -107,7 +114,8 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    with Bar(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    console = Console(stderr=True)
+    with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
@@ -157,7 +165,12 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         ("chosen", engine.device.reason),
         ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
         ("cache", f"{engine.route}: {engine.route_reason}"),
-        ("programs", f"{modes}; lowering {report.lowering}; {report.num_traces} traces, {report.num_captures} buckets"),
+        (
+            "programs",
+            f"{modes}; lowering {report.lowering}; {report.num_traces} traces, {report.num_captures} buckets"
+            if report.num_traces
+            else f"{modes}; nothing compiled",
+        ),
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
     if comparison is None:
@@ -168,7 +181,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         *rows,
         ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
         (
-            "tokens/s, compiled",
+            "tokens/s, compiled" if report.num_traces else "tokens/s, engine",
             f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x eager, {comparison.rounds} rounds in turns)",
         ),
         (
@@ -185,7 +198,9 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
 def _tokens_line(comparison: Comparison) -> str:
     if comparison.tokens_equal:
         return f"equal to eager ({comparison.num_tokens} tokens)"
-    verdict = "a tie within rounding" if comparison.mismatch_allowed else "WRONG"
+    verdict = {True: "a tie within rounding", False: "WRONG", None: "not judged (ask for the reference by --oracle)"}[
+        comparison.mismatch_allowed
+    ]
     return f"differ from eager: {comparison.mismatch}: {verdict}"
 
 

@@ -30,7 +30,7 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     graph, kept = specialize(request.graph, request.example_inputs)
     examples = [request.example_inputs[i] for i in kept]
     # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
-    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
     with torch.no_grad(), tracing(context):
         compiled: Any = torch._inductor.compile(graph, examples)
 

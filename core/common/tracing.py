@@ -11,7 +11,6 @@ import re
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,151 +18,11 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config
 from torch.utils import _pytree as pytree
 
-from core.errors import CaptureError, TraceError
-
-
-@dataclass(frozen=True, slots=True)
-class InputSlot:
-    """A placeholder that receives a declared input."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantSlot:
-    """A placeholder bound once: a weight, a buffer, a cache or another tensor the model closes over."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class SizeSlot:
-    """A placeholder that receives the size of one dimension of a declared input."""
-
-    name: str
-    dim: int
-
-
-Slot = InputSlot | ConstantSlot | SizeSlot
-
-
-@dataclass(frozen=True, slots=True)
-class OutputRef:
-    """Where one leaf of the model's output comes from: graph output `index`, declared input `name`, or a constant."""
-
-    index: int = -1
-    name: str = ""
-    value: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTree:
-    """Rebuilds the model's own output structure from the graph's flat outputs."""
-
-    leaves: tuple[OutputRef, ...]
-    spec: pytree.TreeSpec
-
-    @property
-    def is_single(self) -> bool:
-        """True where the output is one tensor of the graph, so that there is nothing to rebuild."""
-        return self.spec.is_leaf() and self.leaves[0].index >= 0
-
-    def rebuild(self, outputs: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Any:
-        """Return the structure the model would have returned."""
-        if self.is_single:
-            return outputs[self.leaves[0].index]
-        leaves = [
-            outputs[ref.index] if ref.index >= 0 else inputs[ref.name] if ref.name else ref.value for ref in self.leaves
-        ]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TracedGraph:
-    """A traced model. module: the Dynamo graph. slots: what each placeholder is bound to, in order.
-
-    outputs: the graph's outputs as fake tensors. shapes: of the inputs that the model looks at, when traced. symbols:
-    which size of which input each symbol of shape_env stands for.
-    """
-
-    module: fx.GraphModule
-    slots: tuple[Slot, ...]
-    output: OutputTree
-    outputs: tuple[Tensor, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    symbols: Mapping[Any, SizeSlot]
-    shape_env: Any
-    elapsed_s: float
-
-    def values(self, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Return the placeholders' values for these inputs, in order; sizes as ints."""
-        return tuple(self._value(slot, inputs) for slot in self.slots)
-
-    @staticmethod
-    def _value(slot: Slot, inputs: Mapping[str, Tensor]) -> Any:
-        if isinstance(slot, ConstantSlot):
-            return slot.value
-        tensor = inputs[slot.name]
-        return tensor if isinstance(slot, InputSlot) else tensor.shape[slot.dim]
-
-    def holds_for(self, inputs: Mapping[str, Tensor]) -> str | None:
-        """Return None if the trace is valid for inputs of these shapes, else the condition that fails."""
-        symbolic = {(slot.name, slot.dim) for slot in self.symbols.values()}
-        for name, shape in self.shapes.items():
-            for dim, (traced, actual) in enumerate(zip(shape, inputs[name].shape, strict=True)):
-                if traced != actual and (name, dim) not in symbolic:
-                    return f"{name} was fixed at size {traced} in dimension {dim}"
-        return self._out_of_range(self._sizes(inputs)) or self.branches_differ(inputs)
-
-    def _out_of_range(self, sizes: Mapping[Any, int]) -> str | None:
-        for symbol, size in sizes.items():
-            bounds = self.shape_env.var_to_range.get(symbol)
-            if bounds is not None and not bounds.lower <= size <= bounds.upper:
-                slot = self.symbols[symbol]
-                return f"{slot.name} has size {size} in dimension {slot.dim}, traced for {bounds.lower} and up"
-        return None
-
-    def branches_differ(self, inputs: Mapping[str, Any]) -> str | None:
-        """Return None if the model takes the same way for these sizes as when traced, else the condition that differs.
-
-        Unlike `holds_for` this does not ask whether the trace may run at these sizes, but whether a run at larger ones
-        stands for them: padding must not change which branch is taken.
-        """
-        if self.shape_env is None:
-            return None
-        sizes = self._sizes(inputs)
-        for guard in self.shape_env.guards:
-            if guard.expr.xreplace(sizes) != True:  # noqa: E712  # a sympy relation that stays open is not True
-                return f"the model branches on a size: {guard.expr}"
-        for symbol, replacement in self.shape_env.replacements.items():
-            if symbol in sizes and replacement.xreplace(sizes) != sizes[symbol]:
-                return f"the model ties sizes together: {symbol} = {replacement}"
-        return None
-
-    def _sizes(self, inputs: Mapping[str, Any]) -> dict[Any, int]:
-        return {symbol: inputs[slot.name].shape[slot.dim] for symbol, slot in self.symbols.items()}
-
-    def crop(self, inputs: Mapping[str, Any]) -> list[tuple[slice, ...]]:
-        """Return the part of each graph output that belongs to inputs of these shapes, when run at larger ones.
-
-        A dimension of an output is cut where its size is that of a symbolic dimension. Sizes computed from one (as of a
-        flattened tensor) do not tell where padding lies: these raise `CaptureError`.
-        """
-        sizes = self._sizes(inputs)
-        return [tuple(self._cut(size, sizes) for size in fake.shape) for fake in self.outputs]
-
-    @staticmethod
-    def _cut(size: Any, sizes: Mapping[Any, int]) -> slice:
-        expression = getattr(getattr(size, "node", None), "expr", None)
-        if expression is None or not expression.free_symbols:
-            return slice(None)
-        if expression not in sizes:
-            raise CaptureError(
-                "padding the inputs",
-                found=f"an output has size {expression} in one dimension: where padding lies in it is unknown",
-                remedy="fill a bucket exactly, or return tensors whose dimensions are those of the inputs",
-            )
-        return slice(sizes[expression])
+from core.common.passes.effects import written_args
+from core.common.passes.writes import find_writes
+from core.common.state import Change, Snapshot
+from core.common.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
+from core.errors import TraceError
 
 
 def trace(
@@ -180,6 +39,7 @@ def trace(
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(inputs[name], dim)
     step = _fresh_step(model)
+    state = Snapshot(model)
     # Without duck shaping each dimension gets a symbol of its own; sizes that are equal by chance stay independent.
     with torch.no_grad(), _SHAPES.patch(use_duck_shape=False), torch._dynamo.config.patch(_DYNAMO):
         try:
@@ -188,22 +48,17 @@ def trace(
             # What our own backend raises arrives wrapped by Dynamo.
             inner = getattr(error, "inner_exception", error)
             raise inner if isinstance(inner, TraceError) else _trace_error(model, error) from error
-    if capture.graph is None:
-        raise TraceError(
-            f"tracing {_name(model)}",
-            found="it runs no torch operation on its inputs",
-            remedy="pass a module or function that computes with the declared inputs",
-        )
-    return TracedGraph(
-        module=capture.graph,
-        slots=capture.slots,
-        output=capture.output_tree(result),
-        outputs=capture.fakes,
-        shapes={name: tuple(tensor.shape) for name, tensor in inputs.items() if name in capture.used},
-        symbols=capture.symbols,
-        shape_env=capture.shape_env,
-        elapsed_s=time.perf_counter() - start,
-    )
+        else:
+            return capture.finish(_name(model), result, state.changes(), start)
+        finally:
+            state.restore()
+            _forget(step, capture)
+
+
+def _forget(step: Callable[..., Any], capture: _Capture) -> None:
+    """Take from Dynamo what it keeps for good: the compiled code of `step`, and the backend with all it captured."""
+    torch._C._dynamo.eval_frame.reset_code(step.__code__)
+    vars(capture).clear()
 
 
 _SIZE = re.compile(r"\.size\(\)\[(\d+)\]$")  # how Dynamo names the source of a size
@@ -264,12 +119,7 @@ class _Capture:
         for node, example in zip(nodes, examples, strict=True):
             # A fake tensor counts writes as a real one does, those through views included.
             if id(example) in self._inputs and node.meta["example_value"]._version > 0:
-                name = self._inputs[id(example)]
-                raise TraceError(
-                    f"tracing a model that writes into its declared input {name!r}",
-                    found="a program runs on its own copy of the inputs, so the caller would not see the write",
-                    remedy="make the tensor a buffer of the model (it is then bound once), or copy before writing",
-                )
+                raise _written_input(self._inputs[id(example)])
 
     def _note_symbols(self, name: str, tensor: Tensor) -> None:
         # Asked of Dynamo, not read off the placeholders: a model may look at nothing but an input's size. An input it
@@ -302,7 +152,55 @@ class _Capture:
             return self.symbols[symbol]
         return ConstantSlot(example)
 
-    def output_tree(self, result: Any) -> OutputTree:
+    def finish(self, name: str, result: Any, changes: Sequence[Change], start: float) -> TracedGraph:
+        """Return the traced graph; raise `TraceError` where the model keeps state that a graph would not repeat."""
+        if self.graph is None:
+            raise TraceError(
+                f"tracing {name}",
+                found="it runs no torch operation on its inputs",
+                remedy="pass a module or function that computes with the declared inputs",
+            )
+        self._refuse_writes_to_inputs()
+        repeated = {self._repeated(change) for change in changes}
+        return TracedGraph(
+            module=self.graph,
+            slots=self.slots,
+            output=self._output_tree(result, repeated),
+            outputs=self.fakes,
+            shapes={name: tuple(tensor.shape) for name, tensor in self._tensors.items() if name in self.used},
+            symbols=self.symbols,
+            shape_env=self.shape_env,
+            elapsed_s=time.perf_counter() - start,
+        )
+
+    def _repeated(self, change: Change) -> int:
+        """Return the graph output that a changed attribute now names, if the graph itself repeats the change.
+
+        `self.count += 1` writes into the tensor and assigns the same tensor again: the write is in the graph.
+        """
+        index = next((i for i, output in enumerate(self._outputs) if output is change.after), -1)
+        if index >= 0 and self.graph is not None:
+            outputs: Any = self.graph.graph.output_node().args[0]
+            placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+            values = dict(zip(placeholders, self.slots, strict=True))
+            for written in written_args(outputs[index]):
+                slot = values.get(written)
+                if isinstance(slot, ConstantSlot) and slot.value is change.before:
+                    return index
+        raise TraceError(
+            f"tracing a model that assigns to {change.place}",
+            found="what a forward assigns happens once, while tracing; a captured graph would not repeat it",
+            remedy="keep state in a buffer and write into it in place (buffer.copy_(new)), or move it out of forward",
+        )
+
+    def _refuse_writes_to_inputs(self) -> None:
+        assert self.graph is not None
+        writes = find_writes(self.graph)
+        for node, slot in zip(self.graph.graph.find_nodes(op="placeholder"), self.slots, strict=True):
+            if isinstance(slot, InputSlot) and writes.writers(node):
+                raise _written_input(slot.name)
+
+    def _output_tree(self, result: Any, repeated: set[int]) -> OutputTree:
         leaves, spec = pytree.tree_flatten(result)
         positions = {id(tensor): index for index, tensor in enumerate(self._outputs)}
         refs = []
@@ -319,18 +217,26 @@ class _Capture:
                     found="it is not a tree of tensors that torch.utils._pytree knows",
                     remedy="return tensors, tuples, dicts or a registered output class",
                 )
-        if {ref.index for ref in refs if ref.index >= 0} != set(positions.values()):
+        if {ref.index for ref in refs if ref.index >= 0} | repeated != set(positions.values()) | repeated:
             raise TraceError(
                 "tracing a model that keeps a computed tensor",
                 found="besides its output it assigns one to an attribute or puts it into a list or dict, which a "
-                "captured graph would not repeat; an empty stand-in is there now",
-                remedy="write into a buffer in place (buffer.copy_(new)) or return the tensor, and load the model anew",
+                "captured graph would not repeat; an empty stand-in may be there now",
+                remedy="write into a buffer in place (buffer.copy_(new)), or return the tensor",
             )
         return OutputTree(tuple(refs), spec)
 
 
 def _name(model: Callable[..., Any]) -> str:
     return type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", repr(model))
+
+
+def _written_input(name: str) -> TraceError:
+    return TraceError(
+        f"tracing a model that writes into its declared input {name!r}",
+        found="a program runs on its own copy of the inputs, so the caller would not see the write",
+        remedy="make the tensor a buffer of the model (it is then bound once), or copy before writing",
+    )
 
 
 def _trace_error(model: Callable[..., Any], error: Exception) -> TraceError:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import core.common.ops.attention  # noqa: F401  # registers core::attention
 from core.engine.masks import prove_causal
+from core.errors import UsageError
 
 SERVE = "core"
 INSPECT = "core_inspect"
@@ -58,6 +59,10 @@ class StepTensors:
     seq_lens: Tensor | None = None
     query_starts: Tensor | None = None
     max_query_len: int = 0
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.block_table = self.slot_mapping = self.seq_lens = self.query_starts = None
 
 
 class LayerState:
@@ -121,13 +126,12 @@ def inspect(model: Any, *, max_len: int, num_tokens: int = 8) -> dict[nn.Module,
     max_len: the longest context that will occur; masks are proven up to there. Raises `NotPageable` with the reason.
     """
     register_interfaces()
-    device = next(model.parameters()).device
-    tokens = torch.arange(num_tokens, device=device)[None] % model.config.get_text_config().vocab_size
-    paths = {module: path for path, module in model.named_modules()}
-    recording = _recording.current = _Recording(max_len=max_len, paths=paths)
+    positions = torch.arange(min(num_tokens, max_len), device=next(model.parameters()).device)[None]
+    tokens = positions % model.config.get_text_config().vocab_size
+    recording = _recording.current = _Recording(max_len, paths={module: path for path, module in model.named_modules()})
     try:
         with torch.no_grad(), implementation(model, INSPECT):
-            model(input_ids=tokens, position_ids=torch.arange(num_tokens, device=device)[None], use_cache=False)
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
     except NotPageable:
         raise
     except Exception as error:
@@ -209,7 +213,13 @@ def serve_attention(
 
     Only reached on models that passed `inspect`, whose window and mask are part of the layer's state.
     """
-    state: LayerState = getattr(module, _STATE)
+    state: LayerState | None = getattr(module, _STATE, None)
+    if state is None or state.step.block_table is None:
+        raise UsageError(
+            f"a call of the model around {type(module).__name__}",
+            found="an engine serves it, and none of its steps is running",
+            remedy="generate with the engine, or close it first",
+        )
     step = state.step
     out = torch.ops.core.attention.default(
         query[0].transpose(0, 1),

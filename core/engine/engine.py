@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.common.report import ProgramReport
 from core.compilation import Progress
@@ -32,6 +33,7 @@ log = logging.getLogger("core.engine")
 OnText = Callable[[int, str], None]
 """Called as `on_text(prompt index, piece)` when a piece of text has become certain."""
 DEFAULT_MAX_LEN = 2048
+_served: WeakSet[nn.Module] = WeakSet()  # the models of open engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +68,16 @@ class Engine:
         self.config = config or EngineConfig()
         self.max_model_len = self._max_model_len()
         self.native_attention: str = loaded.config._attn_implementation
+        self._closed = False
         start = time.perf_counter()
+        if loaded.model in _served:
+            raise UsageError(
+                f"an engine for {type(loaded.model).__name__}",
+                found="the model is served by another engine",
+                remedy="close that one first, or load the model once more",
+            )
         self._runner = self._make_runner(progress)
+        _served.add(loaded.model)
         self.compile_time_s = time.perf_counter() - start
         self._sampler = Sampler()
 
@@ -128,8 +138,11 @@ class Engine:
         return job.run(self._runner, self._sampler)
 
     def close(self) -> None:
-        """Free programs and cache."""
-        self._runner.close()
+        """Free programs and cache; the second time, do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._runner.close()
+            _served.discard(self.loaded.model)
 
     def __enter__(self) -> Engine:
         return self
@@ -144,7 +157,14 @@ class Engine:
             raise UsageError(
                 f"max_model_len={wanted}", found=f"the model has {limit} positions", remedy=f"ask for at most {limit}"
             )
-        return wanted or min(limit or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN)
+        length = wanted or min(limit or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN)
+        if length < 2:
+            raise UsageError(
+                f"a context of {length}",
+                found="a prompt and what follows it take 2 positions",
+                remedy="use a model with at least 2 positions",
+            )
+        return length
 
     def _make_runner(self, progress: Progress | None) -> ModelRunner:
         model, length = self.loaded.model, self.max_model_len

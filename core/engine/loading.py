@@ -113,8 +113,9 @@ def build_model(
 
     config: a `PreTrainedConfig` (not changed), or the path of a `config.json` or of a folder with one; no weights are
     read. The weights are drawn on the host, so that one seed gives the same weights on every device, by the model's own
-    initialisation. Every parameter which that leaves constant is then perturbed: norm weights of exactly 1 and biases
-    of exactly 0 hide a step that is left out or applied twice. The global random state is left as it was.
+    initialisation. Every parameter which that leaves constant is then perturbed, and so is a padding token's embedding:
+    norm weights of exactly 1 and biases of exactly 0 hide a step that is left out or applied twice. The global random
+    state is left as it was.
     """
     _check_dtype(dtype)
     transformers = import_transformers()

@@ -6,14 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.common.report import ProgramReport
 from core.compilation import Progress, compile
 from core.device import Device
-from core.engine.attention import SERVE, NotPageable, StepTensors, inspect, set_implementation
+from core.engine.attention import SERVE, AttentionLayer, NotPageable, StepTensors, inspect, set_implementation
 from core.engine.cache import BlockPool, PagedCache
 from core.engine.config import SamplingParams
+from core.engine.masks import EXHAUSTIVE
+from core.engine.probe import (
+    counts_from_zero,
+    depends_on_longest,
+    largest_difference,
+    own_logits,
+    probe_sequences,
+    rounding_bound,
+)
 from core.engine.runner import EngineConfig, accepted_arguments, powers
 from core.engine.sequence import Sequence as EngineSequence
 from core.engine.sequence import step_inputs, step_tensors
@@ -28,6 +37,9 @@ class PagedCall:
         self._step = step
         self._max_query_len = max_query_len
         self._selects_rows = "logits_to_keep" in accepted_arguments(model)
+
+    def __repr__(self) -> str:
+        return type(self._model).__name__  # stands in reports and errors of tracing
 
     def __call__(
         self,
@@ -47,7 +59,7 @@ class PagedCall:
         output = self._model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
         )
-        step.block_table = step.slot_mapping = step.seq_lens = step.query_starts = None
+        step.clear()
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
 
@@ -66,8 +78,8 @@ class PagedRunner:
         self._block_size = config.block_size
         self._max_blocks = -(-max_model_len // config.block_size)
         self.max_num_seqs = config.max_num_seqs
-        layers = inspect(model, max_len=max_model_len)
-        self.reason = f"all {len(layers)} attention layers go through transformers' attention interface"
+        self._closed = False
+        layers = self._inspect(max_model_len)
         num_blocks = 1 + config.max_num_seqs * self._max_blocks
         self._check_memory(layers.values(), num_blocks)
         self._before = model.config._attn_implementation
@@ -77,7 +89,7 @@ class PagedRunner:
         self._pool = BlockPool(num_blocks)
         self._program: Any = None
         try:
-            self._check_same_function()
+            self._check_same_function(max_model_len)
             buckets = self._buckets(config, max_model_len)
             self.max_prefill_tokens = max(b["tokens"] for b in buckets["prefill"])
             self._program = compile(
@@ -105,15 +117,19 @@ class PagedRunner:
 
     def run(self, phase: str, sequences: Sequence[EngineSequence]) -> Tensor:
         """Compute all pending tokens; logits (len(sequences), vocabulary), valid until the next call."""
-        logits: Tensor = self._program(phase, **self._tensors(sequences))
+        try:
+            logits: Tensor = self._program(phase, **self._tensors(sequences))
+        finally:
+            self._cache.step.clear()  # an interrupted step must not serve a later call of the model
         for sequence in sequences:
             sequence.num_computed = len(sequence)
         return logits
 
     def release(self, sequence: EngineSequence) -> None:
         """Return the sequence's blocks."""
-        self._pool.give_back(sequence.blocks)
-        sequence.blocks = []
+        # In this order, an interrupt in between can't hand blocks out twice.
+        blocks, sequence.blocks = sequence.blocks, []
+        self._pool.give_back(blocks)
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
@@ -121,11 +137,24 @@ class PagedRunner:
         return report
 
     def close(self) -> None:
-        """Free graphs and cache and give the model its own attention back."""
+        """Free graphs and cache and give the model its own attention back; the second time, do nothing."""
+        if self._closed:
+            return
+        self._closed = True
         if self._program is not None:
             self._program.close()
         self._cache.close()
         self._model.set_attn_implementation(self._before)
+
+    def _inspect(self, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
+        mixed = depends_on_longest(self._model.config, max_model_len)
+        if mixed:
+            raise NotPageable(mixed)
+        layers = inspect(self._model, max_len=max_model_len)
+        self.reason = f"all {len(layers)} attention layers go through transformers' attention interface"
+        if max_model_len > EXHAUSTIVE:
+            self.reason += f"; masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}"
+        return layers
 
     def _tensors(self, sequences: Sequence[EngineSequence]) -> dict[str, Tensor]:
         return step_tensors(
@@ -162,65 +191,35 @@ class PagedRunner:
             )
 
     @torch.no_grad()
-    def _check_same_function(self) -> None:
+    def _check_same_function(self, max_model_len: int) -> None:
         """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
 
-        This finds models that keep state outside attention (recurrent layers, shared caches).
+        This finds models that keep state outside attention (recurrent layers, shared caches), and those whose
+        sequences see each other: a long and a short one share both steps, and each is compared with itself alone.
         """
-        tokens = probe_tokens(self._model, min(12, self._max_blocks * self._block_size))
-        ids = torch.tensor([tokens], device=self._device.torch_device)
-        expected = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -2:]
         if not counts_from_zero(self._model):
             raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
+        probes = probe_sequences(self._model, max_model_len=max_model_len, max_num_seqs=self.max_num_seqs)
+        expected = own_logits(self._model, probes)
+        bound = rounding_bound(self._model, probes, expected)
         set_implementation(self._model, SERVE)
-        sequence = EngineSequence(0, tokens[:-1], SamplingParams(max_new_tokens=1))
-        self.admit(sequence)
-        calls, got = self._calls(), []
-        for phase in ("prefill", "decode"):
-            got.append(calls[phase](**self._tensors([sequence])))
-            sequence.num_computed = len(sequence)
-            sequence.generated = tokens[-1:]
-        self.release(sequence)
-        difference = relative_difference(torch.cat(got), expected)
-        if not difference <= function_bound(self._model):
+        difference = largest_difference(self._run_probes(probes), expected)
+        if not difference <= bound:
             raise NotPageable(
-                f"a prefill and one decode step on the paged cache differ from its own forward by {difference:.2g}: "
-                "it keeps state outside attention"
+                f"a prefill and one decode step on the paged cache differ from its own forward by {difference:.2g}, "
+                f"more than rounding ({bound:.2g}): it keeps state outside attention, or mixes sequences of a step"
             )
 
-
-def position_difference(model: Any) -> float:
-    """Return how much position ids 0, 1, 2, … change the model's own forward; infinity where it takes none.
-
-    0 up to rounding for most; some count from another number, and then only they know how.
-    """
-    if "position_ids" not in accepted_arguments(model):
-        return float("inf")
-    ids = torch.tensor([probe_tokens(model, 8)], device=next(model.parameters()).device)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    expected, given = (
-        model(input_ids=ids, use_cache=False, return_dict=True, **arguments).logits
-        for arguments in ({}, {"position_ids": positions})
-    )
-    return relative_difference(given, expected)
-
-
-def counts_from_zero(model: Any) -> bool:
-    """Tell whether position ids 0, 1, 2, … may be passed to the model; then they also may be moved and mixed."""
-    return position_difference(model) <= function_bound(model)
-
-
-def probe_tokens(model: Any, length: int) -> list[int]:
-    """Return `length` token ids for comparing two ways to run a model."""
-    vocab: int = model.config.get_text_config().vocab_size
-    return [(7 * i + 3) % vocab for i in range(length)]
-
-
-def relative_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the norm of what is expected."""
-    return float((logits.float() - expected.float()).norm() / expected.float().norm())
-
-
-def function_bound(model: Any) -> float:
-    """Return the difference that tells functions apart: far above another order of summation, far below lost state."""
-    return 1e-3 if next(model.parameters()).dtype.itemsize >= 4 else 0.1
+    def _run_probes(self, probes: Sequence[list[int]]) -> list[Tensor]:
+        sequences = [EngineSequence(i, p[:-1], SamplingParams(max_new_tokens=1)) for i, p in enumerate(probes)]
+        for sequence in sequences:
+            self.admit(sequence)  # an empty cache has room for max_num_seqs of them
+        calls, steps = self._calls(), []
+        for phase in ("prefill", "decode"):
+            steps.append(calls[phase](**self._tensors(sequences)).clone())
+            for sequence, probe in zip(sequences, probes, strict=True):
+                sequence.num_computed = len(sequence)
+                sequence.generated = probe[-1:]
+        for sequence in sequences:
+            self.release(sequence)
+        return list(torch.stack(steps, dim=1))

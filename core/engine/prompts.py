@@ -103,7 +103,11 @@ def _encode_text(text: str, loaded: LoadedModel) -> tuple[int, ...]:
 
 def _check_ids(prompt: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     asked = f"encode the prompt {_shown(prompt)}"
-    if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+    if (
+        isinstance(prompt, bytes | bytearray)
+        or not isinstance(prompt, Sequence)
+        or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt)
+    ):
         raise UsageError(
             asked,
             found=f"a {type(prompt).__name__} that is neither a text nor a list of ints",

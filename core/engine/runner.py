@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from core.errors import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,6 +34,21 @@ class EngineConfig:
     mode: Mode | Mapping[str, Mode] | None = None
     lowering: str | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2)):
+            value = getattr(self, name)
+            if not (_is_size(value, least) or (name == "max_model_len" and value is None)):
+                raise _refusal(name, value, f"it is a whole number of at least {least}")
+        for name in ("decode_buckets", "prefill_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(_is_size(s, 1) for s in sizes)):
+                raise _refusal(name, sizes, "buckets are a tuple of at least one positive number, or None")
+        if self.decode_buckets is not None and max(self.decode_buckets) < self.max_num_seqs:
+            found = f"{self.max_num_seqs} sequences at once fit in none of them"
+            raise _refusal("decode_buckets", self.decode_buckets, found)
+        if isinstance(self.mode, Mapping) and not self.mode.keys() <= {"decode", "prefill"}:
+            raise _refusal("mode", dict(self.mode), "the phases are 'decode' and 'prefill'")
 
 
 class ModelRunner(Protocol):
@@ -64,6 +81,14 @@ class ModelRunner(Protocol):
     def close(self) -> None:
         """Free graphs and cache and leave the model as it was."""
         ...
+
+
+def _is_size(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refusal(name: str, value: object, found: str) -> UsageError:
+    return UsageError(f"{name}={value!r}", found=found, remedy=f"make the EngineConfig with another {name}")
 
 
 def accepted_arguments(model: Any) -> frozenset[str]:

@@ -12,7 +12,7 @@ from core.common.graphs.inputs import InputSpec
 from core.common.report import ProgramReport
 from core.compilation import Progress, compile
 from core.device import Device
-from core.engine.paged import counts_from_zero, function_bound, probe_tokens, relative_difference
+from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
 from core.engine.runner import EngineConfig, accepted_arguments
 from core.engine.sequence import Sequence as EngineSequence
 from core.errors import ModelError
@@ -23,6 +23,7 @@ class StaticRunner:
 
     route = "static"
     max_num_seqs = 1
+    _cache: Any  # a `StaticCache`; None once closed
 
     def __init__(
         self,
@@ -35,30 +36,17 @@ class StaticRunner:
         progress: Progress | None = None,
     ) -> None:
         """Build the cache and compile decode; raise `ModelError` where transformers has no static cache for it."""
-        from transformers import StaticCache
-
         self._model = model
         self._device = device
         self.reason = reason
         self.max_prefill_tokens = max_model_len
         self._owner: EngineSequence | None = None
-        try:
-            self._cache = _full_length(StaticCache(config=model.config, max_cache_len=max_model_len), max_model_len)
-            self._cache_name = _cache_name(model)
-            # They spare the model a look at the cache's length, which many can't trace.
-            self._positions = counts_from_zero(model)
-            self._check_same_function(max_model_len)
-        except Exception as error:
-            raise ModelError(
-                f"running {type(model).__name__}",
-                found=f"it can't be paged ({reason}), and transformers' static cache fails: "
-                f"{type(error).__name__}: {error}",
-                remedy="this model needs an engine of its own; core.compile takes its forward as it is",
-            ) from error
+        self._positions = False
+        self._prepare_cache(max_model_len)
         shapes = {"input_ids": InputSpec((1,), torch.int64, padding="copy")}
         if self._positions:
             shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
-        mode = config.mode if config.mode is None or isinstance(config.mode, str) else config.mode["decode"]
+        mode = config.mode if config.mode is None or isinstance(config.mode, str) else config.mode.get("decode")
         self._program = compile(
             self._decode,
             device,
@@ -93,17 +81,36 @@ class StaticRunner:
         return logits
 
     def release(self, sequence: EngineSequence) -> None:
-        """Let the next sequence have the cache."""
-        self._owner = None
+        """Let the next sequence have the cache, if this one holds it."""
+        if self._owner is sequence:
+            self._owner = None
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
         return self._program.report()
 
     def close(self) -> None:
-        """Free the compiled program and the cache."""
+        """Free the compiled program and the cache; the second time, do nothing."""
         self._program.close()
-        del self._cache
+        self._cache = None
+
+    def _prepare_cache(self, max_model_len: int) -> None:
+        from transformers import StaticCache
+
+        try:
+            cache = StaticCache(config=self._model.config, max_cache_len=max_model_len)
+            self._cache = _full_length(cache, max_model_len)
+            self._cache_name = _cache_name(self._model)
+            # They spare the model a look at the cache's length, which many can't trace.
+            self._positions = counts_from_zero(self._model)
+            self._check_same_function(max_model_len)
+        except Exception as error:
+            raise ModelError(
+                f"running {type(self._model).__name__}",
+                found=f"it can't be paged ({self.reason}), and transformers' static cache fails: "
+                f"{type(error).__name__}: {error}",
+                remedy="this model needs an engine of its own; core.compile takes its forward as it is",
+            ) from error
 
     @torch.no_grad()
     def _check_same_function(self, max_model_len: int) -> None:

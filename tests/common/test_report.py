@@ -78,7 +78,8 @@ def test_json_holds_everything_and_survives_a_round_trip() -> None:
     assert document["device"] == "acme" and document["modes"] == {"decode": "full", "prefill": "off"}
     assert document["traces"][1]["buckets"] == ["decode[2, 4]"]
     assert document["traces"][1]["reason"] == "x has size 2"
-    assert document["traces"][0]["passes"][0]["near_misses"] == [{"site": "model.layers.1", "reason": "eps differs"}]
+    (miss,) = document["traces"][0]["passes"][0]["near_misses"]
+    assert miss == {"site": "model.layers.1", "reason": "eps differs", "node": "", "claimant": ""}
     assert document["traces"][0]["ops"][1]["refused"] == [["acme", "window"]]
     assert [bucket["key"] for bucket in document["buckets"]] == ["decode[8, 4]", "decode[2, 4]"]
     assert document["buckets"][0]["num_bytes"] == 2**21

@@ -244,47 +244,6 @@ def test_tracing_runs_nothing_of_the_model() -> None:
     assert calls == ["ran"]
 
 
-class Keeps(nn.Module):
-    """Rebinds an attribute to a computed tensor: a captured graph would not repeat that."""
-
-    state: Any
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.register_buffer("state", torch.zeros(4))
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "attribute":
-            self.state = self.state + x.sum(0)
-        else:
-            self.seen.append(x.sum(0))
-        return x + self.state
-
-
-@pytest.mark.parametrize("how", ["attribute", "list"])
-def test_state_that_is_kept_by_assignment_is_refused(how: str) -> None:
-    phrases = ("keeps a computed tensor", "assigns one to an attribute", "buffer.copy_(new)")
-    with refused(TraceError, *phrases):
-        traced(Keeps(how))
-
-
-def test_python_side_effects_happen_once_while_tracing() -> None:
-    class Counts(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x + 1
-
-    model = Counts()
-    graph = traced(model)
-    assert model.calls == 1
-    run(graph, x=rows(3))
-    assert model.calls == 1
-
-
 def prints(x: Tensor) -> Tensor:
     y = x + 1
     print("the graph breaks here")  # noqa: T201  # that is the test

@@ -14,9 +14,9 @@ from torch import Tensor
 from core.common.graphs.backend import GraphKey
 from core.errors import UsageError
 
-Padding = Literal["zero", "sentinel", "edge", "keep", "fill_once", "copy"]
+Padding = Literal["zero", "sentinel", "edge", "keep", "copy"]
 """What the rows of a bucket past the real input hold: 0 at each call; `value` at each call; the last real row; whatever
-was there; `value` written once at capture; nothing, since the input must fill its bucket exactly."""
+was there; nothing, since the input must fill its bucket exactly."""
 
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
 Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
@@ -27,7 +27,10 @@ DEFAULT_PHASE = "main"
 class InputSpec:
     """One input of a program. shape: ints, or bucket dimensions by name (`"tokens"`, `"seqs + 1"`).
 
-    padding: what rows past the real input hold. value: the number that `sentinel` and `fill_once` write.
+    A named dimension is filled up to the bucket's size: naming it states that the model treats its entries
+    independently or masks them itself. A mean or an unmasked softmax over it would include the padding.
+
+    padding: what rows past the real input hold. value: the number that `sentinel` writes.
     """
 
     shape: tuple[int | str, ...]
@@ -42,11 +45,17 @@ class InputSpec:
                 found="no policy of that name",
                 remedy=f"choose one of: {', '.join(get_args(Padding))}",
             )
+        if not isinstance(self.dtype, torch.dtype) or not isinstance(self.shape, tuple):
+            raise UsageError(
+                f"InputSpec({self.shape!r}, {self.dtype!r})",
+                found="a shape is a tuple and a dtype a torch.dtype",
+                remedy='write it like InputSpec(("batch", 64), torch.float32)',
+            )
         for dim in self.shape:
-            if isinstance(dim, str) and not _DIM.fullmatch(dim):
+            if not (_DIM.fullmatch(dim) if isinstance(dim, str) else isinstance(dim, int) and dim >= 0):
                 raise UsageError(
                     f"input dimension {dim!r}",
-                    found="it is neither an int nor 'name' nor 'name + int'",
+                    found="it is neither an int nor 'name' nor 'name + int', or it is negative",
                     remedy="name a bucket dimension, for example 'tokens' or 'seqs + 1'",
                 )
 
@@ -96,7 +105,20 @@ class BucketTable:
     @classmethod
     def build(cls, inputs: Mapping[str, InputSpec], buckets: Buckets | None) -> BucketTable:
         """Check what the caller gave and bring it into one form; None means one bucket without dimensions."""
+        for name, spec in inputs.items():
+            if not isinstance(spec, InputSpec):
+                raise UsageError(
+                    f"input {name!r}",
+                    found=f"it is declared by a {type(spec).__name__}",
+                    remedy='declare shape and dtype: InputSpec(("batch", 64), torch.float32)',
+                )
         dims = tuple(dict.fromkeys(d for spec in inputs.values() for d in spec.dims()))
+        if buckets is None and dims:
+            raise UsageError(
+                "compiling without buckets",
+                found=f"the inputs have the bucket dimensions {', '.join(dims)}",
+                remedy=f"say which sizes to capture: buckets=[{dict.fromkeys(dims, 8)!r}]",
+            )
         if buckets is None:
             buckets = [{}]
         if not isinstance(buckets, Mapping):
@@ -121,8 +143,9 @@ class BucketTable:
                 raise UsageError(
                     f"bucket {entry!r} of phase {phase!r}",
                     found=f"the inputs' bucket dimensions are: {', '.join(dims) or 'none'}",
-                    remedy="give one positive size per dimension, for example "
-                    + repr(dict.fromkeys(dims, 8) if dims else "no buckets at all"),
+                    remedy=f"give one positive size per dimension: buckets=[{dict.fromkeys(dims, 8)!r}]"
+                    if dims
+                    else "leave `buckets` out: every input has a fixed shape",
                 )
             keys.add(GraphKey(phase, tuple(sizes[d] for d in dims)))
         return tuple(sorted(keys, key=lambda k: (prod(k.dims), k.dims)))
@@ -151,7 +174,7 @@ class StaticBuffers:
         self._flat = {
             name: torch.full(
                 (max(prod(spec.resolve(table.sizes(key))) for key in keys),),
-                spec.value if spec.padding in ("sentinel", "fill_once") else 0,
+                spec.value if spec.padding == "sentinel" else 0,
                 dtype=spec.dtype,
                 device=device,
             )

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from core.common.passes.identity import fingerprint
+from core.errors import PassError
 
 if TYPE_CHECKING:
-    from torch import fx
+    import torch
+
+    from core.common.passes.context import PassContext
+    from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
+
+    Pattern: TypeAlias = Replacement | InductorReplacement | InductorGraphPattern
 
 Mechanism = Literal["graph", "replace_pattern", "inductor"]
 Stage = Literal["torch", "aten"]
+Scalar = str | int | float | bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NearMiss:
-    """A place that almost matched. site: module path or node name. reason: the guard or node that failed."""
+    """A place that almost matched. site: module path or node name. reason: what failed. node: where it failed.
+
+    claimant: the pass that made the node, where another pass wanted to replace it without being ordered after it.
+    """
 
     site: str
     reason: str
+    node: str = ""
+    claimant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,24 +45,109 @@ class PassResult:
     near_misses: tuple[NearMiss, ...] = ()
 
 
-PassFunction = Callable[["fx.GraphModule"], PassResult]
+PassFunction = Callable[["PassContext"], PassResult]
+Expect = Callable[["PassContext"], "int | None"] | int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guards:
+    """What must hold for a pass to run; asked once per graph, and a refused pass reports the reason.
+
+    dtypes: a graph without a value of one of these is skipped, and `fuse` leaves sites of other dtypes alone.
+    min_rank: likewise, for the rank. capabilities: keys of `Capabilities.extra` with the value each must have.
+    world_size, tokens: inclusive ranges; an upper end of None is open. A pass with a token range is skipped where the
+    caller does not say how many tokens the graph serves.
+    """
+
+    dtypes: frozenset[torch.dtype] | None = None
+    min_rank: int = 0
+    capabilities: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    world_size: tuple[int, int | None] = (1, None)
+    tokens: tuple[int, int | None] | None = None
+
+    def refusal(self, context: PassContext) -> str | None:
+        """Return why the pass must not run on this graph, or None if it may."""
+        extra: Mapping[str, object] = getattr(context.capabilities, "extra", {})
+        for key, wanted in self.capabilities.items():
+            if extra.get(key) != wanted:
+                return f"the device's capability {key!r} is {extra.get(key)!r}, needed is {wanted!r}"
+        if not _within(context.world_size, self.world_size):
+            return f"world size {context.world_size} is outside {_text(self.world_size)}"
+        if self.tokens is not None:
+            if context.tokens is None:
+                return f"made for {_text(self.tokens)} tokens, and how many this graph serves is unknown"
+            if not all(_within(bound, self.tokens) for bound in context.tokens):
+                return f"the graph serves {_text(context.tokens)} tokens, outside {_text(self.tokens)}"
+        return self._no_value(context)
+
+    def _no_value(self, context: PassContext) -> str | None:
+        if self.dtypes is None and self.min_rank == 0:
+            return None
+        if any(self.refuses_value(value) is None for value in context.values()):
+            return None
+        wanted = [] if self.dtypes is None else sorted(map(str, self.dtypes))
+        return f"no value in the graph has {' or '.join(wanted) or 'any dtype'} and rank {self.min_rank} or more"
+
+    def refuses_value(self, value: object) -> str | None:
+        """Return why a site of this value is none for the pass, or None; values that are no tensors are not judged."""
+        dtype, rank = getattr(value, "dtype", None), getattr(value, "ndim", None)
+        if dtype is None or rank is None:
+            return None
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return f"dtype {dtype} is none of {', '.join(sorted(map(str, self.dtypes)))}"
+        return f"rank {rank} is below {self.min_rank}" if rank < self.min_rank else None
+
+
+def _within(value: int, bounds: tuple[int, int | None]) -> bool:
+    return bounds[0] <= value and (bounds[1] is None or value <= bounds[1])
+
+
+def _text(bounds: tuple[int, int | None]) -> str:
+    return f"{bounds[0]}..{'' if bounds[1] is None else bounds[1]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One graph rewrite, declared once; order, switches and reports derive from this.
+    """One graph rewrite, declared once; order, switches, identity and reports derive from this.
 
-    name: unique among the passes of a run. run: rewrites the graph in place and reports its matches. mechanism: `graph`
-    (a walk over an `fx.Graph`) in this version. stage: `torch` runs on the traced graph, `aten` after AOTAutograd.
-    before/after: names of passes that must come later/earlier; absent names are allowed and mean nothing.
-    expect: matches owed per graph, or None for no promise; a broken promise is logged, and an error when strict.
+    name: unique among the passes of a run. mechanism: `graph` calls run, which rewrites the graph in place and reports
+    its matches; `replace_pattern` and `inductor` apply patterns. stage: `torch` is the traced graph, `aten` the one
+    after AOTAutograd (always, for `inductor`). before/after: names of passes that must come later/earlier; absent names
+    are allowed and mean nothing. params: what run reads as `context.params`; part of the identity. expect: matches owed
+    per graph, a function of the graph before the pass, or None for no promise; a broken promise is logged, and an error
+    when strict. requires: analyses to compute before. preserves: analyses that stay valid although the pass changed the
+    graph.
     """
 
     name: str
-    run: PassFunction
+    run: PassFunction | None = None
+    patterns: tuple[Pattern, ...] = ()
     mechanism: Mechanism = "graph"
     stage: Stage = "torch"
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    expect: int | None = None
+    guards: Guards = field(default_factory=Guards)
+    params: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    expect: Expect = None
+    requires: frozenset[str] = frozenset()
+    preserves: frozenset[str] = frozenset()
     owner: str = "core"
+
+    def __post_init__(self) -> None:
+        if self.mechanism == "graph" and (self.run is None or self.patterns):
+            self._refuse("it has no run function, or has patterns", "set run, and no patterns")
+        if self.mechanism != "graph" and (self.run is not None or not self.patterns):
+            self._refuse("it has no pattern, or has a run function", "set patterns, and no run")
+        if self.mechanism == "inductor" and self.stage != "aten":
+            self._refuse(f"Inductor's matcher reads aten graphs, and its stage is {self.stage!r}", "set stage='aten'")
+
+    def _refuse(self, found: str, remedy: str) -> None:
+        raise PassError(
+            f"declaring pass {self.name!r} of {self.owner} (mechanism {self.mechanism!r})", found=found, remedy=remedy
+        )
+
+    def uuid(self) -> str:
+        """Return a digest of what the pass does: its sources, parameters, guards and the torch version."""
+        return fingerprint(
+            self.name, self.mechanism, self.stage, self.run, self.patterns, self.params, self.guards, self.expect
+        )

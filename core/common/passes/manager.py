@@ -1,28 +1,41 @@
-"""The pass manager: orders passes by their declared constraints, runs each on a graph, lints, counts and times it."""
+"""The pass manager: orders passes, runs each on a graph, checks what it did, undoes what went wrong, and reports."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.utils import _pytree as pytree
+import torch
 
+from core.common.passes.complaints import broken_promise, conflict, failed
+from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult, Stage
+from core.common.passes.mechanisms import apply_pass
+from core.common.passes.order import choose, order, predecessors
+from core.common.passes.rewrite import remove_dead
+from core.common.passes.snapshot import Snapshot, interface_of, to_text
 from core.errors import PassError
 
 if TYPE_CHECKING:
     from torch import fx
+
+    from core.device import Capabilities
+
+__all__ = ["PassManager", "PassReport", "order"]
 
 log = logging.getLogger("core.passes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassReport:
-    """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds."""
+    """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
+
+    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. All empty if not so.
+    """
 
     name: str
     owner: str
@@ -32,105 +45,187 @@ class PassReport:
     elapsed_ms: float
     sites: tuple[str, ...]
     near_misses: tuple[NearMiss, ...]
+    skipped: str = ""
+    error: str = ""
+    uuid: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as JSON-ready values."""
         return asdict(self)
 
 
+Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], None]
+"""Called with a pass's report and the graph before and after it; raises `PassError` where the rewrite is wrong."""
+
+
 class PassManager:
-    """Runs a fixed, ordered list of passes over graphs; the same list for every graph of a program."""
+    """Runs a fixed, ordered list of passes over graphs; the same list for every graph of a program.
 
-    def __init__(self, passes: Iterable[Pass], *, strict: bool = False) -> None:
-        self.passes = order(tuple(passes))
+    strict: a failing pass, a broken promise and two passes claiming one node are errors; else the pass is undone with a
+    warning and the model runs without it. only, disable: names to run, or to leave out. capabilities: of the device the
+    graphs are for. world_size: None asks torch.distributed. dump_dir: each changed graph is written there as text.
+    """
+
+    def __init__(
+        self,
+        passes: Iterable[Pass],
+        *,
+        strict: bool = False,
+        only: Sequence[str] | None = None,
+        disable: Sequence[str] = (),
+        capabilities: Capabilities | None = None,
+        world_size: int | None = None,
+        dump_dir: Path | None = None,
+    ) -> None:
+        self.passes = order(choose(tuple(passes), only, disable))
+        self._after = predecessors(self.passes)
         self._strict = strict
+        self._capabilities = capabilities
+        self._world_size = _world_size() if world_size is None else world_size
+        self._dump_dir = dump_dir
+        self._num_runs = 0
 
-    def run(self, graph: fx.GraphModule, stage: Stage = "torch") -> tuple[PassReport, ...]:
-        """Rewrite `graph` in place by every pass of the stage; raise `PassError` naming the pass and its owner."""
-        return tuple(self._run_one(p, graph) for p in self.passes if p.stage == stage)
+    def run(
+        self,
+        graph: fx.GraphModule,
+        stage: Stage = "torch",
+        *,
+        tokens: tuple[int, int] | None = None,
+        check: Check | None = None,
+    ) -> tuple[PassReport, ...]:
+        """Rewrite `graph` in place by every pass of the stage and report each.
 
-    def _run_one(self, declared: Pass, graph: fx.GraphModule) -> PassReport:
-        start = time.perf_counter()
-        try:
-            interface = _interface(graph)
-            result = declared.run(graph)
-            if _interface(graph) != interface:
-                raise ValueError("it changed the graph's placeholders or the number of its outputs")
-            if not isinstance(result, PassResult):
-                raise TypeError(f"it returned {result!r}, not a PassResult")
-            graph.graph.lint()
+        tokens: least and most tokens that the graph serves. check: judges each pass that matched. Raises `PassError`
+        naming the pass and its owner when strict; otherwise what a failing pass did is undone.
+        """
+        run = _Run(graph, stage, tokens, check, Analyses(graph), [])
+        reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
+        if run.changed:
             graph.recompile()
+        self._num_runs += 1
+        return reports
+
+    def uuids(self, stage: Stage | None = None) -> tuple[str, ...]:
+        """Return the identity of each pass, in order."""
+        return tuple(declared.uuid() for declared in self.passes if stage in (None, declared.stage))
+
+    def _context(self, declared: Pass, run: _Run) -> PassContext:
+        return PassContext(
+            module=run.graph,
+            stage=run.stage,
+            name=declared.name,
+            owner=declared.owner,
+            after=self._after[declared.name],
+            guards=declared.guards,
+            params=declared.params,
+            capabilities=self._capabilities,
+            world_size=self._world_size,
+            tokens=run.tokens,
+            analyses=run.analyses,
+        )
+
+    def _run_one(self, declared: Pass, run: _Run) -> PassReport:
+        start = time.perf_counter()
+        context = self._context(declared, run)
+        skipped = declared.guards.refusal(context)
+        if skipped is not None:
+            log.info("pass %s: skipped, %s", declared.name, skipped)
+            return _report(declared, PassResult(matched=0), start, skipped=skipped)
+        before = Snapshot(run.graph)
+        expected: int | None = None
+        try:
+            expected = declared.expect(context) if callable(declared.expect) else declared.expect
+            for name in declared.requires:
+                context.analysis(name)
+            result = self._apply(declared, context, before)
+            if not before.is_current():
+                run.changed.append(declared.name)
+            report = _report(declared, result, start, expected=expected)
+            self._check(report, run, before)
         except Exception as error:
-            raise PassError(
-                f"running pass {declared.name!r} of {declared.owner}",
-                found=f"{type(error).__name__}: {error}",
-                remedy=f"leave it out (passes without {declared.name!r}) and report it to {declared.owner}",
-            ) from error
-        report = self._report(declared, result, (time.perf_counter() - start) * 1e3)
+            failure = failed(declared, error)
+            if self._strict:
+                raise failure from error
+            before.restore()
+            run.analyses.invalidate()
+            log.warning("%s\n  pass undone: the model runs without it", failure)
+            return _report(declared, PassResult(matched=0), start, expected=expected, error=str(failure))
         log.info("pass %s: %d matched in %.1f ms", report.name, report.matched, report.elapsed_ms)
         return report
 
-    def _report(self, declared: Pass, result: PassResult, elapsed_ms: float) -> PassReport:
-        if declared.expect is not None and result.matched != declared.expect:
-            misses = "; ".join(f"{m.site}: {m.reason}" for m in result.near_misses) or "no near-miss reported"
-            error = PassError(
-                f"pass {declared.name!r} of {declared.owner}, which owes {declared.expect} matches",
-                found=f"it matched {result.matched} ({misses})",
-                remedy="look at the near-misses, or run without strict to go on unfused",
-            )
-            if self._strict:
-                raise error
-            log.warning("%s", error)
-        return PassReport(
-            name=declared.name,
-            owner=declared.owner,
-            stage=declared.stage,
-            matched=result.matched,
-            expected=declared.expect,
-            elapsed_ms=elapsed_ms,
-            sites=result.sites,
-            near_misses=result.near_misses,
-        )
+    def _apply(self, declared: Pass, context: PassContext, before: Snapshot) -> PassResult:
+        """Run the pass, then lint, clean and invalidate; raise where the graph is not what a pass may leave."""
+        result = apply_pass(declared, context)
+        if not isinstance(result, PassResult):
+            raise TypeError(f"it returned {result!r}, not a PassResult")
+        if before.is_current():
+            return result
+        if interface_of(context.module) != before.interface():
+            raise ValueError("it changed the graph's placeholders or the number of its outputs")
+        context.graph.lint()
+        removed = remove_dead(context.graph)
+        assert context.analyses is not None
+        # Removing dead nodes changes positions and nothing else that an analysis tells.
+        context.analyses.invalidate(declared.preserves - ({"order"} if removed else set()))
+        return result
+
+    def _check(self, report: PassReport, run: _Run, before: Snapshot) -> None:
+        """Judge what the pass did: its promise, nodes that two passes claim, and its numbers if asked to."""
+        claimed = [miss for miss in report.near_misses if miss.claimant]
+        if claimed:
+            self._complain(conflict(report, claimed[0]))
+        if report.expected is not None and report.matched != report.expected:
+            self._complain(broken_promise(report))
+        if report.matched == 0 and before.is_current():
+            return
+        if self._dump_dir is not None:
+            stem = f"{self._num_runs:02d}-{run.stage}-{self._position(report.name):02d}-{report.name}"
+            self._dump_dir.mkdir(parents=True, exist_ok=True)
+            (self._dump_dir / f"{stem}.before.txt").write_text(to_text(before.module()), encoding="utf-8")
+            (self._dump_dir / f"{stem}.after.txt").write_text(to_text(run.graph), encoding="utf-8")
+        if run.check is not None:
+            run.graph.recompile()
+            run.check(report, before.module(), run.graph)
+
+    def _position(self, name: str) -> int:
+        return [declared.name for declared in self.passes].index(name)
+
+    def _complain(self, error: PassError) -> None:
+        if self._strict:
+            raise error
+        log.warning("%s", error)
 
 
-def _interface(graph: fx.GraphModule) -> tuple[object, ...]:
-    """What a graph is bound by: the names of its placeholders and the number of its outputs."""
-    names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-    return (*names, len(pytree.tree_leaves(graph.graph.output_node().args)))
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the passes of one run over one graph share."""
+
+    graph: fx.GraphModule
+    stage: Stage
+    tokens: tuple[int, int] | None
+    check: Check | None
+    analyses: Analyses
+    changed: list[str]
 
 
-def order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return the passes in an order that keeps every before/after, else as registered; raise `PassError` on a cycle."""
-    by_name: dict[str, Pass] = {}
-    for declared in passes:
-        _check(declared, by_name)
-        by_name[declared.name] = declared
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    for declared in passes:
-        sorter.add(declared.name, *(name for name in declared.after if name in by_name))
-        for later in declared.before:
-            if later in by_name:
-                sorter.add(later, declared.name)
-    try:
-        return tuple(by_name[name] for name in sorter.static_order())
-    except CycleError as error:
-        raise PassError(
-            "ordering the passes",
-            found="their before/after contradict each other: " + " -> ".join(error.args[1]),
-            remedy="drop one of these constraints",
-        ) from None
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _check(declared: Pass, known: dict[str, Pass]) -> None:
-    if declared.name in known:
-        raise PassError(
-            f"pass {declared.name!r} of {declared.owner}",
-            found=f"{known[declared.name].owner} registers a pass of the same name",
-            remedy="rename one of them",
-        )
-    if declared.mechanism != "graph" or declared.stage != "torch":
-        raise PassError(
-            f"pass {declared.name!r} of {declared.owner} (mechanism {declared.mechanism!r}, stage {declared.stage!r})",
-            found="this version of core runs mechanism 'graph' at stage 'torch' only",
-            remedy="write it as a graph walk on the traced graph",
-        )
+def _report(
+    declared: Pass, result: PassResult, start: float, *, expected: int | None = None, skipped: str = "", error: str = ""
+) -> PassReport:
+    return PassReport(
+        name=declared.name,
+        owner=declared.owner,
+        stage=declared.stage,
+        matched=result.matched,
+        expected=expected,
+        elapsed_ms=(time.perf_counter() - start) * 1e3,
+        sites=result.sites,
+        near_misses=result.near_misses,
+        skipped=skipped,
+        error=error,
+        uuid=declared.uuid(),
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from core.common.passes.context import PassContext
 from torch import fx
 
 from core_acme.passes import declarations, drop_same_dtype_cast
@@ -29,7 +30,7 @@ def _trace(fn: Any, dtype: torch.dtype) -> tuple[fx.GraphModule, torch.Tensor]:
 def test_a_cast_to_the_same_dtype_goes(dtype: torch.dtype) -> None:
     module, example = _trace(lambda x: x.to(dtype).to(dtype=dtype).clone(), dtype)
     expected = module(example)
-    result = drop_same_dtype_cast(module)
+    result = drop_same_dtype_cast(PassContext(module=module))
     module.recompile()
     assert result.matched == len(result.sites) == 2
     assert [node.target for node in module.graph.nodes if node.op == "call_method"] == ["clone"]
@@ -39,7 +40,7 @@ def test_a_cast_to_the_same_dtype_goes(dtype: torch.dtype) -> None:
 
 def test_aliasing_stays_as_it_was() -> None:
     module, example = _trace(lambda x: x.float(), torch.float32)
-    assert drop_same_dtype_cast(module).matched == 1
+    assert drop_same_dtype_cast(PassContext(module=module)).matched == 1
     module.recompile()
     assert module(example) is example
 
@@ -55,16 +56,16 @@ def test_aliasing_stays_as_it_was() -> None:
 )
 def test_other_conversions_stay(fn: Any) -> None:
     module, _ = _trace(fn, torch.float32)
-    result = drop_same_dtype_cast(module)
+    result = drop_same_dtype_cast(PassContext(module=module))
     assert (result.matched, result.near_misses) == (0, ())
     assert any(node.op == "call_method" for node in module.graph.nodes)
 
 
 def test_near_misses_say_why() -> None:
     copied, _ = _trace(lambda x: x.to(torch.float32, copy=True), torch.float32)
-    assert "copy=True" in drop_same_dtype_cast(copied).near_misses[0].reason
+    assert "copy=True" in drop_same_dtype_cast(PassContext(module=copied)).near_misses[0].reason
     bare = fx.symbolic_trace(lambda x: x.to(torch.float32))
-    assert "not recorded" in drop_same_dtype_cast(bare).near_misses[0].reason
+    assert "not recorded" in drop_same_dtype_cast(PassContext(module=bare)).near_misses[0].reason
 
 
 def test_sites_name_the_module_that_dynamo_recorded() -> None:
@@ -79,7 +80,7 @@ def test_sites_name_the_module_that_dynamo_recorded() -> None:
         return graph.forward
 
     torch.compile(torch.nn.Sequential(Block(), Block()), backend=keep, fullgraph=True)(torch.ones(2))
-    result = drop_same_dtype_cast(graphs[0])
+    result = drop_same_dtype_cast(PassContext(module=graphs[0]))
     assert result.matched == 2
     assert result.sites[0] != result.sites[1]
     assert "0" in result.sites[0] and "1" in result.sites[1]

@@ -28,7 +28,7 @@ def test_a_malformed_dimension_is_refused(dim: str) -> None:
 
 
 def test_an_unknown_padding_is_refused() -> None:
-    with refused(UsageError, "padding 'zeros'", "zero, sentinel, edge, keep, fill_once, copy"):
+    with refused(UsageError, "padding 'zeros'", "zero, sentinel, edge, keep, copy"):
         InputSpec(("n",), torch.float32, padding="zeros")  # type: ignore[arg-type]
 
 
@@ -104,9 +104,9 @@ def test_a_bad_size_of_a_single_dimension_is_refused(entry: Any) -> None:
 
 
 def test_buckets_without_dimensions_are_refused_and_the_reverse() -> None:
-    with refused(UsageError, "bucket 8", "bucket dimensions are: none", "no buckets at all"):
+    with refused(UsageError, "bucket 8", "bucket dimensions are: none", "leave `buckets` out"):
         BucketTable.build({"x": InputSpec((3,), torch.float32)}, [8])
-    with refused(UsageError, "bucket {}", "bucket dimensions are: tokens"):
+    with refused(UsageError, "compiling without buckets", "dimensions tokens", "buckets=[{'tokens': 8}]"):
         BucketTable.build({"x": TOKENS}, None)
 
 
@@ -156,11 +156,11 @@ def test_buffers_share_one_storage_and_are_contiguous() -> None:
 def test_addresses_and_first_content() -> None:
     specs = {
         padding: InputSpec(("n",), torch.int64, padding=padding, value=7)  # type: ignore[arg-type]
-        for padding in ("zero", "sentinel", "edge", "keep", "fill_once", "copy")
+        for padding in ("zero", "sentinel", "edge", "keep", "copy")
     }
     table = BucketTable.build(specs, [3])
     buffers = StaticBuffers(specs, table, torch.device("cpu"))
     (key,) = table.phases["main"]
     first = {name: int(t.unique()) for name, t in buffers.views(key).items()}
-    assert first == {"zero": 0, "sentinel": 7, "edge": 0, "keep": 0, "fill_once": 7, "copy": 0}
+    assert first == {"zero": 0, "sentinel": 7, "edge": 0, "keep": 0, "copy": 0}
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(*(buffers.views(key).values() for _ in "ab"), strict=True))

@@ -1,0 +1,278 @@
+"""`core::moe_route`, `core::grouped_mlp`: a mixture of experts, its choice of experts and their gated MLPs.
+
+Shapes: T tokens, E experts, k experts per token, D hidden size, I intermediate size of one expert, G expert groups.
+
+Sources: Shazeer et al., arXiv 1701.06538; groups and the bias that only selects: DeepSeek-V3, arXiv 2412.19437.
+scoring turns logits into scores:
+
+    softmax           over all experts                   Mixtral, Qwen MoE, OLMoE, DeepSeek-V2
+    sigmoid           each for itself                    DeepSeek-V3, GLM 4, MiniMax M2
+    softmax_selected  over the k selected logits alone   gpt-oss, Granite
+    sqrtsoftplus      sqrt(log(1 + exp(logit)))          DeepSeek-V4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from core.common.ops.activation import check_gate, gated_activation_fused
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
+from core.common.ops.declaration import CanonicalOp, Sample, declare
+
+SCORINGS = ("softmax", "sigmoid", "softmax_selected", "sqrtsoftplus")
+
+ROUTE_SCHEMA = (
+    'moe_route(Tensor logits, int top_k, *, str scoring="softmax", Tensor? bias=None, bool renormalize=False, '
+    "float renormalize_eps=0.0, float scale=1.0, int num_groups=0, int top_groups=0, int scored_per_group=2, "
+    "ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> (Tensor weights, Tensor indices)"
+)
+GROUPED_MLP_SCHEMA = (
+    "grouped_mlp(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, *, str kind, "
+    "bool transposed=False, bool interleaved=False, float limit=0.0, float up_offset=0.0, Tensor? gate_up_bias=None, "
+    "Tensor? down_bias=None) -> Tensor"
+)
+
+
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    renormalize_eps: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 0,
+    top_groups: int = 0,
+    scored_per_group: int = 2,
+    compute_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the k experts of each token, best first, as weights (T, k) and indices (T, k) int64.
+
+    logits (T, E), cast to compute_dtype (by default fp32, fp64 for fp64) before scoring. bias (E,) is added to the
+    scores to select, never to the weights. num_groups, unless 0: only experts of the top_groups best of G equal groups
+    of neighbours are selected; a group's score is the sum of its scored_per_group best (DeepSeek-V3: 2, V2: 1).
+    renormalize: weights are divided by their sum plus renormalize_eps; then scale multiplies them, and they are cast to
+    out_dtype, by default the dtype of logits. Which of equal scores is selected is not promised.
+    """
+    _check_route(logits, top_k, scoring, bias, (num_groups, top_groups, scored_per_group))
+    scores = _score(logits.to(compute_dtype or at_least_fp32(logits.dtype)), scoring)
+    ranking = scores if bias is None else scores + bias
+    if num_groups:
+        ranking = _hide_groups(ranking, num_groups, top_groups, scored_per_group)
+    indices = ranking.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, indices)
+    if scoring == "softmax_selected":
+        weights = weights.softmax(-1)
+    if renormalize:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + renormalize_eps if renormalize_eps else total)
+    if scale != 1.0:
+        weights = weights * scale
+    return weights.to(out_dtype or logits.dtype), indices
+
+
+def _score(logits: Tensor, scoring: str) -> Tensor:
+    if scoring == "softmax":
+        return logits.softmax(-1)
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    if scoring == "sqrtsoftplus":
+        return torch.sqrt(functional.softplus(logits))
+    return logits
+
+
+def _hide_groups(ranking: Tensor, num_groups: int, top_groups: int, scored_per_group: int) -> Tensor:
+    """Set the ranking (T, E) of experts outside the best groups to minus infinity."""
+    groups: Tensor = ranking.unflatten(-1, (num_groups, -1))
+    best = groups.topk(scored_per_group, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+    kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=ranking.device).scatter(-1, best, True)
+    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+
+
+def moe_route_fake(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Check the arguments; return (T, k) twice."""
+    groups = (options.get("num_groups", 0), options.get("top_groups", 0), options.get("scored_per_group", 2))
+    _check_route(logits, top_k, options.get("scoring", "softmax"), options.get("bias"), groups)
+    shape = (logits.shape[0], top_k)
+    dtype = options.get("out_dtype") or logits.dtype
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _check_route(logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: tuple[int, int, int]) -> None:
+    op, (num_groups, top_groups, scored) = "moe_route", groups
+    check_floating(op, logits=logits, bias=bias)
+    check(logits.dim() == 2, op, f"logits must have rank 2, not {logits.dim()}")
+    num_experts = logits.shape[1]
+    check(1 <= top_k <= num_experts, op, f"top_k must be 1 to {num_experts}, the number of experts, not {top_k}")
+    check_choice(op, "scoring", scoring, SCORINGS)
+    if bias is not None:
+        fits = bias.dim() == 1 and bias.shape[0] == num_experts
+        check(fits, op, f"bias must have shape ({num_experts},), not {tuple(bias.shape)}")
+    if num_groups:
+        fits = num_groups > 0 and num_experts % num_groups == 0
+        check(fits, op, f"{num_experts} experts do not divide into {num_groups} groups")
+        size = num_experts // num_groups
+        check(1 <= top_groups <= num_groups, op, f"top_groups must be 1 to {num_groups}, not {top_groups}")
+        check(top_k <= top_groups * size, op, f"{top_groups} groups of {size} hold fewer than top_k={top_k} experts")
+        check(1 <= scored <= size, op, f"scored_per_group must be 1 to {size}, not {scored}")
+
+
+def grouped_mlp(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    kind: str,
+    transposed: bool = False,
+    interleaved: bool = False,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """Return (T, D) in x's dtype: for each token the weighted sum of the gated MLPs of its k experts.
+
+    x (T, D); weights and indices (T, k) as `moe_route` gives them; gate_up (E, 2 * I, D) and down (E, D, I) as
+    nn.Linear stores them, or transposed (E, D, 2 * I) and (E, I, D); gate_up_bias (E, 2 * I), down_bias (E, D). kind,
+    interleaved, limit, up_offset: the gate, as in `core::gated_activation_fused`. An index outside 0 to E - 1 adds
+    nothing, as for experts of another rank. Each expert's MLP is computed and rounded in x's dtype, weighted in the
+    promotion of that with weights, and summed over k there.
+    """
+    _check_grouped_mlp(x, weights, indices, (gate_up, down, gate_up_bias, down_bias), transposed)
+    check_gate("grouped_mlp", kind, limit)
+    slots = x.new_zeros((*indices.shape, x.shape[1]))
+    # Every expert sees every token: which tokens are an expert's own is data, and shapes must not depend on data.
+    for expert in range(gate_up.shape[0]):
+        hidden = _project(x, gate_up, gate_up_bias, expert, transposed)
+        hidden = gated_activation_fused(hidden, kind=kind, interleaved=interleaved, limit=limit, up_offset=up_offset)
+        out = _project(hidden, down, down_bias, expert, transposed)
+        slots = torch.where((indices == expert)[..., None], out[:, None], slots)
+    return (slots * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _project(x: Tensor, matrices: Tensor, biases: Tensor | None, expert: int, transposed: bool) -> Tensor:
+    out = x @ (matrices[expert] if transposed else matrices[expert].t())
+    return out if biases is None else out + biases[expert]
+
+
+def grouped_mlp_fake(
+    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, **options: Any
+) -> Tensor:
+    """Check the arguments; return (T, D)."""
+    parameters = (gate_up, down, options.get("gate_up_bias"), options.get("down_bias"))
+    _check_grouped_mlp(x, weights, indices, parameters, options.get("transposed", False))
+    check_gate("grouped_mlp", options["kind"], options.get("limit", 0.0))
+    return x.new_empty(x.shape)
+
+
+_Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _check_grouped_mlp(x: Tensor, weights: Tensor, indices: Tensor, parameters: _Parameters, transposed: bool) -> None:
+    op, (gate_up, down, gate_up_bias, down_bias) = "grouped_mlp", parameters
+    check_floating(op, x=x, weights=weights)
+    for name, tensor, rank in (("x", x, 2), ("indices", indices, 2), ("gate_up", gate_up, 3), ("down", down, 3)):
+        check(tensor.dim() == rank, op, f"{name} must have rank {rank}, not {tensor.dim()}")
+    check(
+        weights.shape == indices.shape and indices.shape[0] == x.shape[0],
+        op,
+        f"weights {tuple(weights.shape)} and indices {tuple(indices.shape)} must be ({x.shape[0]}, k)",
+    )
+    whole = indices.dtype in (torch.int32, torch.int64)
+    check(whole, op, f"indices must be torch.int32 or torch.int64, not {indices.dtype}")
+    experts, size = gate_up.shape[0], x.shape[1]
+    inner = down.shape[1 if transposed else 2]
+    shapes = ((experts, size, 2 * inner), (experts, inner, size))
+    expected = shapes if transposed else tuple((e, b, a) for e, a, b in shapes)
+    check(
+        (tuple(gate_up.shape), tuple(down.shape)) == expected,
+        op,
+        f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} must be {expected[0]} and {expected[1]} "
+        f"for transposed={transposed}",
+    )
+    for name, bias, width in (("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, size)):
+        if bias is not None:
+            fits = tuple(bias.shape) == (experts, width)
+            check(fits, op, f"{name} must have shape ({experts}, {width}), not {tuple(bias.shape)}")
+
+
+def route_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield the routers of the model families above; logits are spread so that no two scores tie in half precision."""
+    draw = Draw(dtype, device, seed=8)
+    grouped = {"num_groups": 4, "top_groups": 2}
+    cases: dict[str, dict[str, Any]] = {
+        "mixtral": {"top_k": 2, "renormalize": True, "out_dtype": at_least_fp32(dtype)},
+        "qwen3": {"top_k": 3, "renormalize": True},
+        "olmoe": {"top_k": 3},
+        "deepseek-v2": {"top_k": 3, **grouped, "scored_per_group": 1, "scale": 1.6},
+        "deepseek-v3": {"top_k": 3, "scoring": "sigmoid", "renormalize": True, "renormalize_eps": 1e-20, **grouped}
+        | {"bias": draw(8, scale=0.5), "scale": 2.5},
+        "gpt-oss": {"top_k": 4, "scoring": "softmax_selected", "compute_dtype": dtype},
+        "deepseek-v4": {"top_k": 3, "scoring": "sqrtsoftplus", "bias": draw(8, scale=0.5), "renormalize": True},
+        "one expert": {"top_k": 1, "scoring": "sigmoid"},
+        "all experts": {"top_k": 8},
+    }
+    for name, options in cases.items():
+        yield Sample(name=name, kwargs={"logits": _logits(draw, 21), **options})
+    yield Sample(name="no tokens", kwargs={"logits": draw(0, 8), **cases["deepseek-v3"]})
+    yield Sample(name="large values", kwargs={"logits": _logits(draw, 21) * 50, "top_k": 2, "renormalize": True})
+
+
+def _logits(draw: Draw, num_tokens: int, num_experts: int = 8) -> Tensor:
+    """Return distinct logits per token: equally spaced values, shuffled, with the token's own spacing."""
+    order = draw(num_tokens, num_experts, dtype=torch.float64).argsort(-1)
+    spacing = 0.2 + 0.05 * torch.arange(num_tokens, device=draw.device)[:, None] % 0.5
+    return ((order - 3.3) * spacing).to(draw.dtype)
+
+
+def _experts(draw: Draw, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Return one call with 5 experts, of which the last two get no token."""
+    shape, experts = (num_tokens, 2), 5
+    indices = draw(num_tokens, 3, dtype=torch.float64).argsort(-1)[:, :2]
+    gate_up, down = draw(experts, 2 * 12, 16, scale=0.3), draw(experts, 16, 12, scale=0.3)
+    if options.get("transposed"):
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    call = {"x": draw(num_tokens, 16), "weights": draw(*shape).sigmoid(), "indices": indices}
+    return {**call, "gate_up": gate_up, "down": down, "kind": "silu", **options}
+
+
+def grouped_mlp_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield both storage orders, biases, gates, wide weights, experts without tokens and tokens without experts."""
+    draw = Draw(dtype, device, seed=9)
+    biases = {"gate_up_bias": draw(5, 24), "down_bias": draw(5, 16)}
+    gpt_oss = {"kind": "quick_gelu", "interleaved": True, "limit": 7.0, "up_offset": 1.0, "transposed": True, **biases}
+    cases: dict[str, dict[str, Any]] = {
+        "qwen3": {},
+        "wide weights": {"weights": draw(9, 2, dtype=at_least_fp32(dtype)).sigmoid()},
+        "gpt-oss": gpt_oss,
+        "transposed": {"transposed": True, "kind": "gelu_tanh"},
+        "int32 indices": {"indices": draw(9, 5, dtype=torch.float64).argsort(-1)[:, :2].int()},
+        "experts elsewhere": {"indices": draw(9, 9, dtype=torch.float64).argsort(-1)[:, :2] - 2},
+    }
+    for name, options in cases.items():
+        yield Sample(name=name, kwargs=_experts(draw, 9, options))
+    yield Sample(name="one token", kwargs=_experts(draw, 1, {}))
+    yield Sample(name="no tokens", kwargs=_experts(draw, 0, {}))
+
+
+MOE_ROUTE = declare(
+    CanonicalOp(name="moe_route", schema=ROUTE_SCHEMA, reference=moe_route, fake=moe_route_fake, samples=route_samples)
+)
+GROUPED_MLP = declare(
+    CanonicalOp(
+        name="grouped_mlp",
+        schema=GROUPED_MLP_SCHEMA,
+        reference=grouped_mlp,
+        fake=grouped_mlp_fake,
+        samples=grouped_mlp_samples,
+    )
+)

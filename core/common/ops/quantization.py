@@ -1,0 +1,217 @@
+"""`core::quantize`, `core::quantized_linear`: symmetric quantisation to fp8 or int8, and a linear layer on its codes.
+
+Shapes: x (..., K); weight codes (N, K). A scale is one number per region of codes, value = code * scale:
+
+    tensor   ()            one for all                           weights: () or (1, 1)
+    token    (..., 1)      one per row                           weights, per output channel: (N, 1)
+    group    (..., K / g)  one per g neighbours in a row         weights: (N, K / g), in blocks (N / b, K / g)
+
+Formats: float8_e4m3fn, largest 448 (Micikevicius et al., arXiv 2209.05433); int8, symmetric, scaled to 127. Groups and
+blocks are DeepSeek-V3's (arXiv 2412.19437, 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
+from core.common.ops.declaration import CanonicalOp, Sample, declare
+
+GRANULARITIES = ("token", "tensor", "group")
+
+RANGES: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
+    {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+)
+"""Code dtype -> smallest and largest code."""
+
+QUANTIZE_SCHEMA = (
+    'quantize(Tensor x, Tensor? scale, *, ScalarType dtype, str granularity="token", int group_size=0) '
+    "-> (Tensor codes, Tensor scale)"
+)
+LINEAR_SCHEMA = (
+    "quantized_linear(Tensor x_codes, Tensor x_scale, Tensor w_codes, Tensor w_scale, Tensor? bias, *, "
+    "ScalarType out_dtype) -> Tensor"
+)
+
+
+def quantize(
+    x: Tensor, scale: Tensor | None, *, dtype: torch.dtype, granularity: str = "token", group_size: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return codes of x's shape and the scale they were made with, fp32 (fp64 for fp64 x), contiguous.
+
+    codes = x / scale in that dtype, cut off at the range of `dtype` and rounded to nearest even. scale: of the shape
+    that granularity says; without one, the largest absolute value of each region over the largest code, at least the
+    smallest normal fp32, so that a region of zeros gives codes of zero. group_size: g, for granularity group only.
+    """
+    _check_quantize(x, scale, dtype, granularity, group_size)
+    compute = at_least_fp32(x.dtype)
+    low, high = RANGES[dtype]
+    regions = x.to(compute).unflatten(-1, (-1, group_size)) if granularity == "group" else x.to(compute)
+    if scale is None:
+        scale = _largest(regions, granularity) / high
+        used = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    else:
+        # The result must be a tensor of its own even where the cast changes nothing.
+        used = scale.to(compute, copy=True, memory_format=torch.contiguous_format)
+    codes = (regions / (used[..., None] if granularity == "group" else used)).clamp(low, high).view(x.shape)
+    codes = codes.round() if dtype == torch.int8 else codes
+    return codes.to(dtype).contiguous(), used
+
+
+def _largest(regions: Tensor, granularity: str) -> Tensor:
+    magnitude = regions.abs()
+    if granularity == "tensor":
+        # A tensor without elements has no largest one.
+        return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
+    return magnitude.amax(-1, keepdim=granularity == "token")
+
+
+def _scale_shape(x: Tensor, granularity: str, group_size: int) -> tuple[int, ...]:
+    if granularity == "tensor":
+        return ()
+    return (*x.shape[:-1], x.shape[-1] // group_size if granularity == "group" else 1)
+
+
+def quantize_fake(
+    x: Tensor, scale: Tensor | None, *, dtype: torch.dtype, granularity: str = "token", group_size: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments; return codes of x's shape and one scale per region."""
+    _check_quantize(x, scale, dtype, granularity, group_size)
+    shape = _scale_shape(x, granularity, group_size)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=at_least_fp32(x.dtype))
+
+
+def _check_quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype, granularity: str, group_size: int) -> None:
+    op = "quantize"
+    check_floating(op, x=x, scale=scale)
+    check(x.dim() >= 1, op, "x must have rank 1 or more")
+    check(dtype in RANGES, op, f"dtype {dtype} is none of {', '.join(map(str, RANGES))}")
+    check_choice(op, "granularity", granularity, GRANULARITIES)
+    if granularity == "group":
+        fits = group_size > 0 and x.shape[-1] % group_size == 0
+        check(
+            fits, op, f"group_size must be a positive divisor of {x.shape[-1]}, the size of x's rows, not {group_size}"
+        )
+    else:
+        check(group_size == 0, op, f"group_size={group_size} has no meaning for granularity {granularity!r}")
+    if scale is not None:
+        shape = _scale_shape(x, granularity, group_size)
+        check(tuple(scale.shape) == shape, op, f"scale must have shape {shape}, not {tuple(scale.shape)}")
+
+
+def quantized_linear(
+    x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """Return `x @ w.T + bias` (..., N) of the dequantised x (..., K) and w (N, K), rounded once, to out_dtype.
+
+    Scales are as in the legend above; any scale whose dimensions divide those of its codes is taken as one per region.
+    bias (N,), added before rounding. Computed in fp32, fp64 if a scale is fp64.
+    """
+    _check_linear(x_codes, x_scale, w_codes, w_scale, bias)
+    compute = at_least_fp32(torch.promote_types(x_scale.dtype, w_scale.dtype))
+    x, w = _dequantize(x_codes, x_scale, compute), _dequantize(w_codes, w_scale, compute)
+    return functional.linear(x, w, None if bias is None else bias.to(compute)).to(out_dtype)
+
+
+def _dequantize(codes: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
+    scale = scale.to(compute)
+    for dim in range(scale.dim()):
+        if scale.shape[dim] not in (1, codes.shape[dim]):
+            scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
+    return codes.to(compute) * scale
+
+
+def quantized_linear_fake(
+    x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """Check the arguments; return (..., N)."""
+    _check_linear(x_codes, x_scale, w_codes, w_scale, bias)
+    return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=out_dtype)
+
+
+def _check_linear(x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, bias: Tensor | None) -> None:
+    op = "quantized_linear"
+    check_floating(op, x_scale=x_scale, w_scale=w_scale, bias=bias)
+    check(x_codes.dim() >= 1 and w_codes.dim() == 2, op, "x_codes must have rank 1 or more and w_codes rank 2")
+    fits = x_codes.shape[-1] == w_codes.shape[1]
+    check(fits, op, f"x_codes {tuple(x_codes.shape)} and w_codes {tuple(w_codes.shape)} differ in their last dimension")
+    for name, codes, scale in (("x", x_codes, x_scale), ("w", w_codes, w_scale)):
+        check(codes.dtype in RANGES, op, f"{name}_codes must be {' or '.join(map(str, RANGES))}, not {codes.dtype}")
+        fits = scale.dim() in (0, codes.dim()) and all(
+            s == c or s == 1 or (s > 0 and c % s == 0) for s, c in zip(scale.shape, codes.shape, strict=False)
+        )
+        shapes = f"{name}_scale {tuple(scale.shape)} does not divide {name}_codes {tuple(codes.shape)}"
+        check(fits, op, shapes)
+    if bias is not None:
+        fits = bias.dim() == 1 and bias.shape[0] == w_codes.shape[0]
+        check(fits, op, f"bias must have shape ({w_codes.shape[0]},), not {tuple(bias.shape)}")
+
+
+def quantize_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield each granularity and format, with and without a scale, rows of zeros, values beyond the scale's range."""
+    draw = Draw(dtype, device, seed=10)
+    wide = at_least_fp32(dtype)
+    for code in RANGES:
+        short = str(code).removeprefix("torch.")
+        for granularity in GRANULARITIES:
+            options: dict[str, Any] = {"dtype": code, "granularity": granularity}
+            options |= {"group_size": 16} if granularity == "group" else {}
+            x = draw(7, 48, scale=3.0)
+            yield Sample(name=f"{short}, {granularity}", kwargs={"x": x, "scale": None, **options})
+            scale = draw(
+                *_scale_shape(x, granularity, options.get("group_size", 0)), scale=0.002, shift=0.01, dtype=wide
+            )
+            yield Sample(name=f"{short}, {granularity}, given scale", kwargs={"x": x, "scale": scale, **options})
+        rows = draw(3, 48)
+        zeros = torch.cat((rows, torch.zeros_like(rows)))
+        yield Sample(name=f"{short}, rows of zeros", kwargs={"x": zeros, "scale": None, "dtype": code})
+        yield Sample(name=f"{short}, no tokens", kwargs={"x": draw(0, 48), "scale": None, "dtype": code})
+    whole = {"scale": None, "dtype": torch.int8, "granularity": "tensor"}
+    yield Sample(name="nothing at all", kwargs={"x": draw(0, 48), **whole})
+    yield Sample(name="transposed", kwargs={"x": draw(5, 3, 48).transpose(0, 1), **whole})
+
+
+def linear_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield each pair of scale shapes in use, both formats, with and without bias."""
+    draw = Draw(dtype, device, seed=11)
+    wide, bias = at_least_fp32(dtype), draw(24)
+    scales = {
+        "tensor by tensor": ((), ()),
+        "token by channel": ((7, 1), (24, 1)),
+        "group by block": ((7, 3), (3, 3)),
+        "token by group": ((7, 1), (24, 6)),
+    }
+
+    def call(num_tokens: int, shapes: tuple[tuple[int, ...], tuple[int, ...]], code: torch.dtype) -> dict[str, Any]:
+        codes = [draw(*shape, scale=40.0, dtype=torch.float32).to(code) for shape in ((num_tokens, 48), (24, 48))]
+        x_scale, w_scale = (draw(*shape, scale=0.002, shift=0.01, dtype=wide) for shape in shapes)
+        return {"x_codes": codes[0], "x_scale": x_scale, "w_codes": codes[1], "w_scale": w_scale, "out_dtype": dtype}
+
+    for code in RANGES:
+        short = str(code).removeprefix("torch.")
+        for name, shapes in scales.items():
+            yield Sample(name=f"{short}, {name}", kwargs={**call(7, shapes, code), "bias": bias})
+    yield Sample(name="no bias", kwargs={**call(7, ((7, 1), (24, 1)), torch.int8), "bias": None})
+    yield Sample(name="no tokens", kwargs={**call(0, ((0, 1), (24, 1)), torch.int8), "bias": bias})
+
+
+QUANTIZE = declare(
+    CanonicalOp(
+        name="quantize", schema=QUANTIZE_SCHEMA, reference=quantize, fake=quantize_fake, samples=quantize_samples
+    )
+)
+QUANTIZED_LINEAR = declare(
+    CanonicalOp(
+        name="quantized_linear",
+        schema=LINEAR_SCHEMA,
+        reference=quantized_linear,
+        fake=quantized_linear_fake,
+        samples=linear_samples,
+    )
+)

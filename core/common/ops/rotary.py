@@ -1,0 +1,206 @@
+"""`core::rotary`, `core::qk_norm_rotary`: rotary position embedding of query and key.
+
+Shapes: query and key (..., D), usually (B, H, T, D) and (B, K, T, D): B sequences, H query and K key heads, T tokens, D
+head size. R is the number of rotated features, D unless rotary_dim says otherwise. cos and sin broadcast against both
+once R or R / 2 wide, heads included: the caller has put the head's dimension in, as (B, 1, T, R).
+
+Source: Su et al., arXiv 2104.09864. Styles, for a pair (a, b) turned to (a * cos - b * sin, b * cos + a * sin):
+
+    half          pairs are (i, i + R / 2)                                Llama, Qwen, Gemma, gpt-oss
+    interleaved   pairs are (2i, 2i + 1)                                  Cohere, GLM, GPT-J, Ernie
+    deinterleave  pairs are (2i, 2i + 1), the result is laid out as half  DeepSeek-V3
+
+cos and sin of width R are taken feature by feature of the result; of width R / 2, pair by pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
+from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.normalization import rms_norm
+
+STYLES = ("half", "interleaved", "deinterleave")
+
+SCHEMA = (
+    'rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, str style="half", int rotary_dim=0, '
+    "ScalarType? compute_dtype=None) -> (Tensor query, Tensor key)"
+)
+QK_NORM_SCHEMA = (
+    "qk_norm_rotary(Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, "
+    "float eps, *, float offset=0.0, ScalarType? norm_compute_dtype=None, ScalarType? normed_dtype=None, "
+    'ScalarType? weight_dtype=None, str style="half", int rotary_dim=0, ScalarType? compute_dtype=None) '
+    "-> (Tensor query, Tensor key)"
+)
+
+
+def rotary(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    rotary_dim: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return query and key with their first R features rotated and the rest as it was, in the dtypes they had.
+
+    rotary_dim: R, 0 for all of D. compute_dtype: query, key, cos and sin are cast to it first (OLMo, Cohere: float32);
+    by default torch's promotion of query or key with cos rules. Memory order: that of query or key where all of D is
+    rotated in style half or interleaved, else contiguous, as torch.cat leaves it.
+    """
+    _check_rotary("rotary", query, key, cos, sin, (style, rotary_dim))
+    width = rotary_dim or query.shape[-1]
+    cos, sin = (_widen(table, width, style).to(compute_dtype or table.dtype) for table in (cos, sin))
+    return _rotate_first(query, cos, sin, style, compute_dtype), _rotate_first(key, cos, sin, style, compute_dtype)
+
+
+def qk_norm_rotary(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    norm_compute_dtype: torch.dtype | None = None,
+    normed_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    style: str = "half",
+    rotary_dim: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `rotary` of the `rms_norm` of query and key over their features, as Qwen 3 and Gemma 3 have it.
+
+    query_weight and key_weight (D,). offset, normed_dtype, weight_dtype: as in `rms_norm`; norm_compute_dtype is its
+    compute_dtype, and the normed query and key are rounded to the dtype they came in. Both are done as in the two ops.
+    """
+    _check_rotary("qk_norm_rotary", query, key, cos, sin, (style, rotary_dim))
+    options: dict[str, Any] = {
+        "offset": offset,
+        "compute_dtype": norm_compute_dtype,
+        "normed_dtype": normed_dtype,
+        "weight_dtype": weight_dtype,
+    }
+    query, key = rms_norm(query, query_weight, eps, **options), rms_norm(key, key_weight, eps, **options)
+    return rotary(query, key, cos, sin, style=style, rotary_dim=rotary_dim, compute_dtype=compute_dtype)
+
+
+def _widen(table: Tensor, width: int, style: str) -> Tensor:
+    """Repeat one value per pair to one per feature of the result."""
+    if table.shape[-1] == width:
+        return table
+    return table.repeat_interleave(2, dim=-1) if style == "interleaved" else torch.cat((table, table), dim=-1)
+
+
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, style: str, compute_dtype: torch.dtype | None) -> Tensor:
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x[..., :width]
+    if compute_dtype is not None:
+        turned = turned.to(compute_dtype)
+    aligned, crossed = _pair(turned, style)
+    rotated = (aligned * cos + crossed * sin).to(x.dtype)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
+
+
+def _pair(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
+    """Return x in the order of the result, and for each feature its pair's other half, negated for the first."""
+    if style == "half":
+        first, second = x.chunk(2, dim=-1)
+        return x, torch.cat((-second, first), dim=-1)
+    first, second = x[..., ::2], x[..., 1::2]
+    if style == "interleaved":
+        return x, torch.stack((-second, first), dim=-1).flatten(-2)
+    return torch.cat((first, second), dim=-1), torch.cat((-second, first), dim=-1)
+
+
+def _check_rotary(op: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, options: tuple[str, int]) -> None:
+    style, rotary_dim = options
+    check_floating(op, query=query, key=key, cos=cos, sin=sin)
+    check_choice(op, "style", style, STYLES)
+    size = query.shape[-1]
+    check(key.shape[-1] == size, op, f"query has head size {size}, key {key.shape[-1]}")
+    fits = 0 <= rotary_dim <= size and (rotary_dim or size) % 2 == 0
+    check(fits, op, f"rotary_dim must be even and at most the head size {size} (0: all of it), not {rotary_dim}")
+    width = rotary_dim or size
+    check(cos.shape == sin.shape, op, f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
+    check(
+        cos.shape[-1] == width or cos.shape[-1] * 2 == width,
+        op,
+        f"cos and sin must be {width} or {width // 2} wide, not {cos.shape[-1]}",
+    )
+    for name, x in (("query", query), ("key", key)):
+        pairs = zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False)
+        fits = cos.dim() <= x.dim() and all(own in (1, whole) for own, whole in pairs)
+        check(fits, op, f"cos {tuple(cos.shape)} does not broadcast to {name} {tuple(x.shape)}")
+
+
+def _tables(draw: Draw, width: int, num_tokens: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return cos and sin (1, 1, T, width) of positions from 3 on, frequencies as in the paper."""
+    frequencies = 10_000.0 ** (-torch.arange(width, dtype=torch.float64) / width)
+    angles = torch.outer(torch.arange(3, 3 + num_tokens, dtype=torch.float64), frequencies)[None, None]
+    kind = dtype or draw.dtype
+    return {"cos": angles.cos().to(kind).to(draw.device), "sin": angles.sin().to(kind).to(draw.device)}
+
+
+def _heads(draw: Draw, num_tokens: int, size: int = 16) -> dict[str, Tensor]:
+    """Return query (2, 4, T, D) and key (2, 2, T, D), strided as projections leave them."""
+    return {n: draw(2, num_tokens, heads, size).transpose(1, 2) for n, heads in (("query", 4), ("key", 2))}
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield every style with tables of either width, partial rotation, wide tables, other layouts."""
+    draw = Draw(dtype, device, seed=6)
+    for style in STYLES:
+        for name, width in (("one value per pair", 8), ("one value per feature", 16)):
+            tables = _tables(draw, width, 5)
+            yield Sample(name=f"{style}, {name}", kwargs={**_heads(draw, 5), **tables, "style": style})
+        partial: dict[str, Any] = {"rotary_dim": 6, "style": style}
+        yield Sample(name=f"{style}, partial", kwargs={**_heads(draw, 7), **_tables(draw, 6, 7), **partial})
+    wide = at_least_fp32(dtype)
+    yield Sample(name="wide tables", kwargs={**_heads(draw, 5), **_tables(draw, 16, 5, wide)})
+    yield Sample(name="wide", kwargs={**_heads(draw, 5), **_tables(draw, 16, 5), "compute_dtype": wide})
+    yield Sample(name="no tokens", kwargs={**_heads(draw, 0), **_tables(draw, 16, 0)})
+    yield Sample(name="decode", kwargs={**_heads(draw, 1), **_tables(draw, 16, 1)})
+    tables = {name: table[0].transpose(0, 1) for name, table in _tables(draw, 16, 7).items()}
+    yield Sample(name="tokens before heads", kwargs={"query": draw(7, 4, 16), "key": draw(7, 1, 16), **tables})
+
+
+def qk_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield the norms of Qwen 3 and Gemma 3, no weights, and partial interleaved rotation."""
+    draw = Draw(dtype, device, seed=7)
+    weights = {"query_weight": draw(16, scale=0.4, shift=1.0), "key_weight": draw(16, scale=0.4, shift=1.0)}
+    near_zero = {name: weight - 1 for name, weight in weights.items()}
+    neither = dict.fromkeys(weights)
+    wide = at_least_fp32(dtype)
+    cases: dict[str, dict[str, Any]] = {
+        "qwen3": {**weights, "eps": 1e-6, "normed_dtype": dtype},
+        "gemma3": {**near_zero, "eps": 1e-5, "offset": 1.0, "weight_dtype": wide},
+        "no weights": {**neither, "eps": 3e-4, "compute_dtype": wide},
+    }
+    for name, options in cases.items():
+        yield Sample(name=name, kwargs={**_heads(draw, 5), **_tables(draw, 16, 5), **options})
+    partial = {**weights, "eps": 1.5625e-7, "style": "interleaved", "rotary_dim": 8}
+    yield Sample(name="partial", kwargs={**_heads(draw, 7), **_tables(draw, 4, 7), **partial})
+    yield Sample(name="no tokens", kwargs={**_heads(draw, 0), **_tables(draw, 16, 0), **weights, "eps": 1e-6})
+
+
+# The fakes are the references: strides follow the inputs, and only the same ops on fake tensors give exactly those.
+ROTARY = declare(CanonicalOp(name="rotary", schema=SCHEMA, reference=rotary, fake=rotary, samples=samples))
+QK_NORM_ROTARY = declare(
+    CanonicalOp(
+        name="qk_norm_rotary",
+        schema=QK_NORM_SCHEMA,
+        reference=qk_norm_rotary,
+        fake=qk_norm_rotary,
+        samples=qk_norm_samples,
+    )
+)

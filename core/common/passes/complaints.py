@@ -1,0 +1,41 @@
+"""What the pass manager complains of, each naming the pass and its owner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.errors import PassError
+
+if TYPE_CHECKING:
+    from core.common.passes.declaration import NearMiss, Pass
+    from core.common.passes.manager import PassReport
+
+
+def failed(declared: Pass, error: Exception) -> PassError:
+    """Return the error for a pass that raised or left a graph that is none."""
+    if isinstance(error, PassError):
+        return error
+    return PassError(
+        f"running pass {declared.name!r} of {declared.owner}",
+        found=f"{type(error).__name__}: {error}",
+        remedy=f"leave it out (passes without {declared.name!r}) and report it to {declared.owner}",
+    )
+
+
+def conflict(report: PassReport, miss: NearMiss) -> PassError:
+    """Return the error for a node that two passes claim."""
+    return PassError(
+        f"pass {report.name!r} of {report.owner} at {miss.site}",
+        found=f"it claims node {miss.node!r}, which pass {miss.claimant} made",
+        remedy="declare which of them comes after the other on purpose (after=…), or disable one",
+    )
+
+
+def broken_promise(report: PassReport) -> PassError:
+    """Return the error for a pass that did not match as often as it owes."""
+    misses = "; ".join(f"{m.site}: {m.reason}" for m in report.near_misses) or "no near-miss reported"
+    return PassError(
+        f"pass {report.name!r} of {report.owner}, which owes {report.expected} matches",
+        found=f"it matched {report.matched} ({misses})",
+        remedy="look at the near-misses, or run without strict to go on unfused",
+    )

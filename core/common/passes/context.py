@@ -1,0 +1,101 @@
+"""What a pass is given: the graph, the device's capabilities, its parameters, and analyses computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from core.common.passes.declaration import Guards, Scalar, Stage
+from core.common.passes.effects import value_of
+from core.common.passes.writes import find_writes
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.device import Capabilities
+
+__all__ = ["ANALYSES", "Analyses", "PassContext", "check_analyses", "value_of"]
+
+
+def _order(module: fx.GraphModule) -> Mapping[fx.Node, int]:
+    return {node: position for position, node in enumerate(module.graph.nodes)}
+
+
+ANALYSES: Mapping[str, Callable[[fx.GraphModule], Any]] = MappingProxyType({"writes": find_writes, "order": _order})
+"""The analyses by name: "writes" gives a `writes.Writes`, "order" the position of each node."""
+
+
+def check_analyses(names: frozenset[str], asked: str) -> None:
+    """Raise `UsageError` where one of the names is no analysis."""
+    unknown = sorted(names - ANALYSES.keys())
+    if unknown:
+        raise UsageError(
+            f"analyses {unknown} for {asked}",
+            found=f"the analyses are: {', '.join(sorted(ANALYSES))}",
+            remedy="name only these",
+        )
+
+
+class Analyses:
+    """The analyses of one graph, each computed when first asked for and kept until a pass invalidates it."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._known: dict[str, Any] = {}
+        self.num_computed = 0
+
+    def get(self, name: str) -> Any:
+        """Return the analysis of that name for the graph as it was when the analysis was last invalid."""
+        if name not in self._known:
+            check_analyses(frozenset({name}), "a graph")
+            self._known[name] = ANALYSES[name](self._module)
+            self.num_computed += 1
+        return self._known[name]
+
+    def invalidate(self, preserved: frozenset[str] = frozenset()) -> None:
+        """Forget all analyses but the preserved ones: the graph has changed."""
+        self._known = {name: value for name, value in self._known.items() if name in preserved}
+
+
+@dataclass(kw_only=True, slots=True)
+class PassContext:
+    """One pass on one graph. A pass rewrites `module.graph` in place and reads everything else.
+
+    name, owner: of the pass. after: passes that this one is ordered after on purpose, and may build on. params: those
+    of the declaration. capabilities: of the device, or None for a graph without one. tokens: least and most tokens that
+    the graph serves, or None where unknown.
+    """
+
+    module: fx.GraphModule
+    stage: Stage = "torch"
+    name: str = "pass"
+    owner: str = "core"
+    after: frozenset[str] = frozenset()
+    guards: Guards = field(default_factory=Guards)
+    params: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    capabilities: Capabilities | None = None
+    world_size: int = 1
+    tokens: tuple[int, int] | None = None
+    analyses: Analyses | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph to rewrite."""
+        return self.module.graph
+
+    def analysis(self, name: str) -> Any:
+        """Return the analysis "writes" or "order"; it describes the graph as the pass found it."""
+        if self.analyses is None:
+            self.analyses = Analyses(self.module)
+        return self.analyses.get(name)
+
+    def values(self) -> Iterator[object]:
+        """Yield the fake values of all nodes, the members of tuples one by one."""
+        for node in self.graph.nodes:
+            value = value_of(node)
+            if value is not None:
+                yield from pytree.tree_leaves(value)

@@ -1,0 +1,180 @@
+"""What graph nodes do besides returning a value: which tensors they write, and whether they may be left out.
+
+Dynamo graphs hide writes: to `fx`, `cache.index_copy_(…)` and `x.add_(1)` are pure. What is not known here to be
+harmless counts as having an effect.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"})
+_EFFECTS_OF_BUILTINS = frozenset({"print", "setattr", "delattr", "exec", "eval", "input", "next", "open"})
+_EFFECTS_OF_METHODS = frozenset({"backward", "register_hook", "retain_grad", "record_stream", "set_", "resize_"})
+
+
+def value_of(node: object) -> Any:
+    """Return the fake value of a node: `example_value` from Dynamo, `val` after AOTAutograd; None where unknown."""
+    meta: Mapping[str, Any] = getattr(node, "meta", {})
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def written_args(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the arguments that the node writes into; all of them where the callable is unknown."""
+    return tuple(dict.fromkeys(_written(node))) if node.op.startswith("call_") else ()
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    target = node.target
+    yield from _nodes(node.kwargs.get("out"))
+    if node.op == "call_method":
+        if _in_place(str(target)):
+            yield from _nodes(node.args[:1])
+    elif isinstance(target, (OpOverload, OpOverloadPacket)):
+        yield from _written_by_schema(target, node.args, node.kwargs)
+    elif isinstance(target, HigherOrderOperator):
+        if "mutation" in target.name():
+            yield from node.all_input_nodes
+    elif node.op == "call_module" or not _is_torch(target):
+        yield from node.all_input_nodes
+    elif _in_place(_name(target)) or _asked_in_place(node):
+        yield from _nodes(node.args[:1] or node.kwargs.get("input"))
+
+
+def written_by(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[fx.Node, ...]:
+    """Return the arguments that a call would write into by its schema; none where the callable has no schema."""
+    if not isinstance(target, (OpOverload, OpOverloadPacket)):
+        return ()
+    return tuple(_written_by_schema(target, args, kwargs))
+
+
+def _written_by_schema(
+    target: OpOverload[..., Any] | OpOverloadPacket[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[fx.Node]:
+    for written in _written_positions(target):
+        for position, name in written:
+            yield from _nodes(kwargs.get(name, args[position] if position < len(args) else None))
+
+
+@lru_cache(maxsize=4096)
+def _written_positions(target: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
+    return tuple(
+        tuple(
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        for schema in _schemas(target)
+    )
+
+
+def _schemas(target: Any) -> list[Any]:
+    if isinstance(target, OpOverload):
+        return [target._schema]
+    # Which overload a packet will choose depends on the values: each of them counts.
+    return [getattr(target, name)._schema for name in target.overloads()]
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name in ("__setitem__", "__delitem__") or (name.startswith("__i") and hasattr(operator, name))
+    return name.endswith("_")
+
+
+def _name(target: Any) -> str:
+    """Name a function so that operators read as the methods they call: `operator.iadd` is `__iadd__`."""
+    name = str(getattr(target, "__name__", ""))
+    return f"__{name.strip('_')}__" if getattr(target, "__module__", None) == "_operator" else name
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    if node.kwargs.get("inplace") is True:
+        return True
+    if not any(argument is True for argument in node.args) or not inspect.isfunction(node.target):
+        return False
+    parameters = list(inspect.signature(node.target).parameters)
+    return any(name == "inplace" and value is True for name, value in zip(parameters, node.args, strict=False))
+
+
+@lru_cache(maxsize=4096)
+def _is_torch(target: Any) -> bool:
+    """Tell whether a callable is torch's own or Python's, so that its name says what it does."""
+    if getattr(target, "__objclass__", None) in (Tensor, torch._C.TensorBase):
+        return True
+    package = str(getattr(target, "__module__", None) or "").partition(".")[0]
+    return package in ("torch", "_operator", "math", "builtins")
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Tell whether removing an unused node could change what the graph does."""
+    if node.op in ("placeholder", "output", "call_module"):
+        return True
+    if node.op == "get_attr":
+        return False
+    if node.op == "call_method":
+        return not _pure_method(str(node.target)) or "out" in node.kwargs
+    return _impure_function(node) or bool(written_args(node)) or node.is_impure()
+
+
+@lru_cache(maxsize=4096)
+def _pure_method(name: str) -> bool:
+    known = hasattr(Tensor, name) or hasattr(torch.SymInt, name)
+    return known and not _in_place(name) and name not in _EFFECTS_OF_METHODS and not _is_random(name)
+
+
+def _impure_function(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    if name.endswith("dropout") and (node.kwargs.get("training") is False or node.kwargs.get("p") == 0):
+        return False
+    if "scaled_dot_product" in name and not node.kwargs.get("dropout_p") and len(node.args) < 5:
+        return bool(written_args(node))
+    return not _pure_function(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _pure_function(target: Any) -> bool:
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return all(_pure_schema(target, schema) for schema in _schemas(target))
+    if isinstance(target, HigherOrderOperator) or not _is_torch(target):
+        return False
+    name, module = _name(target), getattr(target, "__module__", None)
+    if module == "builtins":
+        return getattr(builtins, name, None) is target and name not in _EFFECTS_OF_BUILTINS
+    if module in ("_operator", "math"):
+        return hasattr(math, name) or not _in_place(name)
+    # torch also holds functions that switch modes, seed or log; what aten has an op for computes.
+    return (
+        bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}")) and not _in_place(name) and not _is_random(name)
+    )
+
+
+def _pure_schema(target: Any, schema: Any) -> bool:
+    namespace = schema.name.partition("::")[0]
+    overload = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return not schema.is_mutable and bool(schema.returns) and namespace not in _COLLECTIVES and not overload
+
+
+@lru_cache(maxsize=4096)
+def _is_random(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None) if not name.startswith("__") else None
+    if packet is None:
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())

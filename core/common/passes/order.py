@@ -1,0 +1,76 @@
+"""Which passes run, and in which order: the declared before/after, else as registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from graphlib import CycleError, TopologicalSorter
+
+from core.common.passes.context import check_analyses
+from core.common.passes.declaration import Pass
+from core.errors import PassError, UsageError
+
+
+def choose(passes: Sequence[Pass], only: Sequence[str] | None, disable: Sequence[str]) -> tuple[Pass, ...]:
+    """Return the passes named by `only` (None: all), less those of `disable`; raise `UsageError` on unknown names."""
+    known = [declared.name for declared in passes]
+    for name in (*(only or ()), *disable):
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            raise UsageError(
+                f"choosing pass {name!r}",
+                found=f"the passes are: {', '.join(known) or 'none'}",
+                remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
+            )
+    wanted = known if only is None else only
+    return tuple(declared for declared in passes if declared.name in wanted and declared.name not in disable)
+
+
+def order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Return the passes in an order that keeps every before/after, else as registered; raise `PassError` on a cycle."""
+    by_name: dict[str, Pass] = {}
+    for declared in passes:
+        _check(declared, by_name)
+        by_name[declared.name] = declared
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for name, earlier in _direct(passes).items():
+        sorter.add(name, *earlier)
+    try:
+        return tuple(by_name[name] for name in sorter.static_order())
+    except CycleError as error:
+        raise PassError(
+            "ordering the passes",
+            found="their before/after contradict each other: " + " -> ".join(error.args[1]),
+            remedy="drop one of these constraints",
+        ) from None
+
+
+def predecessors(passes: Sequence[Pass]) -> Mapping[str, frozenset[str]]:
+    """Return for each pass of an ordered list all passes that it is declared to come after, directly or not."""
+    direct = _direct(passes)
+    known: dict[str, frozenset[str]] = {}
+    for declared in passes:
+        earlier = direct[declared.name]
+        known[declared.name] = frozenset(earlier).union(*(known[name] for name in earlier))
+    return known
+
+
+def _direct(passes: Sequence[Pass]) -> dict[str, list[str]]:
+    """Return for each pass those that one declaration puts right before it; names that no pass has mean nothing."""
+    earlier: dict[str, list[str]] = {declared.name: [] for declared in passes}
+    for declared in passes:
+        earlier[declared.name] += [name for name in declared.after if name in earlier]
+        for later in declared.before:
+            if later in earlier:
+                earlier[later].append(declared.name)
+    return earlier
+
+
+def _check(declared: Pass, known: Mapping[str, Pass]) -> None:
+    check_analyses(declared.requires | declared.preserves, f"pass {declared.name!r} of {declared.owner}")
+    if declared.name in known:
+        raise PassError(
+            f"pass {declared.name!r} of {declared.owner}",
+            found=f"{known[declared.name].owner} registers a pass of the same name",
+            remedy="rename one of them",
+        )

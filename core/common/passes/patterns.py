@@ -1,0 +1,142 @@
+"""Passes declared as patterns: their declarations, and the mechanism `replace_pattern` on `torch.fx`'s matcher.
+
+Scalars are matched as values and read: a parameter of the pattern that is listed in `literals` stands for any number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
+
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import NearMiss, PassResult
+from core.common.passes.rewrite import apply_sites
+from core.common.passes.sites import Site, near_miss
+from core.errors import PassError
+
+if TYPE_CHECKING:
+    from torch._inductor.pattern_matcher import Match, PatternExpr
+
+Literal = bool | int | float | torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """A pattern and what replaces it, both functions of the same parameters, traced by `torch.fx`.
+
+    Spelling counts: calls, methods, operand order. literals: parameters that stand for a number or dtype in the graph;
+    all others stand for nodes. check: gets what each parameter matched (nodes as nodes, literals as values) and returns
+    why the match must stay, or None.
+    """
+
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    literals: tuple[str, ...] = ()
+    check: Callable[[Mapping[str, Any]], str | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InductorReplacement:
+    """A pattern of `torch._inductor.pattern_matcher.register_replacement`; search and replace share their parameters.
+
+    examples: gives the inputs to trace search with, called under a fake mode, scalars left out. scalars: parameters of
+    search that stand for numbers, each with an odd value that appears nowhere else in the pattern; one pattern then
+    matches every value. check: gets the match and returns why it must stay, or None.
+    """
+
+    search: Callable[..., Any]
+    replace: Callable[..., Any]
+    examples: Callable[[], Sequence[Any]]
+    scalars: Mapping[str, float | int] = field(default_factory=lambda: MappingProxyType({}))
+    check: Callable[[Match], str | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InductorGraphPattern:
+    """A pattern of `register_graph_pattern`: a tree of `CallFunction`, and a handler that rewrites the match."""
+
+    pattern: Callable[[], PatternExpr]
+    handler: Callable[..., None]
+    check: Callable[[Match], str | None] | None = None
+
+
+def replace_patterns(context: PassContext, patterns: Sequence[Any]) -> PassResult:
+    """Replace every safe match of the patterns, in their order; each sees the graph that the last one left."""
+    results: list[PassResult] = []
+    for index, pattern in enumerate(patterns):
+        if not isinstance(pattern, Replacement):
+            raise _wrong_kind(context, pattern, "Replacement")
+        if index and results[-1].matched:
+            assert context.analyses is not None
+            context.analyses.invalidate()
+        results.append(_replace(context, pattern))
+    return PassResult(
+        matched=sum(result.matched for result in results),
+        sites=tuple(site for result in results for site in result.sites),
+        near_misses=tuple(miss for result in results for miss in result.near_misses),
+    )
+
+
+def _wrong_kind(context: PassContext, pattern: object, wanted: str) -> PassError:
+    return PassError(
+        f"pass {context.name!r} of {context.owner}",
+        found=f"its pattern {pattern!r} is no {wanted}",
+        remedy="declare the patterns in the form that the pass's mechanism takes",
+    )
+
+
+def _replace(context: PassContext, pattern: Replacement) -> PassResult:
+    searched, new = traced(pattern.pattern), traced(pattern.replacement)
+    names = [str(node.target) for node in searched.graph.nodes if node.op == "placeholder"]
+    matcher = SubgraphMatcher(
+        searched.graph, match_output=False, match_placeholder=False, remove_overlapping_matches=True
+    )
+    sites: list[Site] = []
+    misses: list[NearMiss] = []
+    for match in matcher.match(context.graph):
+        bound = dict(zip(names, match.placeholder_nodes, strict=True))
+        reason = _literals(pattern, bound) or (pattern.check(bound) if pattern.check is not None else None)
+        if reason:
+            misses.append(near_miss(match.returning_nodes[0], reason))
+        else:
+            sites.append(_site(match, new, tuple(bound[name] for name in _parameters(pattern.replacement))))
+    return apply_sites(context, sites, misses)
+
+
+def _literals(pattern: Replacement, bound: Mapping[str, Any]) -> str | None:
+    for name, value in bound.items():
+        if (name in pattern.literals) != isinstance(value, Literal):
+            kind = "a number" if name in pattern.literals else "a tensor"
+            return f"{name} is {value!r}, the pattern wants {kind} there"
+    return None
+
+
+def _site(match: InternalMatch, new: fx.GraphModule, args: tuple[Any, ...]) -> Site:
+    interior = tuple(node for pattern, node in match.nodes_map.items() if pattern.op not in ("placeholder", "output"))
+    outputs = tuple(match.returning_nodes)
+    return Site(anchor=outputs[0], target=new, args=args, interior=interior, outputs=outputs)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@lru_cache(maxsize=256)
+def traced(function: Callable[..., Any]) -> fx.GraphModule:
+    """Trace a pattern or replacement once."""
+    module = fx.symbolic_trace(function)
+    if any(node.op in ("get_attr", "call_module") for node in module.graph.nodes):
+        raise PassError(
+            f"tracing the pattern {getattr(function, '__qualname__', function)!r}",
+            found="it holds a tensor or module of its own",
+            remedy="make it a parameter",
+        )
+    return module

@@ -1,0 +1,153 @@
+"""What every fusion needs, in one place: find sites, refuse the unsafe ones with a reason, rewrite the others.
+
+A pass hands `fuse` a finder, which is asked for every node and answers with a `Site`, a `NearMiss` or None. All sites
+are found and judged on the graph as the pass found it (core/common/passes/safety.py); only then is anything changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import NearMiss, PassResult
+from core.common.passes.effects import is_impure
+from core.common.passes.metadata import Memo
+from core.common.passes.safety import Plan, plan_site
+from core.common.passes.sites import MADE_BY, Finder, Made, Site, near_miss, site_name
+from core.errors import PassError
+
+__all__ = ["Finder", "NearMiss", "Site", "apply_sites", "fuse", "near_miss", "remove_dead", "site_name"]
+
+_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
+
+
+def fuse(context: PassContext, find: Finder) -> PassResult:
+    """Rewrite every safe site that `find` names; report the others as near-misses with the reason.
+
+    Raises `PassError` where two sites claim one node.
+    """
+    found = [find(context, node) for node in context.graph.nodes]
+    misses = [item for item in found if isinstance(item, NearMiss)]
+    return apply_sites(context, [item for item in found if isinstance(item, Site)], misses)
+
+
+def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[NearMiss] = ()) -> PassResult:
+    """Rewrite the safe ones among these sites of one graph; the part of `fuse` after the search."""
+    memo: Memo = {}
+    planned = [plan_site(context, site, memo) for site in sites]
+    plans = [item for item in planned if isinstance(item, Plan)]
+    _refuse_overlaps(context, plans)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for plan in sorted(plans, key=lambda plan: plan.position):
+        _insert(context, plan.site, plan.before, plan.values, replaced)
+        for view, value in plan.views.items():
+            _set_value(view, view, value)
+    _erase(context.graph, plans)
+    return PassResult(
+        matched=len(plans),
+        sites=tuple(site_name(plan.site.anchor) for plan in plans),
+        near_misses=(*misses, *(item for item in planned if isinstance(item, NearMiss))),
+    )
+
+
+def _refuse_overlaps(context: PassContext, plans: Iterable[Plan]) -> None:
+    """Refuse two sites of one pass where one would replace what the other computes or replaces."""
+    owners: dict[fx.Node, Site] = {}
+    for plan in plans:
+        for node in plan.site.replaced:
+            _claim(context, node, plan.site, owners)
+    for plan in plans:
+        for node in plan.site.nodes:
+            if owners.get(node, plan.site) is not plan.site:
+                _claim(context, node, plan.site, owners)
+
+
+def _claim(context: PassContext, node: fx.Node, site: Site, owners: dict[fx.Node, Site]) -> None:
+    other = owners.setdefault(node, site)
+    if other is not site:
+        raise PassError(
+            f"pass {context.name!r} of {context.owner} at {site_name(site.anchor)} (node {site.anchor.name!r})",
+            found=f"its site at {site_name(other.anchor)} (node {other.anchor.name!r}) claims node {node.name!r} too",
+            remedy="make the finder return one site for these nodes",
+        )
+
+
+def _insert(
+    context: PassContext, site: Site, before: fx.Node, values: Mapping[str, Any], replaced: dict[fx.Node, fx.Node]
+) -> None:
+    """Put the new op before a node and let it take over the uses; values: fake values by node name, "" for the op's."""
+    made = Made(pass_name=context.name, owner=context.owner, site=site_name(site.anchor))
+    args, kwargs = fx.map_arg((site.args, dict(site.kwargs)), lambda node: replaced.get(node, node))
+    with context.graph.inserting_before(before):
+        if isinstance(site.target, fx.GraphModule):
+            results = _inline(context.graph, site, args, values, made)
+        else:
+            results = _call(context.graph, site, args, kwargs, values.get(""), made)
+    for old, new in zip(site.replaced, results, strict=True):
+        if new.meta.get(MADE_BY) is made:  # not so where the replacement gives one of its inputs
+            new.meta[MADE_BY] = replace(made, replaced=(old.name,))
+        replaced[old] = new
+        # Nodes of the site itself keep the old value: they go, or stay as they were.
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in site.nodes)
+
+
+def _call(graph: fx.Graph, site: Site, args: Any, kwargs: Any, value: Any, made: Made) -> list[fx.Node]:
+    node = graph.call_function(site.target, args, kwargs)
+    _describe(node, site.anchor, value, made)
+    if len(site.replaced) == 1:
+        return [node]
+    members = [graph.call_function(operator.getitem, (node, index)) for index in range(len(site.replaced))]
+    for index, member in enumerate(members):
+        _describe(member, site.replaced[index], None if value is None else value[index], made)
+    return members
+
+
+def _inline(graph: fx.Graph, site: Site, args: Any, values: Mapping[str, Any], made: Made) -> list[fx.Node]:
+    source = site.target.graph  # type: ignore[attr-defined]  # a GraphModule, as the caller has checked
+    inputs = [node for node in source.nodes if node.op == "placeholder"]
+    copied: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
+    results = graph.graph_copy(source, copied)
+    for old, new in copied.items():
+        if isinstance(new, fx.Node) and old.op != "placeholder":
+            new.meta = {}
+            _describe(new, site.anchor, values.get(old.name), made)
+    found: list[fx.Node] = list(results) if isinstance(results, (tuple, list)) else [results]  # type: ignore[list-item]
+    given: Any = values.get("")
+    for new, value in zip(found, given if len(found) > 1 else (given,), strict=True):
+        if new.meta.get(MADE_BY) is made and value is not None:
+            _set_value(new, site.anchor, value)
+    return found
+
+
+def _describe(node: fx.Node, like: fx.Node, value: Any, made: Made) -> None:
+    node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
+    if value is not None:
+        _set_value(node, like, value)
+    node.meta[MADE_BY] = made
+
+
+def _set_value(node: fx.Node, like: fx.Node, value: Any) -> None:
+    node.meta["val" if "val" in like.meta and "example_value" not in like.meta else "example_value"] = value
+
+
+def _erase(graph: fx.Graph, plans: Iterable[Plan]) -> None:
+    """Erase the matched nodes that nothing uses any more, and no other node: a graph may hide writes anywhere."""
+    matched = {node for plan in plans for node in plan.site.nodes}
+    for node in reversed(list(graph.nodes)):
+        if node in matched and not node.users:
+            graph.erase_node(node)
+
+
+def remove_dead(graph: fx.Graph) -> int:
+    """Erase every node without users and without an effect; return how many went."""
+    erased = 0
+    for node in reversed(list(graph.nodes)):
+        if not node.users and not is_impure(node):
+            graph.erase_node(node)
+            erased += 1
+    return erased

@@ -1,0 +1,160 @@
+"""Whether a site may be rewritten: order, aliasing writes, effects that would be lost or doubled, and metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import NearMiss
+from core.common.passes.effects import is_impure, value_of, written_by
+from core.common.passes.metadata import Memo, Values
+from core.common.passes.sites import MADE_BY, Refused, Site, near_miss
+from core.common.passes.writes import Writes
+from core.errors import PassError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A site that may be rewritten. before: where the new op goes. values: fake values of the new nodes by name.
+
+    views: new fake values of nodes that view the result, where its strides change.
+    """
+
+    site: Site
+    before: fx.Node
+    position: tuple[int, int]
+    values: Mapping[str, Any]
+    views: Mapping[fx.Node, Any]
+
+
+def plan_site(context: PassContext, site: Site, memo: Memo) -> Plan | NearMiss:
+    """Return how to rewrite the site, or the near-miss that says why it must stay."""
+    order: Mapping[fx.Node, int] = context.analysis("order")
+    writes: Writes = context.analysis("writes")
+    checked = _Checked(context, site, order, writes, memo)
+    _check_form(context, site, checked.inputs)
+    try:
+        return checked.plan()
+    except Refused as refused:
+        miss = near_miss(refused.node, refused.reason, claimant=refused.claimant)
+        return NearMiss(
+            site=near_miss(site.anchor, "").site, reason=miss.reason, node=miss.node, claimant=miss.claimant
+        )
+
+
+def _check_form(context: PassContext, site: Site, inputs: tuple[fx.Node, ...]) -> None:
+    """Raise where the finder itself is wrong: such a site says nothing about the graph."""
+    wrong = ""
+    if site.replaced[0] is not site.anchor:
+        wrong = f"outputs[0] is {site.replaced[0].name!r}, not the anchor"
+    elif any(node in site.replaced for node in inputs):
+        wrong = "an argument of the new op is a node that it replaces"
+    elif any(not node.op.startswith(("call_", "get_attr")) for node in site.nodes):
+        wrong = "its interior holds a placeholder or the output"
+    if wrong:
+        raise PassError(
+            f"pass {context.name!r} of {context.owner} at node {site.anchor.name!r}",
+            found=wrong,
+            remedy="mend the finder: args come from outside, interior is what the op replaces, anchor is outputs[0]",
+        )
+
+
+class _Checked:
+    """The checks of one site, on the graph as the pass found it."""
+
+    def __init__(
+        self, context: PassContext, site: Site, order: Mapping[fx.Node, int], writes: Writes, memo: Memo
+    ) -> None:
+        self.context, self.site, self.order, self.writes, self.memo = context, site, order, writes, memo
+        self.interior = site.nodes
+        self.inputs = site.inputs
+
+    def plan(self) -> Plan:
+        self._guarded()
+        before = self._place()
+        positions = [self.order[node] for node in (*self.interior, before)]
+        span = (min(positions), max(positions))
+        new_writes = self._new_writes()
+        self._no_write_between(span)
+        self._no_effect_lost(new_writes)
+        self._no_read_between(span, new_writes)
+        self._no_aliasing_output(span)
+        first = min(self.order[node] for node in self.site.replaced)
+        return Plan(
+            self.site,
+            before,
+            (self.order[before], first),
+            *Values(self.site, self.order, self.writes, self.memo).compute(),
+        )
+
+    def _guarded(self) -> None:
+        anchor = self.site.anchor
+        reason = self.context.guards.refuses_value(value_of(anchor))
+        if reason is not None:
+            raise Refused(anchor, reason)
+        for node in self.interior:
+            made = node.meta.get(MADE_BY)
+            if made is not None and made.pass_name != self.context.name and made.pass_name not in self.context.after:
+                claimant = f"{made.pass_name!r} of {made.owner}"
+                raise Refused(node, f"node {node.name} was made by pass {claimant}", claimant)
+
+    def _place(self) -> fx.Node:
+        """Return the node before which the new op goes: the anchor, or an earlier use of another output."""
+        outside = [user for node in self.site.replaced for user in node.users if user not in self.interior]
+        before = min([self.site.anchor, *outside], key=self.order.__getitem__)
+        for node in self.inputs:
+            if self.order[node] >= self.order[before]:
+                raise Refused(node, f"input {node.name} is computed after {before.name}, which needs the result")
+        return before
+
+    def _no_write_between(self, span: tuple[int, int]) -> None:
+        for writer in self.writes.writers(*self.inputs, *self.interior):
+            if writer not in self.interior and span[0] <= self.order[writer] <= span[1]:
+                raise Refused(writer, f"written in between by {writer.name}")
+
+    def _new_writes(self) -> frozenset[object]:
+        """Return the storages that the new op writes; it may write only what its interior wrote."""
+        written = self.writes.of(*written_by(self.site.target, self.site.args, self.site.kwargs))
+        old: frozenset[object] = frozenset().union(*(self.writes.written.get(n, frozenset()) for n in self.interior))
+        if written - old:
+            raise Refused(self.site.anchor, "the new op would write where the matched nodes do not")
+        return written
+
+    def _no_effect_lost(self, new_writes: frozenset[object]) -> None:
+        for node in self.interior:
+            outside = [user for user in node.users if user not in self.interior]
+            into = self.writes.written.get(node, frozenset())
+            if outside and node not in self.site.replaced and (into or is_impure(node)):
+                raise Refused(node, f"{node.name} has an effect and {outside[0].name} still uses it")
+            for key in into - new_writes:
+                if self._is_seen(key, node):
+                    raise Refused(node, f"the write of {node.name} would be lost")
+
+    def _is_seen(self, key: object, writer: fx.Node) -> bool:
+        """Tell whether a write is seen by more than the results of the site: by the caller or by a later read."""
+        for holder in self.writes.holders.get(key, ()):
+            if holder.op in ("placeholder", "get_attr"):
+                return True
+            if holder not in self.site.replaced and self.order[holder] < self.order[writer]:
+                users = (user for user in holder.users if user not in self.interior)
+                if any(self.order[user] > self.order[writer] for user in users):
+                    return True
+        return False
+
+    def _no_read_between(self, span: tuple[int, int], new_writes: frozenset[object]) -> None:
+        if not new_writes:
+            return
+        for node, position in self.order.items():
+            between = span[0] <= position <= span[1] and node not in self.interior
+            if between and self.writes.of(*node.all_input_nodes) & new_writes:
+                raise Refused(node, f"{node.name} uses in between what the new op writes")
+
+    def _no_aliasing_output(self, span: tuple[int, int]) -> None:
+        shared = self.writes.of(*self.site.replaced) & self.writes.of(*self.inputs)
+        for node, into in self.writes.written.items():
+            if into & shared and node not in self.interior and self.order[node] >= span[0]:
+                raise Refused(node, f"the result shares memory with an input, and {node.name} writes it")

@@ -1,0 +1,92 @@
+"""Where a fusion fits: the site, its name for readers, and the mark on the nodes that a pass made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from core.common.passes.declaration import NearMiss
+
+if TYPE_CHECKING:
+    from core.common.passes.context import PassContext
+
+MADE_BY = "core_pass"
+"""Key of `node.meta` under which a node that a pass made holds its `Made`."""
+
+# Dynamo writes L['model'].layers.0: the local variable it came from, and how it got there, say nothing to a reader.
+_ORIGIN = re.compile(r"^(?:G\['__import_[^']*'\]\.\w+|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
+_INDEXED = re.compile(r"(?:\b_modules)?\['?([^'\]]+)'?\]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """One place where a fusion fits.
+
+    anchor: the node whose value output 0 of the new op gives. target: usually `op.overload` of a canonical op; an
+    `fx.GraphModule` is inlined. args, kwargs: of the new call, may hold nodes. interior: the nodes that the op
+    replaces, anchor included; those still used elsewhere stay. outputs: for ops with several outputs, the nodes that
+    outputs 0..n-1 replace; outputs[0] is the anchor.
+    """
+
+    anchor: fx.Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    interior: tuple[fx.Node, ...] = ()
+    outputs: tuple[fx.Node, ...] = ()
+
+    @property
+    def replaced(self) -> tuple[fx.Node, ...]:
+        """The nodes whose uses the new op takes over; the anchor alone unless outputs says otherwise."""
+        return self.outputs or (self.anchor,)
+
+    @property
+    def nodes(self) -> dict[fx.Node, None]:
+        """All nodes that the op stands for, each once."""
+        return dict.fromkeys((*self.interior, *self.replaced))
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The nodes among the arguments."""
+        found: list[fx.Node] = []
+        fx.map_arg((self.args, dict(self.kwargs)), found.append)
+        return tuple(found)
+
+
+class Refused(Exception):
+    """A site must stay: a check failed at a node, for a reason."""
+
+    def __init__(self, node: fx.Node, reason: str, claimant: str = "") -> None:
+        super().__init__(reason)
+        self.node, self.reason, self.claimant = node, reason, claimant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """Which pass made a node, at which site, and the names of the nodes it replaced (empty for inner nodes)."""
+
+    pass_name: str
+    owner: str
+    site: str
+    replaced: tuple[str, ...] = ()
+
+
+Finder = Callable[["PassContext", fx.Node], Site | NearMiss | None]
+
+
+def site_name(node: fx.Node) -> str:
+    """Return the path of the module that the node came from (`model.layers.3.input_layernorm`), else its name."""
+    stack = node.meta.get("nn_module_stack")
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    path = _INDEXED.sub(r".\1", _ORIGIN.sub("", path))
+    return ".".join(part for part in path.split(".") if part) or node.name
+
+
+def near_miss(node: fx.Node, reason: str, *, claimant: str = "") -> NearMiss:
+    """Return a near-miss at this node's site."""
+    return NearMiss(site=site_name(node), reason=reason, node=node.name, claimant=claimant)

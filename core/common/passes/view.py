@@ -1,0 +1,216 @@
+"""A canonical view of graph nodes: what a node computes, whichever way it is spelled.
+
+`x.pow(2)`, `x * x` and `torch.square(x)` are one thing here, as are `torch.add`, `+` and `aten.add.Tensor`, and operand
+order where order means nothing. The view changes nothing in the graph; matchers ask it about nodes. Only spellings that
+are equal in every bit are joined, so a rewrite may rely on them: a cast through a narrower dtype is not the identity.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+Operand = Any
+"""A node, a Python number, or another literal of the graph."""
+
+
+def _spellings() -> dict[Any, str]:
+    """Return target -> kind for functions; methods are looked up by name."""
+    table: dict[Any, str] = {
+        operator.add: "add",
+        operator.sub: "sub",
+        operator.mul: "mul",
+        operator.truediv: "div",
+        operator.pow: "pow",
+        operator.neg: "neg",
+        operator.getitem: "getitem",
+        F.silu: "silu",
+        F.gelu: "gelu",
+        F.linear: "linear",
+        torch._C._nn.gelu: "gelu",
+        torch._C._nn.linear: "linear",
+        F.softmax: "softmax",
+        F.scaled_dot_product_attention: "sdpa",
+        torch._C._nn.scaled_dot_product_attention: "sdpa",
+        torch.rms_norm: "rms_norm",
+        F.rms_norm: "rms_norm",
+    }
+    for name in _NAMES:
+        function = getattr(torch, name, None)
+        if function is not None:
+            table[function] = name
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            if not overload.endswith(("out", "_")):
+                table[getattr(packet, overload)] = name
+    table[torch.concat] = table[torch.concatenate] = "cat"
+    table[torch.ops.aten._to_copy.default] = "cast"
+    table[torch.ops.prims.convert_element_type.default] = "cast"
+    return table
+
+
+# The same name as a torch function, as a tensor method and as an aten op.
+_NAMES = (
+    *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "mean", "sum"),
+    *("cat", "chunk", "split", "stack", "sigmoid", "relu", "tanh", "exp", "silu", "gelu", "softmax"),
+    *("matmul", "bmm", "unsqueeze", "transpose", "reshape", "view", "flatten", "expand", "permute", "topk"),
+)
+_METHODS = {name: name for name in _NAMES} | {
+    **dict.fromkeys(("to", "type_as", "type", "float", "half", "bfloat16", "double"), "cast"),
+    **dict.fromkeys(("__mul__", "__rmul__"), "mul"),
+    **dict.fromkeys(("__add__", "__radd__"), "add"),
+    "concat": "cat",
+}
+_FUNCTIONS = _spellings()
+
+
+def value(node: Operand) -> Any:
+    """Return the node's fake value (torch stage: `example_value`, aten stage: `val`), or None."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+
+
+def dtype(node: Operand) -> torch.dtype | None:
+    """Return the dtype of a node's tensor, or None for anything else."""
+    tensor = value(node)
+    return tensor.dtype if isinstance(tensor, Tensor) else None
+
+
+def shape(node: Operand) -> tuple[Any, ...] | None:
+    """Return the shape of a node's tensor, symbolic sizes included, or None for anything else."""
+    tensor = value(node)
+    return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+
+
+def kind(node: Operand) -> str:
+    """Return what the node computes ("mul", "cast", "rsqrt", …), or "" if the view has no word for it."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_function":
+        found = _FUNCTIONS.get(node.target, "")
+    elif node.op == "call_method":
+        found = _METHODS.get(str(node.target), "")
+    else:
+        return ""
+    # `.to(device)` and `.to(other, copy=True)` are no casts of a dtype alone.
+    return "" if found == "cast" and not _is_cast(node) else found
+
+
+def _is_cast(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    before, after = value(source), value(node)
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.device == after.device
+
+
+def operand(node: fx.Node, index: int, name: str, default: Operand = None) -> Operand:
+    """Return an operand given by position or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def orders(node: fx.Node) -> Iterator[tuple[Operand, Operand]]:
+    """Yield the two operands of a commutative node in both orders; nothing for scaled forms (`alpha`) or others."""
+    if len(node.args) == 2 and not node.kwargs:
+        first, second = node.args
+        yield first, second
+        yield second, first
+
+
+def other(node: fx.Node, known: fx.Node) -> Operand:
+    """Return the operand of a commutative node that is not `known`, or None where it does not have exactly two."""
+    for first, second in orders(node):
+        if first is known:
+            return second
+    return None
+
+
+def source_of_cast(node: Operand) -> fx.Node | None:
+    """Return what a cast reads, or None if the node is no cast."""
+    return node.args[0] if kind(node) == "cast" else None
+
+
+def without_exact_casts(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """Strip casts that keep every value (to the same or a wider floating dtype); return source and casts stripped.
+
+    The last cast stripped comes first. A cast through a narrower dtype rounds and is never stripped.
+    """
+    stripped = []
+    current = node
+    while (source := source_of_cast(current)) is not None and is_exact(dtype(source), dtype(current)):
+        stripped.append(current)
+        current = source
+    return current, tuple(stripped)
+
+
+_WIDENS = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+}
+
+
+def is_exact(before: torch.dtype | None, after: torch.dtype | None) -> bool:
+    """Return whether a cast between these floating dtypes keeps every value."""
+    return before is not None and (before == after or (before, after) in _WIDENS)
+
+
+def square(node: Operand) -> fx.Node | None:
+    """Return x if the node is x squared, however spelled."""
+    found = kind(node)
+    if found == "square":
+        return node.args[0]  # type: ignore[no-any-return]
+    if found == "pow" and operand(node, 1, "exponent") == 2:
+        return node.args[0]  # type: ignore[no-any-return]
+    if found == "mul" and len(node.args) == 2 and node.args[0] is node.args[1]:
+        return node.args[0]  # type: ignore[no-any-return]
+    return None
+
+
+def inverse_root(node: Operand) -> fx.Node | None:
+    """Return x if the node is 1 / sqrt(x), spelled as one node or two."""
+    found = kind(node)
+    if found == "rsqrt" or (found == "pow" and operand(node, 1, "exponent") == -0.5):
+        return node.args[0]  # type: ignore[no-any-return]
+    root: Operand = None
+    if found == "reciprocal":
+        root = node.args[0]
+    elif found == "div" and node.args[0] in (1, 1.0):
+        root = node.args[1]
+    return root.args[0] if kind(root) == "sqrt" else None
+
+
+def last_dim_mean(node: Operand) -> fx.Node | None:
+    """Return x if the node is the mean of x over its last dimension, which is kept."""
+    if kind(node) != "mean":
+        return None
+    source = node.args[0]
+    rank = len(shape(source) or ())
+    dims = operand(node, 1, "dim")
+    dims = tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
+    keeps = operand(node, 2, "keepdim", False)
+    return source if keeps is True and len(dims) == 1 and dims[0] in (-1, rank - 1) and rank else None
+
+
+def plus_number(node: Operand) -> tuple[fx.Node, float] | None:
+    """Return (x, number) if the node is x + number in either order."""
+    if kind(node) != "add":
+        return None
+    for first, second in orders(node):
+        if isinstance(first, fx.Node) and is_number(second):
+            return first, float(second)
+    return None
+
+
+def is_number(operand: Operand) -> bool:
+    """Return whether an operand is a plain Python number."""
+    return isinstance(operand, (int, float)) and not isinstance(operand, bool)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """Return the one node that uses this one, or None if there are none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None

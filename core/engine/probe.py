@@ -1,0 +1,155 @@
+"""Comparing ways to run a model by their logits on a few tokens: which are one function, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.engine.architecture import max_position
+from core.engine.attention import implementation
+from core.engine.runner import accepted_arguments
+
+LONG, SHORT = 96, 5
+"""Tokens of the two sequences that share a prefill; far apart, so that what leaks from one changes the other."""
+_BY_LONGEST = ("longrope", "dynamic")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def function_bound(model: Any) -> float:
+    """Return the difference that tells functions apart: far above another order of summation, far below lost state."""
+    return 1e-3 if _dtype(model).itemsize >= 4 else 0.1
+
+
+def position_difference(model: Any) -> float:
+    """Return how much position ids 0, 1, 2, … change the model's own forward; infinity where it takes none.
+
+    0 up to rounding for most; some count from another number, and then only they know how.
+    """
+    if "position_ids" not in accepted_arguments(model):
+        return float("inf")
+    tokens = probe_tokens(model, min(8, max_position(model.config) or 8))
+    ids = torch.tensor([tokens], device=next(model.parameters()).device)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    expected, given = (
+        model(input_ids=ids, use_cache=False, return_dict=True, **arguments).logits
+        for arguments in ({}, {"position_ids": positions})
+    )
+    return relative_difference(given, expected)
+
+
+def counts_from_zero(model: Any) -> bool:
+    """Tell whether position ids 0, 1, 2, … may be passed to the model; then they also may be moved and mixed."""
+    return position_difference(model) <= function_bound(model)
+
+
+def probe_tokens(model: Any, length: int, first: int = 3) -> list[int]:
+    """Return `length` token ids for comparing two ways to run a model."""
+    vocab: int = model.config.get_text_config().vocab_size
+    return [(7 * i + first) % vocab for i in range(length)]
+
+
+def probe_sequences(model: Any, *, max_model_len: int, max_num_seqs: int) -> list[list[int]]:
+    """Return a long and a short sequence, if two may run at once; the last token of each is for a decode step."""
+    long = max(1, min(max_model_len - 2, LONG))
+    lengths = (long, min(SHORT, long))[:max_num_seqs]
+    return [probe_tokens(model, length + 1, 3 + 8 * index) for index, length in enumerate(lengths)]
+
+
+def relative_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of what is expected."""
+    return float((logits.float() - expected.float()).norm() / expected.float().norm())
+
+
+def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the relative difference of the sequence that differs most; NaN if any is."""
+    each = [relative_difference(ours, theirs) for ours, theirs in zip(logits, expected, strict=True)]
+    return float("nan") if any(value != value for value in each) else max(each)
+
+
+def own_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the logits (2, vocabulary) of the two last tokens of each sequence, by the model's forward uncached."""
+    device = next(model.parameters()).device
+    return [
+        model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False, return_dict=True).logits[0, -2:]
+        for tokens in sequences
+    ]
+
+
+def rounding_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:
+    """Return the difference from `expected`, its `own_logits`, up to which a run is the model's function and rounding.
+
+    Three times what the model differs from itself where it computes the same otherwise (with a cache, and with
+    attention spelled out), but a few units of its dtype at least. A run that differs by more than `function_bound` is
+    another function, and no yardstick.
+    """
+    dtype, most = _dtype(model), function_bound(model)
+    half = dtype.itemsize < 4
+    cached = _difference(_cached_logits, model, sequences, expected)
+    if not cached <= most:
+        return 0.03 if half else most
+    spelled_out = _difference(_eager_logits, model, sequences, expected)
+    noise = max(cached, spelled_out if spelled_out <= most else 0.0)
+    # Hosts may repeat half precision bit by bit, so that the noise is 0, and a router may flip where it did not here.
+    # In fp32 the order of thousands of terms moves more than a few units, and anything wrong is still far above.
+    floor = (8 if half else 64) * torch.finfo(dtype).eps
+    return min(max(3 * noise, floor), 3 * most)
+
+
+def depends_on_longest(config: Any, max_model_len: int) -> str:
+    """Return why a position's rotation depends on the longest sequence of its step, or "" if it does not."""
+    text = config.get_text_config()
+    for rope in _ropes(text):
+        kind = rope.get("rope_type", rope.get("type"))
+        original = rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None) or max_position(config) or max_model_len
+        if kind in _BY_LONGEST and original < max_model_len:
+            return (
+                f"with rope type {kind!r} its position table depends on the longest sequence of the step beyond "
+                f"{original} tokens, and sequences of up to {max_model_len} would share one"
+            )
+    return ""
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every set of rope parameters: one for all layers, or one per kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        stated = getattr(config, name, None)
+        if isinstance(stated, Mapping):
+            yield stated
+            yield from (value for value in stated.values() if isinstance(value, Mapping))
+
+
+def _dtype(model: Any) -> torch.dtype:
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype
+
+
+def _difference(run: Any, model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:
+    try:
+        return largest_difference(run(model, sequences), expected)
+    except Exception:  # models fail in their own ways, and one that does can't be a yardstick
+        return float("inf")
+
+
+def _eager_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    with implementation(model, "eager"):
+        return own_logits(model, sequences)
+
+
+def _cached_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Run all but the last token, then the last, on whatever the forward returns and takes under one name."""
+    rows = []
+    for tokens in sequences:
+        ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        before = model(input_ids=ids[:, :-1], position_ids=positions[:, :-1], use_cache=True, return_dict=True)
+        names = accepted_arguments(model) & before.keys()
+        cache = {name: before[name] for name in names if before[name] is not None}
+        if not cache:
+            raise ValueError("its forward returns no cache")
+        first = before.logits[0, -1:].clone()
+        after = model(input_ids=ids[:, -1:], position_ids=positions[:, -1:], use_cache=True, return_dict=True, **cache)
+        rows.append(torch.cat([first, after.logits[0, -1:]]))
+    return rows

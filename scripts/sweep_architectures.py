@@ -1,0 +1,295 @@
+"""Run every causal language model of transformers, tiny and with random weights, through the engine, and report.
+
+The command is `python scripts/sweep_architectures.py --report docs/architectures.md`. Each model type runs in a worker
+process that is started anew after a crash or a time-out. Results go to a file of JSON lines as they come; types that
+have a line for the installed versions are not run again unless asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import typer
+
+COMMAND = "python scripts/sweep_architectures.py --report docs/architectures.md"
+NUM_TOKENS = 16
+# The first is longer than the tiny models' attention window, and the generation leaves it behind in both.
+PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
+
+
+class Worker:
+    """A process that runs one model type after the other; started on first use and again after it was lost."""
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, model_type: str) -> dict[str, Any]:
+        """Return the result of one type; a crash or a time-out is a result too."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{model_type}\n")
+        process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            answered = bool(selector.select(self._timeout_s))
+        line = process.stdout.readline() if answered else ""
+        if line:
+            result: dict[str, Any] = json.loads(line)
+            return result
+        self.close()
+        lost = f"the process ended with exit code {process.returncode}" if answered else f"over {self._timeout_s:g} s"
+        return {"type": model_type, "stage": "run", "error": lost}
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--worker", "--device", self._device]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self._process
+
+
+def serve(device_name: str) -> None:
+    """Be a worker: read model types from standard input, write one JSON line for each."""
+    # Libraries print too; only answers may reach the pipe.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from core.host import select_device
+
+    device = select_device(device_name)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        result = {"type": line.strip(), **examine(line.strip(), device)}
+        print(json.dumps({**result, "seconds": round(time.perf_counter() - start, 1)}), file=answers, flush=True)
+
+
+def examine(model_type: str, device: Any) -> dict[str, Any]:
+    """Build one type, run it, judge it. stage: how far it came (config, build, transformers, engine, check, done)."""
+    import torch
+
+    from core.engine.loading import build_model
+    from core.engine.tiny import tiny_config
+    from core.errors import TraceError
+
+    stage = "config"
+    try:
+        config = tiny_config(model_type)
+        stage = "build"
+        loaded = build_model(config, torch_device=device.torch_device, dtype=torch.float32)
+        stage = "transformers"
+        _run_plain(loaded, device)
+        stage = "engine"
+        try:
+            return _judge(loaded, device, lowering="inline")
+        except TraceError as error:
+            # Built anew, because a trace that failed may have left stand-ins in the model.
+            loaded = build_model(config, torch_device=device.torch_device, dtype=torch.float32)
+            return {**_judge(loaded, device, mode="off"), "untraced": _one_line(error)}
+    except Exception as error:
+        return {"stage": stage, "error": _one_line(error)}
+
+
+def _run_plain(loaded: Any, device: Any) -> None:
+    """Run the model as transformers' users do; what fails or differs here is no matter of the engine.
+
+    A model whose cached generation is another function than its forward would make the criterion's bound meaningless.
+    """
+    import torch
+
+    from core.engine.check import eager_generate, fp64_logits
+    from core.engine.probe import counts_from_zero
+
+    model = loaded.model
+    attention = model.config._attn_implementation
+    with torch.no_grad():
+        positions = counts_from_zero(model)
+        for prompt in PROMPTS:
+            tokens, logits = eager_generate(model, device, [prompt], NUM_TOKENS, positions=positions)
+            (expected,) = fp64_logits(model, [prompt], tokens, attention)
+            difference = float((logits[0].double() - expected).norm() / expected.norm())
+            if not difference < 1e-3:
+                raise RuntimeError(f"its generation with a cache differs from its fp64 forward by {difference:.2g}")
+
+
+def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
+    from core.engine.check import compare
+    from core.engine.engine import Engine
+    from core.engine.runner import EngineConfig
+
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, decode_buckets=(2,), prefill_buckets=(32,), **options)
+    with Engine(loaded, device, config) as engine:
+        facts: dict[str, Any] = {"stage": "check", "route": engine.route, "reason": engine.route_reason, "untraced": ""}
+        facts["num_traces"] = engine.report().num_traces
+        try:
+            result = compare(engine, PROMPTS, num_tokens=NUM_TOKENS, rounds=1)
+        except Exception as error:
+            return {**facts, "error": _one_line(error)}
+    verdict = result.verdict.to_json() if result.verdict else None
+    facts |= {"tokens_equal": result.tokens_equal, "mismatch": result.mismatch, "allowed": result.mismatch_allowed}
+    return {**facts, "stage": "done", "verdict": verdict, "passed": result.passed and verdict is not None}
+
+
+def _one_line(error: BaseException) -> str:
+    """Say what is wrong without line breaks, paths of this machine, and a compiler's advice."""
+    text = " ".join(str(getattr(error, "found", error)).split())
+    for noise in (" For more information,", " For more details", " Developer debug context:", " from user code:"):
+        text = text.partition(noise)[0]
+    text = f"{type(error).__name__}: " + re.sub(r"\S*/site-packages/", "", text)
+    return text if len(text) <= 400 else f"{text[:400]} ..."
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result holds for."""
+    return {name: version(name) for name in ("core", "torch", "transformers")}
+
+
+def read_results(path: Path, device: str) -> dict[str, dict[str, Any]]:
+    """Return the latest result of each type for this device and the installed versions."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        result = json.loads(line)
+        if (result["versions"], result["device"]) == (versions(), device):
+            found[result["type"]] = result
+    return found
+
+
+def verdict_of(result: dict[str, Any]) -> str:
+    """Name the outcome in one or two words: passed, FAILED, no cache, transformers, not built, not run."""
+    stage = result["stage"]
+    if stage == "done":
+        return "passed" if result["passed"] else "FAILED"
+    return {"config": "not built", "build": "not built", "transformers": "transformers fails"}.get(stage, "not run")
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return one line about a result, for the terminal."""
+    parts = [f"{result['type']:24} {verdict_of(result):18}"]
+    if "route" in result:
+        parts.append(f"{result['route']}, {'traced' if not result['untraced'] else 'NOT TRACED'}")
+    if result.get("verdict"):
+        parts.append(f"T1 {result['verdict']['rms_ratio']:.2f} {result['verdict']['max_ratio']:.2f}")
+        parts.append("tokens equal" if result["tokens_equal"] else f"tokens: {result['mismatch']}")
+    parts.append(f"{result.get('seconds', 0):.1f} s")
+    return "  ".join(parts) + "".join(f"\n    {text}" for text in _reasons(result))
+
+
+def _reasons(result: dict[str, Any]) -> Iterator[str]:
+    if result.get("route") == "static":
+        yield f"static: {result['reason']}"
+    if result.get("untraced"):
+        yield f"not traced: {result['untraced']}"
+    if result.get("verdict") and result["verdict"]["reason"]:
+        yield f"T1: {result['verdict']['reason']}"
+    if result.get("error"):
+        yield f"{result['stage']}: {result['error']}"
+
+
+def write_report(path: Path, results: list[dict[str, Any]], device: str) -> None:
+    """Write the Markdown table with versions, counts, and one line of reason for whatever is not plain."""
+    lines = [
+        "# Architectures",
+        "",
+        f"Written by `{COMMAND}`; do not edit.",
+        "",
+        "Every model type that transformers maps to a causal language model, built tiny with random fp32 weights, run",
+        f"on `{device}` with lowering `inline`: prompts of {len(PROMPTS[0])} and {len(PROMPTS[1])} tokens together,",
+        f"{NUM_TOKENS} new tokens each, against the model's own eager generation of each alone.",
+        "",
+        "T1 is the error against an fp64 run without a cache, over the bound made of eager's own error: rms, largest;",
+        "at most 1 passes. A model whose own generation fails, or differs from its own forward without a cache, is not",
+        "judged.",
+        "",
+        ", ".join(f"{name} {number}" for name, number in versions().items()),
+        "",
+        "| | types |",
+        "|---|---|",
+        *(f"| {name} | {count} |" for name, count in _counts(results).items()),
+        "",
+        "| type | outcome | cache | traced | tokens | T1 | s |",
+        "|---|---|---|---|---|---|---|",
+        *map(_row, results),
+        "",
+        "## Reasons",
+        "",
+        *(f"- `{r['type']}`: {_escaped('; '.join(_reasons(r)))}" for r in results if list(_reasons(r))),
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _counts(results: list[dict[str, Any]]) -> dict[str, int]:
+    done = [r for r in results if r["stage"] == "done"]
+    return {
+        "model types": len(results),
+        "built tiny": sum(verdict_of(r) != "not built" for r in results),
+        "run by transformers": sum(verdict_of(r) not in ("not built", "transformers fails") for r in results),
+        "run by the engine": len(done),
+        "passed (tokens and criterion T1)": sum(r["passed"] for r in done),
+        "on the paged cache": sum(r["route"] == "paged" for r in done),
+        "on the static cache": sum(r["route"] == "static" for r in done),
+        "not traced whole, run eagerly": sum(bool(r["untraced"]) for r in done),
+    }
+
+
+def _row(result: dict[str, Any]) -> str:
+    ran = result["stage"] == "done"
+    ratios = (
+        f"{result['verdict']['rms_ratio']:.2f}, {result['verdict']['max_ratio']:.2f}" if result.get("verdict") else ""
+    )
+    tokens = ("equal" if result["tokens_equal"] else "a tie" if result["allowed"] else "differ") if ran else ""
+    traced = ("no" if result["untraced"] else "whole") if "route" in result else ""
+    cells = [f"`{result['type']}`", verdict_of(result), result.get("route", ""), traced, tokens, ratios]
+    return "| " + " | ".join([*cells, f"{result.get('seconds', 0):.0f}"]) + " |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main(
+    types: list[str] = typer.Argument(None, help="Model types; default: all that transformers has."),
+    device: str = typer.Option("cpu", help="Device name, as `core devices` lists it."),
+    results: Path = typer.Option(Path(".cache/architectures.jsonl"), help="Where results are kept, one JSON a line."),
+    report: Path | None = typer.Option(None, help="Markdown file to write from all results."),
+    again: bool = typer.Option(False, help="Run types that have a result for these versions too."),
+    timeout_s: float = typer.Option(300.0, help="Most seconds for one type."),
+    worker: bool = typer.Option(False, hidden=True),
+) -> None:
+    """Sweep all causal language model types, or those named."""
+    if worker:
+        serve(device)
+        return
+    from core.engine.tiny import causal_lm_types
+
+    known = {} if again else read_results(results, device)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(Worker(device, timeout_s)) as running, results.open("a", encoding="utf-8") as file:
+        for model_type in types or causal_lm_types():
+            if model_type not in known:
+                result = {**running.run(model_type), "versions": versions(), "device": device}
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+                print(describe(result), flush=True)
+    if report is not None:
+        latest = read_results(results, device)
+        write_report(report, [latest[name] for name in sorted(latest)], device)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,296 @@
+"""Generation with the embedded model: batches, queues, stops, bounds, streaming, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.engine.assets import embedded_model
+from core.engine.config import SamplingParams
+from core.engine.engine import Completion, Engine
+from core.engine.loading import build_model, load_model
+from core.engine.runner import EngineConfig
+from core.engine.tiny import tiny_config
+from core.errors import ModelError, UsageError
+from core.host import select_device
+from tests.support import needs_static_cache
+
+CPU = torch.device("cpu")
+TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_model_len=96, decode_buckets=(1, 2, 4), prefill_buckets=(16, 64), lowering="inline"
+)
+SMALL = EngineConfig(max_num_seqs=1, max_model_len=32, mode="off")
+IDS = ([5, 6, 7], [8, 9, 10, 11, 12], [13, 14])
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The embedded model with room for four sequences."""
+    with Engine.load(embedded_model(), "cpu", CONFIG) as engine:
+        assert engine.route == "paged"
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> list[Completion]:
+    """What each text gives by itself."""
+    return [engine.generate([text], GREEDY, collect_logits=True)[0] for text in TEXTS]
+
+
+def test_the_texts_differ_in_length_and_continuation(alone: list[Completion]) -> None:
+    assert len({len(c.prompt_token_ids) for c in alone}) >= 3
+    assert len({c.token_ids for c in alone}) == 4
+    assert all(len(c.token_ids) == 12 and c.finish_reason == "length" and c.text for c in alone)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])  # 3 running sequences pad a bucket of 4
+def test_a_batch_gives_exactly_the_tokens_of_each_alone(engine: Engine, alone: list[Completion], count: int) -> None:
+    together = engine.generate(TEXTS[:count], GREEDY, collect_logits=True)
+    for mine, other in zip(together, alone, strict=False):
+        assert mine.token_ids == other.token_ids
+        assert mine.text == other.text
+        assert mine.logits is not None and other.logits is not None
+        torch.testing.assert_close(mine.logits, other.logits, rtol=0, atol=1e-4)
+
+
+def test_prompts_beyond_the_room_wait_for_their_turn(engine: Engine, alone: list[Completion]) -> None:
+    each = [SamplingParams(max_new_tokens=3 + 2 * (i % 4), ignore_eos=True) for i in range(11)]
+    completions = engine.generate([TEXTS[i % 4] for i in range(11)], each)
+    for index, completion in enumerate(completions):
+        assert completion.token_ids == alone[index % 4].token_ids[: each[index].max_new_tokens]
+
+
+def test_the_logits_are_those_the_tokens_were_chosen_from(alone: list[Completion]) -> None:
+    for completion in alone:
+        assert completion.logits is not None
+        assert completion.logits.shape == (12, 2048)
+        assert completion.logits.argmax(-1).tolist() == list(completion.token_ids)
+
+
+def test_pieces_add_up_to_the_text_and_name_their_prompt(engine: Engine, alone: list[Completion]) -> None:
+    pieces: dict[int, list[str]] = {0: [], 1: []}
+    completions = engine.generate(TEXTS[:2], GREEDY, on_text=lambda index, piece: pieces[index].append(piece))
+    for index, completion in enumerate(completions):
+        assert all(pieces[index])
+        assert len(pieces[index]) > 3
+        assert "".join(pieces[index]) == completion.text == alone[index].text
+
+
+def test_a_stop_token_ends_the_sequence_and_is_not_in_its_text(engine: Engine, alone: list[Completion]) -> None:
+    stop = alone[0].token_ids[5]
+    first = alone[0].token_ids.index(stop)
+    (completion,) = engine.generate(TEXTS[:1], SamplingParams(max_new_tokens=12, stop_token_ids=(stop,)))
+    assert completion.token_ids == alone[0].token_ids[: first + 1]
+    assert completion.finish_reason == "stop"
+    assert alone[0].text.startswith(completion.text)
+    assert len(completion.text) < len(alone[0].text)
+
+
+def test_a_stop_string_cuts_the_text(engine: Engine, alone: list[Completion]) -> None:
+    text = alone[1].text
+    stop = text[10:14]
+    pieces: list[str] = []
+    (completion,) = engine.generate(
+        TEXTS[1:2],
+        SamplingParams(max_new_tokens=12, stop=(stop,), ignore_eos=True),
+        on_text=lambda _, piece: pieces.append(piece),
+    )
+    assert completion.text == text[: text.index(stop)] == "".join(pieces)
+    assert completion.finish_reason == "stop"
+
+
+def test_one_sequence_may_stop_while_its_mates_go_on(engine: Engine, alone: list[Completion]) -> None:
+    stop = SamplingParams(max_new_tokens=12, stop_token_ids=(alone[0].token_ids[2],), ignore_eos=True)
+    first, second = engine.generate(TEXTS[:2], [stop, GREEDY])
+    assert first.finish_reason == "stop"
+    assert len(first.token_ids) <= 3
+    assert second.token_ids == alone[1].token_ids
+
+
+def test_the_context_bounds_what_is_generated(engine: Engine) -> None:
+    prompt = [5 + i % 50 for i in range(60)]
+    (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=50, ignore_eos=True))
+    assert len(completion.token_ids) == 96 - 60
+    assert completion.finish_reason == "length"
+
+
+def test_a_prompt_longer_than_every_prefill_bucket_is_refused(engine: Engine) -> None:
+    with pytest.raises(ModelError, match="the largest prefill bucket holds 64"):
+        engine.generate([TEXTS[0], [7] * 65], GREEDY)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(engine: Engine) -> None:
+    seen: list[str] = []
+    with pytest.raises(ModelError, match="the context holds 96") as caught:
+        engine.generate([TEXTS[0], [7] * 96], GREEDY, on_text=lambda _, piece: seen.append(piece))
+    assert "at most 95 tokens" in caught.value.remedy
+    assert not seen
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_is_refused(engine: Engine, prompt: str | list[int]) -> None:
+    with pytest.raises(ModelError):
+        engine.generate([prompt], GREEDY)
+
+
+def test_no_prompts_give_no_completions(engine: Engine) -> None:
+    assert engine.generate([], GREEDY) == []
+
+
+def test_a_seed_gives_the_same_text_whoever_shares_the_batch(engine: Engine) -> None:
+    sampled = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=s, ignore_eos=True) for s in (1, 2, 3)]
+    alone = [engine.generate([TEXTS[0]], params)[0].token_ids for params in sampled]
+    assert len(set(alone)) == 3
+    assert engine.generate([TEXTS[0]], sampled[0])[0].token_ids == alone[0]
+    mixed = engine.generate([TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]], [sampled[2], GREEDY, sampled[0], sampled[1]])
+    assert [mixed[i].token_ids for i in (2, 3, 0)] == alone
+    assert mixed[1].token_ids == engine.generate([TEXTS[1]], GREEDY)[0].token_ids
+
+
+def test_parameters_must_match_the_prompts(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="sampling parameters for 1"):
+        engine.generate(TEXTS[:2], [GREEDY])
+
+
+def test_a_generation_that_is_interrupted_returns_its_blocks(engine: Engine, alone: list[Completion]) -> None:
+    def interrupt(index: int, piece: str) -> None:
+        raise KeyboardInterrupt
+
+    free = engine._runner._pool.num_free  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(TEXTS, GREEDY, on_text=interrupt)
+    assert engine._runner._pool.num_free == free  # type: ignore[attr-defined]
+    assert engine.generate(TEXTS[:1], GREEDY)[0].token_ids == alone[0].token_ids
+
+
+class Broken(Exception):
+    """What a callback of the user raises."""
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("model_type", ["llama", "bloom"])
+def test_an_error_in_the_middle_of_a_step_leaves_the_engine_usable(
+    model_type: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_static_cache(model_type)
+    loaded = build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32)
+    with Engine(loaded, select_device("cpu"), replace(SMALL, max_num_seqs=2)) as engine:
+        expected = engine.generate(IDS, GREEDY)
+        forward, calls = loaded.model.forward, list[int]()
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            output = forward(*arguments, **options)
+            calls.append(1)
+            if len(calls) == 3:
+                raise error
+            return output
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loaded.model, "forward", failing)
+            with pytest.raises(error):
+                engine.generate(IDS, GREEDY)
+        assert [c.token_ids for c in engine.generate(IDS, GREEDY)] == [c.token_ids for c in expected]
+        if engine.route == "paged":
+            assert engine._runner._cache.step.block_table is None  # type: ignore[attr-defined]
+            assert engine._runner._pool.num_free == engine._runner._pool.num_blocks - 1  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_callback_returns_the_blocks(engine: Engine, alone: list[Completion]) -> None:
+    seen: list[str] = []
+
+    def broken(index: int, piece: str) -> None:
+        seen.append(piece)
+        if len(seen) == 6:
+            raise Broken
+
+    free = engine._runner._pool.num_free  # type: ignore[attr-defined]
+    with pytest.raises(Broken):
+        engine.generate([*TEXTS, *TEXTS], GREEDY, on_text=broken)
+    assert engine._runner._pool.num_free == free  # type: ignore[attr-defined]
+    assert [c.token_ids for c in engine.generate(TEXTS, GREEDY)] == [c.token_ids for c in alone]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bloom"])
+def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
+    needs_static_cache(model_type)
+    loaded = build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32)
+    first = Engine(loaded, select_device("cpu"), SMALL)
+    expected = first.generate(IDS, GREEDY)
+    with pytest.raises(UsageError, match="the model is served by another engine"):
+        Engine(loaded, select_device("cpu"), SMALL)
+    assert [c.token_ids for c in first.generate(IDS, GREEDY)] == [c.token_ids for c in expected]
+    first.close()
+    with Engine(loaded, select_device("cpu"), SMALL) as second:
+        first.close()  # once more: it must not touch what the second attached
+        assert [c.token_ids for c in second.generate(IDS, GREEDY)] == [c.token_ids for c in expected]
+    assert loaded.config._attn_implementation != "core"
+
+
+def test_a_refused_engine_does_not_hold_the_model() -> None:
+    loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
+    with pytest.raises(UsageError):
+        Engine(loaded, select_device("cpu"), replace(SMALL, lowering="nonsense", mode=None))
+    Engine(loaded, select_device("cpu"), SMALL).close()
+
+
+def test_calling_a_served_model_says_who_has_it() -> None:
+    loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
+    ids = torch.tensor([[3, 4, 5]])
+    with Engine(loaded, select_device("cpu"), SMALL) as engine:
+        engine.generate(IDS, GREEDY)
+        with pytest.raises(UsageError, match="an engine serves it, and none of its steps is running"):
+            loaded.model(input_ids=ids)
+    assert loaded.model(input_ids=ids).logits.shape[:2] == (1, 3)
+
+
+def test_modes_may_leave_out_decode_on_the_static_route() -> None:
+    needs_static_cache("bloom")
+    loaded = build_model(tiny_config("bloom"), torch_device=CPU, dtype=torch.float32)
+    config = replace(SMALL, mode={"prefill": "off"}, lowering="inline")
+    with Engine(loaded, select_device("cpu"), config) as engine:
+        assert engine.route == "static"
+        assert engine.generate([[5, 6, 7]], GREEDY)[0].finish_reason == "length"
+
+
+def test_two_engines_live_in_one_process(engine: Engine, alone: list[Completion]) -> None:
+    other = build_model(tiny_config("qwen3"), torch_device=CPU, dtype=torch.float32)
+    config = EngineConfig(max_num_seqs=1, max_model_len=32, decode_buckets=(1,), prefill_buckets=(32,), mode="off")
+    with Engine(other, select_device("cpu"), config) as second:
+        (first,) = second.generate([[5, 6, 7]], GREEDY)
+        assert engine.generate(TEXTS[:1], GREEDY)[0].token_ids == alone[0].token_ids
+        assert second.generate([[5, 6, 7]], GREEDY)[0].token_ids == first.token_ids
+        assert first.text == ""
+    assert engine.generate(TEXTS[:1], GREEDY)[0].token_ids == alone[0].token_ids
+
+
+def test_without_a_tokenizer_a_stop_string_is_refused() -> None:
+    loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
+    config = EngineConfig(max_num_seqs=1, max_model_len=32, mode="off")
+    with Engine(loaded, select_device("cpu"), config) as engine, pytest.raises(ModelError, match="no tokenizer"):
+        engine.generate([[5, 6, 7]], SamplingParams(stop=("x",)))
+
+
+def test_more_context_than_the_model_has_is_refused() -> None:
+    loaded = load_model(embedded_model(), torch_device=CPU)
+    with pytest.raises(UsageError, match="the model has 512 positions"):
+        Engine(loaded, select_device("cpu"), EngineConfig(max_model_len=513))
+
+
+def test_a_model_of_one_position_is_refused() -> None:
+    loaded = build_model(tiny_config("llama", max_positions=1), torch_device=CPU, dtype=torch.float32)
+    with pytest.raises(UsageError, match="a context of 1") as caught:
+        Engine(loaded, select_device("cpu"), EngineConfig(mode="off"))
+    assert "take 2 positions" in caught.value.found
+
+
+def test_the_context_defaults_to_the_models_own() -> None:
+    loaded = build_model(tiny_config("llama", max_positions=40), torch_device=CPU, dtype=torch.float32)
+    with Engine(loaded, select_device("cpu"), EngineConfig(max_num_seqs=1, mode="off")) as engine:
+        assert engine.max_model_len == 40
+        assert engine.report().num_traces == 0

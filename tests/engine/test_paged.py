@@ -1,0 +1,208 @@
+"""The paged route: room, padding, isolation of sequences, refusals, and leaving the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.device import Device, MemoryInfo
+from core.engine.attention import NotPageable
+from core.engine.config import SamplingParams
+from core.engine.loading import build_model
+from core.engine.paged import PagedRunner
+from core.engine.probe import counts_from_zero, position_difference
+from core.engine.runner import EngineConfig
+from core.engine.sequence import Sequence
+from core.engine.tiny import WINDOW, tiny_config
+from core.errors import ModelError
+from core.host import select_device
+
+CPU = torch.device("cpu")
+LENGTH = 40
+CONFIG = EngineConfig(
+    max_num_seqs=3, block_size=8, decode_buckets=(1, 4), prefill_buckets=(48,), lowering="inline", strict=True
+)
+PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [40, 41, 42, 43, 44])
+
+
+def tiny(model_type: str, **changes: Any) -> Any:
+    return build_model(tiny_config(model_type, **changes), torch_device=CPU, dtype=torch.float32).model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model with windows in one of its layers."""
+    return tiny("gemma3_text")
+
+
+@pytest.fixture(scope="module")
+def runner(model: Any) -> Iterator[PagedRunner]:
+    runner = PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
+    yield runner
+    runner.close()
+
+
+def new_sequence(index: int, prompt: list[int], max_new_tokens: int = 20) -> Sequence:
+    return Sequence(index, list(prompt), SamplingParams(max_new_tokens=max_new_tokens))
+
+
+def step(runner: PagedRunner, phase: str, sequences: list[Sequence]) -> torch.Tensor:
+    """Run one step and append the greedy tokens; the logits are copied."""
+    with torch.no_grad():
+        logits = runner.run(phase, sequences).clone()
+    for sequence, token in zip(sequences, logits.argmax(-1).tolist(), strict=True):
+        sequence.generated.append(token)
+    return logits
+
+
+def decode(runner: PagedRunner, prompts: list[list[int]], num_tokens: int) -> list[torch.Tensor]:
+    """Generate greedily for all prompts at once; the logits of each, (num_tokens, vocabulary)."""
+    sequences = [new_sequence(index, prompt) for index, prompt in enumerate(prompts)]
+    assert all(runner.admit(sequence) for sequence in sequences)
+    steps = [step(runner, "prefill", sequences)]
+    steps += [step(runner, "decode", sequences) for _ in range(num_tokens - 1)]
+    for sequence in sequences:
+        runner.release(sequence)
+    return list(torch.stack(steps, dim=1))
+
+
+def poison(runner: PagedRunner) -> None:
+    """Fill the whole cache with NaN, the null block too."""
+    for tensor in runner._cache._tensors:
+        tensor.fill_(float("nan"))
+
+
+def test_the_route_names_its_layers(runner: PagedRunner) -> None:
+    assert runner.route == "paged"
+    assert runner.reason == "all 2 attention layers go through transformers' attention interface"
+
+
+def test_a_batch_of_three_in_a_bucket_of_four_gives_what_each_gives_alone(runner: PagedRunner) -> None:
+    together = decode(runner, list(PROMPTS), 2 * WINDOW)
+    for prompt, mine in zip(PROMPTS, together, strict=True):
+        (alone,) = decode(runner, [prompt], 2 * WINDOW)
+        assert mine.argmax(-1).tolist() == alone.argmax(-1).tolist()
+        torch.testing.assert_close(mine, alone, rtol=0, atol=1e-5)
+
+
+def test_what_stood_in_the_cache_before_does_not_leak(runner: PagedRunner) -> None:
+    before = decode(runner, list(PROMPTS), 12)
+    poison(runner)
+    after = decode(runner, list(PROMPTS), 12)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_padding_writes_to_the_null_block_only(runner: PagedRunner) -> None:
+    poison(runner)
+    sequences = [new_sequence(index, prompt) for index, prompt in enumerate(PROMPTS)]
+    assert all(runner.admit(sequence) for sequence in sequences)
+    step(runner, "prefill", sequences)  # 19 tokens in a bucket of 48
+    owned = {block for sequence in sequences for block in sequence.blocks}
+    written = {
+        block
+        for tensor in runner._cache._tensors
+        for block in range(tensor.shape[0])
+        if not bool(tensor[block].isnan().all())
+    }
+    assert 0 in written
+    assert written - {0} <= owned
+    for sequence in sequences:
+        runner.release(sequence)
+    for tensor in runner._cache._tensors:
+        tensor.zero_()
+
+
+def test_a_sequence_reserves_all_it_may_need_and_returns_it(runner: PagedRunner) -> None:
+    free = runner._pool.num_free
+    assert free == 3 * 5  # three sequences of 40 positions in blocks of 8
+    short, long = new_sequence(0, [1] * 5, 4), new_sequence(1, [1] * 5, 1000)
+    assert runner.admit(short) and runner.admit(long)
+    assert (len(short.blocks), len(long.blocks)) == (2, 5)
+    assert 0 not in short.blocks + long.blocks
+    assert not set(short.blocks) & set(long.blocks)
+    runner.release(short)
+    runner.release(long)
+    assert (runner._pool.num_free, short.blocks) == (free, [])
+
+
+def test_a_sequence_is_not_admitted_without_room(runner: PagedRunner) -> None:
+    held = [new_sequence(index, [1], 1000) for index in range(3)]
+    assert all(runner.admit(sequence) for sequence in held)
+    late = new_sequence(3, [1], 1)
+    assert not runner.admit(late)
+    assert late.blocks == []
+    runner.release(held[0])
+    assert runner.admit(late)
+    for sequence in (*held[1:], late):
+        runner.release(sequence)
+
+
+def test_a_trace_serves_all_buckets_of_its_phase_but_a_batch_of_one(runner: PagedRunner) -> None:
+    traces = runner.report().traces
+    assert [(trace.phase, [key.dims[0] for key in trace.buckets]) for trace in traces] == [
+        ("decode", [4]),
+        ("decode", [1]),
+        ("prefill", [48]),
+    ]
+    # A size of 1 broadcasts, so that tracing at another size says nothing about it.
+    assert [bool(trace.reason) for trace in traces] == [False, True, False]
+    for trace in traces:
+        assert sum(choice.op == "core::attention" for choice in trace.ops) == 2
+
+
+def test_closing_gives_the_model_back_and_frees_the_cache() -> None:
+    model = tiny("llama")
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+    runner = PagedRunner(model, select_device("cpu"), replace(CONFIG, mode="off"), max_model_len=LENGTH)
+    assert model.config._attn_implementation == "core"
+    assert any(hasattr(module, "_core_attention") for module in model.modules())
+    runner.close()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "_core_attention") for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_refusal_leaves_the_model_as_it_was() -> None:
+    model = tiny("jamba")
+    with pytest.raises(NotPageable, match="it keeps state outside attention"):
+        PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "_core_attention") for module in model.modules())
+
+
+@pytest.mark.parametrize("model_type", ["camembert", "bart"])
+def test_a_model_with_positions_of_its_own_is_refused(model_type: str) -> None:
+    model = tiny(model_type)
+    assert not counts_from_zero(model)
+    with pytest.raises(NotPageable, match="takes no position_ids, or counts otherwise"):
+        PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
+
+
+def test_models_that_count_from_zero_are_told_from_others() -> None:
+    assert position_difference(tiny("llama")) < 1e-6
+    assert position_difference(tiny("camembert")) > 1e-2
+    assert position_difference(tiny("bart")) == float("inf")
+
+
+def test_a_chunk_within_the_context_is_refused() -> None:
+    with pytest.raises(NotPageable, match=r"the mask of model.layers.0.self_attn is not proven: at query 8, key"):
+        PagedRunner(tiny("llama4_text"), select_device("cpu"), CONFIG, max_model_len=LENGTH)
+
+
+def test_a_cache_larger_than_the_memory_is_refused_with_figures() -> None:
+    device = select_device("cpu")
+    full = MemoryInfo(used_bytes=2**30 - 1000, total_bytes=2**30, peak_bytes=0)
+    small: Device = replace(device, parts=replace(device.parts, memory=lambda: full))
+    model = tiny("llama")
+    with pytest.raises(ModelError, match="3 sequences of up to 40 tokens") as caught:
+        PagedRunner(model, small, CONFIG, max_model_len=LENGTH)
+    assert "0.00 GiB free" in caught.value.found
+    assert not any(hasattr(module, "_core_attention") for module in model.modules())

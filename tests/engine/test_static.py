@@ -1,0 +1,90 @@
+"""The static route: models with state of their own, one sequence at a time, decode compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.engine.check import compare
+from core.engine.config import SamplingParams
+from core.engine.engine import Engine
+from core.engine.loading import build_model
+from core.engine.runner import EngineConfig
+from core.engine.sequence import Sequence
+from core.engine.static import StaticRunner
+from core.engine.tiny import WINDOW, tiny_config
+from core.errors import ModelError
+from core.host import select_device
+from tests.support import needs_static_cache
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(max_num_seqs=4, max_model_len=48, lowering="inline", strict=True)
+PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
+
+
+def tiny(model_type: str, **changes: Any) -> Any:
+    needs_static_cache(model_type)
+    return build_model(tiny_config(model_type, **changes), torch_device=CPU, dtype=torch.float32)
+
+
+# Attention of its own; recurrent only; recurrent and attention; positions of its own; windows by chunks.
+@pytest.mark.parametrize("model_type", ["bloom", "mamba", "jamba", "camembert", "llama4_text"])
+def test_a_model_that_cannot_be_paged_runs_and_is_right(model_type: str) -> None:
+    with Engine(tiny(model_type), select_device("cpu"), CONFIG) as engine:
+        assert engine.route == "static"
+        assert engine.route_reason
+        assert [trace.phase for trace in engine.report().traces] == ["decode"]
+        result = compare(engine, PROMPTS, num_tokens=2 * WINDOW, rounds=1)
+    assert result.tokens_equal, result.mismatch
+    assert result.verdict is not None
+    assert result.verdict.passed, result.verdict.reason
+    assert 0 < result.verdict.eager_max_error < 1e-4
+
+
+def test_sequences_take_turns_and_do_not_see_each_other() -> None:
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with Engine(tiny("bloom"), select_device("cpu"), CONFIG) as engine:
+        alone = [engine.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+        together = engine.generate([*PROMPTS, *PROMPTS], params)
+    assert [c.token_ids for c in together] == alone + alone
+
+
+def test_a_window_is_kept_beyond_its_length() -> None:
+    """transformers' own static layers with a window would repeat in each replay what they did when traced."""
+    loaded = tiny("gemma3_text")
+    runner = StaticRunner(loaded.model, select_device("cpu"), CONFIG, max_model_len=48, reason="asked for")
+    sequence = Sequence(0, list(PROMPTS[1]), SamplingParams(max_new_tokens=30))
+    assert runner.admit(sequence)
+    logits = [runner.run("prefill", [sequence]).clone()]
+    for token in range(50, 50 + 2 * WINDOW):
+        sequence.generated.append(token)
+        logits.append(runner.run("decode", [sequence]).clone())
+    with torch.no_grad():
+        ids = torch.tensor([sequence.prompt + sequence.generated])
+        expected = loaded.model(input_ids=ids, use_cache=False).logits[0, len(PROMPTS[1]) - 1 :]
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=0, atol=1e-4)
+    runner.close()
+
+
+def test_one_sequence_holds_the_cache() -> None:
+    runner = StaticRunner(tiny("bloom").model, select_device("cpu"), CONFIG, max_model_len=32, reason="asked for")
+    first, second = (Sequence(i, [3, 4], SamplingParams()) for i in range(2))
+    assert runner.admit(first)
+    assert not runner.admit(second)
+    runner.release(first)
+    assert runner.admit(second)
+    assert (runner.max_num_seqs, runner.reason) == (1, "asked for")
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "found"),
+    [("rwkv", "its forward takes no cache object"), ("gpt_neo", "it differs from its forward without a cache by")],
+)
+def test_a_model_without_a_static_cache_is_refused_with_both_reasons(model_type: str, found: str) -> None:
+    with pytest.raises(ModelError, match="it can't be paged") as caught:
+        Engine(tiny(model_type), select_device("cpu"), CONFIG)
+    assert found in caught.value.found
+    assert "does not call transformers' attention interface" in caught.value.found
