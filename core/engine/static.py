@@ -13,8 +13,9 @@ from core.common.report import ProgramReport
 from core.compilation import Progress, compile
 from core.device import Device
 from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
-from core.engine.runner import EngineConfig, accepted_arguments
+from core.engine.runner import EngineConfig
 from core.engine.sequence import Sequence as EngineSequence
+from core.engine.static_cache import cache_name, static_cache
 from core.errors import ModelError
 
 
@@ -95,12 +96,9 @@ class StaticRunner:
         self._cache = None
 
     def _prepare_cache(self, max_model_len: int) -> None:
-        from transformers import StaticCache
-
         try:
-            cache = StaticCache(config=self._model.config, max_cache_len=max_model_len)
-            self._cache = _full_length(cache, max_model_len)
-            self._cache_name = _cache_name(self._model)
+            self._cache = static_cache(self._model, max_model_len)
+            self._cache_name = cache_name(self._model)
             # They spare the model a look at the cache's length, which many can't trace.
             self._positions = counts_from_zero(self._model)
             self._check_same_function(max_model_len)
@@ -140,32 +138,3 @@ class StaticRunner:
             arguments["position_ids"] = position_ids[None]
         logits: Tensor = self._model(input_ids=input_ids[None], **arguments).logits
         return logits[:, -1]
-
-
-def _cache_name(model: Any) -> str:
-    """Return the name under which the forward takes a `transformers.Cache`; purely recurrent models have their own."""
-    accepted = accepted_arguments(model)
-    for name in ("past_key_values", "cache_params"):
-        if name in accepted:
-            return name
-    raise TypeError("its forward takes no cache object")
-
-
-def _full_length(cache: Any, max_model_len: int) -> Any:
-    """Give layers with a window room for the whole context; the model's mask keeps the window.
-
-    transformers' own static layers with a window choose what to do by a Python number of tokens seen, which a captured
-    step would repeat for ever.
-    """
-    from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer, StaticLayer
-
-    for index, layer in enumerate(cache.layers):
-        if not getattr(layer, "is_sliding", False):
-            continue
-        states = getattr(layer, "number_of_states", 0)
-        cache.layers[index] = (
-            LinearAttentionAndStaticFullAttentionLayer(max_model_len, number_of_states=states)
-            if states
-            else StaticLayer(max_model_len)
-        )
-    return cache

@@ -1,0 +1,107 @@
+"""transformers' own static cache, fit for capture, and a model's prefill and decode on it as functions to trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.engine.probe import counts_from_zero, probe_tokens
+from core.engine.runner import accepted_arguments
+
+__all__ = ["StaticPhase", "cache_name", "static_cache", "static_phases"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticPhase:
+    """One phase of a model bound to a static cache of its own, whose memory every call reads and writes.
+
+    function: called with the inputs by name, returns logits (B, T, vocabulary). dynamic: for `core.common.tracing`, the
+    token dimension of each input, empty where the phase takes one token.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    inputs: Mapping[str, Tensor]
+    dynamic: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+def static_cache(model: Any, max_len: int) -> Any:
+    """Return a `transformers.StaticCache` of max_len positions, layers with a window made to hold all of them."""
+    from transformers import StaticCache
+
+    return _full_length(StaticCache(config=model.config, max_cache_len=max_len), max_len)
+
+
+def static_phases(
+    model: Any, *, batch_size: int = 2, num_tokens: int = 7, max_len: int = 24
+) -> tuple[StaticPhase, StaticPhase]:
+    """Return prefill of num_tokens tokens per sequence and decode of one more, each ready to be traced or called.
+
+    The model runs eagerly to allocate the caches and, for decode, to fill its own. Raises what the model or
+    transformers raises where it has no static cache.
+    """
+    positions = counts_from_zero(model)
+    prompts = [probe_tokens(model, num_tokens, first=3 + 5 * index) for index in range(batch_size)]
+    ids = torch.tensor(prompts, device=model.device)
+    prefill = {"input_ids": ids}
+    decode = {"input_ids": ids[:, :1] + 1}
+    if positions:
+        prefill["position_ids"] = torch.arange(num_tokens, device=ids.device).repeat(batch_size, 1)
+        decode["position_ids"] = torch.full((batch_size, 1), num_tokens, device=ids.device)
+    functions = []
+    for filled in (False, True):
+        cache = static_cache(model, max_len)
+        function = _bound(model, cache_name(model), cache)
+        with torch.no_grad():
+            function(**prefill)  # the layers allocate here, on first use
+        if not filled:
+            cache.reset()
+        functions.append(function)
+    return (
+        StaticPhase(name="prefill", function=functions[0], inputs=prefill, dynamic=dict.fromkeys(prefill, (1,))),
+        StaticPhase(name="decode", function=functions[1], inputs=decode),
+    )
+
+
+def _bound(model: Any, name: str, cache: Any) -> Callable[..., Tensor]:
+    def forward(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        arguments: dict[str, Any] = {name: cache, "use_cache": True, "return_dict": True}
+        if position_ids is not None:
+            arguments["position_ids"] = position_ids
+        logits: Tensor = model(input_ids=input_ids, **arguments).logits
+        return logits
+
+    return forward
+
+
+def cache_name(model: Any) -> str:
+    """Return the name under which the forward takes a `transformers.Cache`; purely recurrent models have their own."""
+    accepted = accepted_arguments(model)
+    for name in ("past_key_values", "cache_params"):
+        if name in accepted:
+            return name
+    raise TypeError("its forward takes no cache object")
+
+
+def _full_length(cache: Any, max_len: int) -> Any:
+    """Give layers with a window room for the whole context; the model's mask keeps the window.
+
+    transformers' own static layers with a window choose what to do by a Python number of tokens seen, which a captured
+    step would repeat for ever.
+    """
+    from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer, StaticLayer
+
+    for index, layer in enumerate(cache.layers):
+        if not getattr(layer, "is_sliding", False):
+            continue
+        states = getattr(layer, "number_of_states", 0)
+        cache.layers[index] = (
+            LinearAttentionAndStaticFullAttentionLayer(max_len, number_of_states=states)
+            if states
+            else StaticLayer(max_len)
+        )
+    return cache
