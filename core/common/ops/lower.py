@@ -1,4 +1,7 @@
-"""Lowering canonical ops: each call becomes the device's implementation if its condition holds, else its reference."""
+"""Lowering canonical ops: each call becomes the device's implementation if its condition holds.
+
+Else it becomes again what a lift made it from, and its reference where it was in the model from the start.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ from torch import fx
 
 from core.common.ops.declaration import CanonicalOp, find_op
 from core.common.ops.implementation import OpCall, OpImplementation
+from core.common.ops.original import restore
 from core.errors import LoweringError
 
 REFERENCE = "reference"
+ORIGINAL_NODES = "original"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpChoice:
-    """What one call of a canonical op became. node: its name in the graph. refused: implementation -> why not."""
+    """What one call of a canonical op became. node: its name in the graph. refused: implementation -> why not.
+
+    implementation: its name, or "original" for the nodes that a lift replaced, or "reference" for the op's own.
+    """
 
     op: str
     node: str
@@ -33,25 +41,36 @@ class OpChoice:
 def lower_ops(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> tuple[OpChoice, ...]:
     """Replace every canonical op in `graph`, in place; the first implementation whose condition holds wins."""
     choices = []
-    for node in graph.graph.nodes:
+    pending = list(reversed(graph.graph.nodes))
+    while pending:
+        node = pending.pop()
         op = find_op(node.target) if node.op == "call_function" else None
         if op is not None:
-            choices.append(_lower(node, op, [i for i in implementations if i.op == op.qualified_name]))
+            choice, restored = _lower(node, op, [i for i in implementations if i.op == op.qualified_name])
+            choices.append(choice)
+            pending += reversed(restored)  # a fused op may have been made from other canonical ops
     graph.recompile()
     return tuple(choices)
 
 
-def _lower(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> OpChoice:
+def _lower(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> tuple[OpChoice, list[fx.Node]]:
+    """Lower one call; return what it became and, for the original nodes, these."""
     call = op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))
     refused: list[tuple[str, str]] = []
+    chosen, restored = "", None
     for candidate in candidates:
         reason = _ask(candidate, call)
         if reason is None:
-            node.target = candidate.fn
-            return OpChoice(op=op.qualified_name, node=node.name, implementation=candidate.name, refused=tuple(refused))
+            node.target, chosen = candidate.fn, candidate.name
+            break
         refused.append((candidate.name, reason))
-    node.target = op.reference
-    return OpChoice(op=op.qualified_name, node=node.name, implementation=REFERENCE, refused=tuple(refused))
+    else:
+        restored = restore(node)
+        chosen = REFERENCE if restored is None else ORIGINAL_NODES
+        if restored is None:
+            node.target = op.reference
+    choice = OpChoice(op=op.qualified_name, node=node.name, implementation=chosen, refused=tuple(refused))
+    return choice, restored or []
 
 
 def _ask(candidate: OpImplementation, call: OpCall) -> str | None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from core.common.ops.declaration import find_op
+from core.common.ops.original import ORIGINAL, Original, node_arguments
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, PassResult
 from core.common.passes.effects import is_impure
@@ -87,7 +89,7 @@ def _insert(
         if isinstance(site.target, fx.GraphModule):
             results = _inline(context.graph, site, args, values, made)
         else:
-            results = _call(context.graph, site, args, kwargs, values.get(""), made)
+            results = _call(context, site, args, kwargs, values.get(""), made)
     for old, new in zip(site.replaced, results, strict=True):
         if new.meta.get(MADE_BY) is made:  # not so where the replacement gives one of its inputs
             new.meta[MADE_BY] = replace(made, replaced=(old.name,))
@@ -96,9 +98,13 @@ def _insert(
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in site.nodes)
 
 
-def _call(graph: fx.Graph, site: Site, args: Any, kwargs: Any, value: Any, made: Made) -> list[fx.Node]:
+def _call(context: PassContext, site: Site, args: Any, kwargs: Any, value: Any, made: Made) -> list[fx.Node]:
+    graph = context.graph
     node = graph.call_function(site.target, args, kwargs)
     _describe(node, site.anchor, value, made)
+    if find_op(site.target) is not None:
+        interior = sorted(site.nodes, key=context.analysis("order").__getitem__)
+        node.meta[ORIGINAL] = Original.of(interior, node, node_arguments(args, kwargs), site.replaced)
     if len(site.replaced) == 1:
         return [node]
     members = [graph.call_function(operator.getitem, (node, index)) for index in range(len(site.replaced))]

@@ -1,0 +1,132 @@
+"""From a Dynamo graph to a graph of ATen ops, canonical and other custom ops kept whole, in-place writes kept in place.
+
+Not functionalised: a functional graph would copy whole caches at every write until a later pass proves that it need
+not, and the analyses here (core/common/passes/writes.py) handle writes as they are. Nothing is decomposed further than
+torch's own composite ops are, so that what no pass takes runs on the kernels it would run on in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from core.common.passes.effects import value_of
+from core.common.passes.sites import MADE_BY
+from core.errors import TraceError
+
+# What passes leave on nodes; torch keeps module paths and stack traces by itself.
+_MARKS = (MADE_BY,)
+
+
+def to_aten(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the same computation in ATen ops, with the same placeholders in order and name, as flat outputs.
+
+    module: a graph whose placeholders hold fake values (`meta["example_value"]`); it stays as it is. The new nodes hold
+    theirs under `meta["val"]`. Sizes that are symbolic stay so. Raises `TraceError` with the op that fails.
+    """
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    constants = list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"))
+    examples = [value_of(node) for node in inputs]
+    mode = detect_fake_mode(examples)
+    if mode is None or any(value is None for value in examples):
+        unknown = [node.name for node, value in zip(inputs, examples, strict=True) if value is None]
+        raise TraceError(
+            "lowering a graph to ATen ops",
+            found=f"the placeholders {unknown or 'of the graph'} have no fake value",
+            remedy="trace by core.common.tracing.trace, or set node.meta['example_value']",
+        )
+    attributes = [_attribute(module, name) for name in constants]
+    with _tracing(mode):
+        fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in attributes]
+        interpreter = _Interpreter(module, dict(zip(constants, fakes, strict=True)))
+
+        def run(*args: Any) -> Any:
+            interpreter.attributes = dict(zip(constants, args[len(inputs) :], strict=True))
+            return interpreter.run(*args[: len(inputs)])
+
+        try:
+            graph: fx.GraphModule = make_fx(run, tracing_mode="real")(*examples, *fakes)
+        except Exception as error:
+            node = interpreter.current
+            raise TraceError(
+                f"lowering node {node} ({getattr(node, 'target', '')}) to ATen ops",
+                found=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
+                remedy="disable the passes of stage aten (core passes lists them), or mend the op's fake kernel",
+            ) from error
+    return _rebound(module, graph, [node.name for node in inputs], dict(zip(constants, attributes, strict=True)))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs the graph under the tracer and carries the passes' marks over to the nodes that each node becomes."""
+
+    def __init__(self, module: fx.GraphModule, attributes: dict[str, Any]) -> None:
+        super().__init__(module)
+        self.attributes = attributes
+        self.current: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        mode = get_proxy_mode()
+        traced = None if mode is None else mode.tracer.graph
+        last = None if traced is None else next(iter(reversed(traced.nodes)), None)
+        result = super().run_node(n)
+        if traced is not None and any(mark in n.meta for mark in _MARKS):
+            for node in reversed(traced.nodes):
+                if node is last:
+                    break
+                node.meta.update({mark: n.meta[mark] for mark in _MARKS if mark in n.meta})
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.attributes[str(target)]
+
+
+@contextmanager
+def _tracing(mode: FakeTensorMode) -> Iterator[None]:
+    with ExitStack() as stack:
+        for manager in (mode, torch.no_grad(), enable_python_dispatcher(), preserve_node_meta()):
+            stack.enter_context(manager)
+        yield
+
+
+def _rebound(
+    module: fx.GraphModule, graph: fx.GraphModule, names: list[str], attributes: dict[str, Any]
+) -> fx.GraphModule:
+    """Give the placeholders their names back, and constants their place as attributes."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    constants = dict(zip(placeholders[len(names) :], attributes.items(), strict=True))
+    taken = {node.name for node in graph.graph.nodes}
+    for node, name in zip(placeholders, names, strict=False):
+        if node.name != name:
+            if name in taken:  # some other node's, which then needs another one
+                other = next(each for each in graph.graph.nodes if each.name == name)
+                other._rename(f"{name}_")
+            node._rename(name)
+            node.target = name
+    for index, (node, (_, value)) in enumerate(constants.items()):
+        name = f"_core_constant_{index}"
+        setattr(graph, name, value)
+        with graph.graph.inserting_before(node):
+            attribute = graph.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,113 @@
+"""What a canonical op in a graph was before a pass made it, kept so that a device without the op runs exactly that.
+
+A lift thereby costs a device nothing at run time and changes no bit of its results where it has no implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+ORIGINAL = "core_original"
+"""Key of `node.meta` under which the node of an op holds its `Original`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One node as it was; its arguments refer to nodes that may be erased by now and serve as names only."""
+
+    node: fx.Node
+    op: str
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The nodes that an op replaced, in order. inputs: the op's node arguments then; results: what its outputs replace.
+
+    literals: the op's other arguments then; one that has changed since makes the original worthless.
+    """
+
+    records: tuple[_Record, ...]
+    inputs: tuple[fx.Node, ...]
+    literals: str
+    results: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(
+        cls, interior: Iterable[fx.Node], op: fx.Node, inputs: Sequence[fx.Node], results: tuple[fx.Node, ...]
+    ) -> Original | None:
+        """Record the interior (in graph order) of a site that becomes `op`; inputs: its arguments before the rewrite.
+
+        None where the interior reads what the op does not: it could not be put back.
+        """
+        records = tuple(
+            _Record(node, node.op, node.name, node.target, node.args, node.kwargs, dict(node.meta)) for node in interior
+        )
+        known = {*inputs, *(record.node for record in records)}
+        for record in records:
+            if any(source not in known for source in record.node.all_input_nodes):
+                return None
+        return cls(records, tuple(inputs), _literals(op), results)
+
+
+def restore(node: fx.Node) -> list[fx.Node] | None:
+    """Put back what the op at this node replaced, in its place, and return the new nodes; None where it can't be.
+
+    Results of an op with several outputs are those of the `getitem` nodes that read them.
+    """
+    original: Original | None = node.meta.get(ORIGINAL)
+    if original is None or original.literals != _literals(node):
+        return None
+    current = node_arguments(node.args, node.kwargs)
+    copies: dict[fx.Node, fx.Node] = dict(zip(original.inputs, current, strict=True))
+    outputs = _outputs(node, len(original.results))
+    if outputs is None:
+        return None
+    made = []
+    with node.graph.inserting_before(node):
+        for record in original.records:
+            args, kwargs = fx.map_arg((record.args, dict(record.kwargs)), copies.__getitem__)
+            copies[record.node] = node.graph.create_node(record.op, record.target, args, kwargs, record.name)
+            copies[record.node].meta = dict(record.meta)
+            made.append(copies[record.node])
+    for old, result in zip(outputs, original.results, strict=True):
+        for each in old:
+            each.replace_all_uses_with(copies[result])
+            if each is not node:
+                node.graph.erase_node(each)
+    node.graph.erase_node(node)
+    return made
+
+
+def _outputs(node: fx.Node, count: int) -> list[list[fx.Node]] | None:
+    """Return for each output of the op the nodes that stand for it; None where one is read in another way."""
+    if count == 1:
+        return [[node]]
+    found: list[list[fx.Node]] = [[] for _ in range(count)]
+    for user in node.users:
+        index = user.args[1] if getattr(user.target, "__name__", "") == "getitem" and len(user.args) == 2 else None
+        if not isinstance(index, int) or not 0 <= index < count:
+            return None
+        found[index].append(user)
+    return found
+
+
+def node_arguments(args: Any, kwargs: Any) -> list[fx.Node]:
+    """Return the nodes among the arguments, in order, repeated ones each time."""
+    found: list[fx.Node] = []
+    fx.map_arg((args, dict(kwargs)), found.append)
+    return found
+
+
+def _literals(node: fx.Node) -> str:
+    """Return the op and its arguments as text, all nodes alike."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: "<node>")
+    return f"{node.target} {args} {sorted(kwargs.items())}"

@@ -1,0 +1,27 @@
+"""Which passes the caller wants, as data: parsed once from a command line or an argument, and passed down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.common.passes.declaration import Pass
+from core.common.passes.order import choose
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSwitches:
+    """Passes to run and to leave out. only: their names, None for all. disable: names to leave out of these."""
+
+    only: tuple[str, ...] | None = None
+    disable: tuple[str, ...] = ()
+
+    def select(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+        """Return the passes that run; raises `UsageError`, with the closest name, for one that is not there."""
+        return choose(passes, self.only, self.disable)
+
+    def __str__(self) -> str:
+        if self.only == ():
+            return "no passes"
+        parts = ["all passes" if self.only is None else f"only {', '.join(self.only)}"]
+        return " without ".join([*parts, ", ".join(self.disable)] if self.disable else parts)
