@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from core.common.config import Verify
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.ops.declaration import declared_ops
-from core.common.passes.declaration import Pass
-from core.device import Device
-from core.errors import PassError, PluginError, UsageError
+from core.device import Device, Mode
+from core.errors import PluginError, UsageError
+
+Examples = Mapping[str, Sequence[Mapping[str, Tensor]]]
+"""Input sets per phase, on which passes are verified; each a full set of the declared inputs by name."""
 
 
 def models_per_phase(
@@ -28,21 +32,6 @@ def models_per_phase(
             remedy="give one model for all phases, or exactly one per phase",
         )
     return dict(model)
-
-
-def chosen_passes(device: Device, names: tuple[str, ...] | None) -> tuple[Pass, ...]:
-    """Return the device's passes that were asked for by name; None asks for all."""
-    if names is None:
-        return device.passes
-    known = {declared.name: declared for declared in device.passes}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(
-            f"passes {unknown}",
-            found=f"{device.name} has: {', '.join(known) or 'none'}",
-            remedy="name only these, or leave `passes` out to run all",
-        )
-    return tuple(known[name] for name in names)
 
 
 def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec]) -> None:
@@ -89,12 +78,51 @@ def check_ops(device: Device) -> None:
         )
 
 
-def check_stages(device: Device) -> None:
-    """Refuse passes of a stage that is not run: they would match nothing, silently."""
-    late = [declared for declared in device.passes if declared.stage != "torch"]
-    if late:
-        raise PassError(
-            f"pass {late[0].name!r} of {late[0].owner} (stage {late[0].stage!r})",
-            found="this version of core.compile runs stage 'torch' only",
-            remedy="run it by core.common.passes.inductor.as_inductor_pass, or register it for stage 'torch'",
+def examples_per_phase(
+    examples: Examples | Sequence[Mapping[str, Tensor]] | None,
+    inputs: Mapping[str, InputSpec],
+    modes: Mapping[str, Mode],
+    verify: Verify,
+) -> Examples:
+    """Return the example inputs of each phase, checked against their declaration.
+
+    Raises `UsageError` where they don't fit it, or where there are none for a phase that is to be verified.
+    """
+    given = examples if isinstance(examples, Mapping) else dict.fromkeys(modes, examples or ())
+    unknown = sorted(given.keys() - modes.keys())
+    if unknown:
+        raise UsageError(
+            f"examples for phases {unknown}",
+            found=f"the buckets name the phases {sorted(modes)}",
+            remedy="name only these: examples={'decode': [inputs]}",
         )
+    for phase, sets in given.items():
+        for example in sets:
+            _check_example(phase, example, inputs)
+    for phase, mode in modes.items():
+        if verify != "off" and mode != "off" and not given.get(phase):
+            raise UsageError(
+                f"verify={verify!r} for phase {phase!r}",
+                found="no example inputs for it; which values its inputs may take is not for core to guess",
+                remedy=f"give some of a bucket's shapes: core.compile(..., examples={{{phase!r}: [inputs]}})",
+            )
+    return given
+
+
+def _check_example(phase: str, example: Mapping[str, Tensor], inputs: Mapping[str, InputSpec]) -> None:
+    if not isinstance(example, Mapping) or example.keys() != inputs.keys():
+        found = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        raise UsageError(
+            f"examples for phase {phase!r}",
+            found=f"a set holds {found}",
+            remedy=f"each set is a mapping with exactly the declared inputs: {', '.join(inputs)}",
+        )
+    sizes: dict[str, int] = {}
+    for name, spec in inputs.items():
+        spec.measure(name, example[name].shape, sizes)
+        if example[name].dtype != spec.dtype:
+            raise UsageError(
+                f"example input {name!r} of dtype {example[name].dtype}",
+                found=f"it is declared as {spec.dtype}",
+                remedy="pass tensors of the declared dtypes",
+            )

@@ -1,6 +1,6 @@
 """`core.compile`: the way from a model to a `Program`, readable top to bottom.
 
-trace -> passes -> lower canonical ops -> lower the graph -> capture each bucket, largest first
+trace -> passes (and ATen, if one needs it) -> lower canonical ops -> lower the graph -> capture, largest bucket first
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-import core.common.ops.attention  # noqa: F401  # declares the canonical ops that graphs may hold
+import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.arguments import (
+    Examples,
     check_ops,
     check_signature,
-    check_stages,
     check_training_mode,
-    chosen_passes,
+    examples_per_phase,
     models_per_phase,
 )
 from core.common.config import CompileOptions, Verify
@@ -29,7 +29,7 @@ from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
 from core.common.graphs.inputs import Buckets, BucketTable, InputSpec, StaticBuffers
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.lower import lower_ops
-from core.common.passes.manager import PassManager
+from core.common.passes.switches import PassSwitches
 from core.common.report import BucketReport, ProgramReport, TraceReport
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
@@ -37,6 +37,7 @@ from core.device import Device, Mode
 from core.errors import CaptureError, CoreError, LoweringError, UsageError
 from core.host import select_device
 from core.program import CapturedBucket, Program
+from core.rewriting import Rewriter
 
 log = logging.getLogger("core.compilation")
 Progress = Callable[[str, int, int], None]
@@ -52,8 +53,10 @@ def compile(
     mode: Mode | Mapping[str, Mode] | None = None,
     lowering: str | None = None,
     passes: tuple[str, ...] | None = None,
+    disable_passes: tuple[str, ...] = (),
     strict: bool = False,
     verify: Verify = "off",
+    examples: Examples | Sequence[Mapping[str, Tensor]] | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model for a device and return the `Program` that runs it.
@@ -61,7 +64,9 @@ def compile(
     model: a module or function called with the declared inputs by name, its tensors already on the device; or one per
     phase. inputs: name -> `InputSpec`; a named dimension is padded, so read there what that assumes. buckets: sizes of
     the bucket dimensions to capture, as a list, or a list per phase; None for inputs of fixed shape. mode, lowering,
-    passes, strict, verify: see `CompileOptions`.
+    passes, disable_passes, strict, verify: see `CompileOptions`. examples: sets of inputs by name, per phase or for a
+    single phase, on which `verify` judges the passes. A bucket dimension named "tokens" tells passes with a token range
+    how many tokens a graph serves.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
     writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
@@ -75,12 +80,14 @@ def compile(
             found=f"a {type(device).__name__}",
             remedy="pass a device name such as 'auto', or a Device from core.select_device",
         )
-    options = CompileOptions(mode=mode, lowering=lowering, passes=passes, strict=strict, verify=verify)
+    options = CompileOptions(
+        mode=mode, lowering=lowering, passes=passes, disable_passes=disable_passes, strict=strict, verify=verify
+    )
     resolved = device if isinstance(device, Device) else select_device(device)
     table = BucketTable.build(inputs, buckets)
     # Tensors made in inference mode could never be written outside of it, and buffers are written at every call.
     with torch.inference_mode(False):
-        return _Compilation(model, resolved, inputs, table, options, progress).run()
+        return _Compilation(model, resolved, inputs, table, options, examples, progress).run()
 
 
 class _Compilation:
@@ -93,6 +100,7 @@ class _Compilation:
         inputs: Mapping[str, InputSpec],
         table: BucketTable,
         options: CompileOptions,
+        examples: Examples | Sequence[Mapping[str, Tensor]] | None,
         progress: Progress | None,
     ) -> None:
         self.device = device
@@ -106,10 +114,14 @@ class _Compilation:
         self.modes = {phase: options.mode_of(phase, device.capabilities.modes) for phase in table.phases}
         self.lowering_name, self.lowering = device.lowerings.resolve(options.lowering)
         check_ops(device)
-        check_stages(device)
-        self.manager = PassManager(
-            chosen_passes(device, options.passes), strict=options.strict, capabilities=device.capabilities
+        self.rewriter = Rewriter(
+            device,
+            PassSwitches(only=options.passes, disable=options.disable_passes),
+            strict=options.strict,
+            verify=options.verify,
         )
+        self.examples = examples_per_phase(examples, inputs, self.modes, options.verify)
+        self.options = options
         self.progress = progress or (lambda what, done, total: None)
         self.traces: list[TraceReport] = []
         self.buckets: list[BucketReport] = []
@@ -149,8 +161,7 @@ class _Compilation:
                 traced = self._trace(phase, buffers.views(remaining[0]))
                 refused = {key: traced.holds_for(buffers.views(key)) for key in remaining[1:]}
                 served = [remaining[0], *(key for key, why in refused.items() if why is None)]
-                serving.update(dict.fromkeys(served, traced))
-                self._rewrite(phase, traced, tuple(served), reason)
+                serving.update(dict.fromkeys(served, self._rewrite(phase, traced, tuple(served), reason)))
                 remaining = [key for key, why in refused.items() if why is not None]
                 reason = next((why for why in refused.values() if why is not None), "")
         return serving
@@ -164,25 +175,49 @@ class _Compilation:
         }
         return trace(self.models[phase], examples, dynamic=dynamic)
 
-    def _rewrite(self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...], reason: str) -> None:
+    def _rewrite(self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...], reason: str) -> TracedGraph:
         num_nodes = len(traced.module.graph.nodes)
-        start = time.perf_counter()
-        passes = self.manager.run(traced.module)
-        passes_s = time.perf_counter() - start
-        ops = lower_ops(traced.module, self.device.ops)
+        log.info("traced %s: %d nodes in %.2f s, serves %d buckets", phase, num_nodes, traced.elapsed_s, len(served))
+        examples = self._served_examples(phase, traced, served)
+        rewritten = self.rewriter.rewrite(traced, tokens=self._tokens(served), examples=examples)
+        ops = lower_ops(rewritten.traced.module, self.device.ops)
         self.traces.append(
             TraceReport(
                 phase=phase,
                 num_nodes=num_nodes,
                 trace_s=traced.elapsed_s,
-                passes_s=passes_s,
-                passes=passes,
+                passes_s=rewritten.passes_s,
+                aten_s=rewritten.aten_s,
+                passes=rewritten.passes,
                 ops=ops,
                 buckets=served,
                 reason=reason,
             )
         )
-        log.info("traced %s: %d nodes in %.2f s, serves %d buckets", phase, num_nodes, traced.elapsed_s, len(served))
+        return rewritten.traced
+
+    def _served_examples(self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...]) -> list[tuple[Any, ...]]:
+        """Return placeholder values of the phase's examples, filled up to a bucket where the graph serves only that."""
+        found = []
+        for example in self.examples.get(phase, ()):
+            sizes: dict[str, int] = {}
+            for name, spec in self.inputs.items():
+                spec.measure(name, example[name].shape, sizes)
+            for wanted in (sizes, *map(self.table.sizes, served)):
+                fits = all(size <= wanted[dim] for dim, size in sizes.items())
+                padded = {n: s.padded(example[n], wanted) for n, s in self.inputs.items()} if fits else {}
+                if fits and traced.holds_for(padded) is None:
+                    found.append(traced.values(padded))
+                    break
+        if self.options.verify != "off" and not found:
+            log.warning("passes on %s (%s) are not verified: none of the examples fits", phase, served[0])
+        return found
+
+    def _tokens(self, served: tuple[GraphKey, ...]) -> tuple[int, int] | None:
+        if "tokens" not in self.table.dims:
+            return None
+        sizes = [self.table.sizes(key)["tokens"] for key in served]
+        return min(sizes), max(sizes)
 
     def _capture_all(
         self, serving: Mapping[GraphKey, TracedGraph], buffers: StaticBuffers, backend: GraphBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from core.errors import UsageError
 
@@ -20,26 +20,30 @@ class CompileOptions:
     """Everything `core.compile` decides by, besides model, device, inputs and buckets.
 
     mode: one mode for all phases, or one per phase; None takes the device's preferred mode. lowering: name of one of
-    the device's lowerings; None takes its default. passes: names to run; None runs all, `()` none. strict: a broken
-    promise of a pass is an error. verify: numeric checks of each pass (`off` in this version).
+    the device's lowerings; None takes its default. passes: names of the passes to run; None runs all, `()` none.
+    disable_passes: names to leave out of these. strict: a failing pass or a broken promise of one is an error. verify:
+    judge each pass on example inputs against an fp64 run; "sample" takes one input set and a third of the sites.
     """
 
     mode: Mode | Mapping[str, Mode] | None = None
     lowering: str | None = None
     passes: tuple[str, ...] | None = None
+    disable_passes: tuple[str, ...] = ()
     strict: bool = False
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        if isinstance(self.passes, str):
-            raise UsageError(
-                f"passes={self.passes!r}", found="a single string", remedy=f"pass a tuple: passes=({self.passes!r},)"
-            )
-        if self.verify != "off":
+        for name in ("passes", "disable_passes"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UsageError(
+                    f"{name}={value!r}", found="a single string", remedy=f"pass a tuple: {name}=({value!r},)"
+                )
+        if self.verify not in get_args(Verify):
             raise UsageError(
                 f"verify={self.verify!r}",
-                found="this version of core has no per-pass verification",
-                remedy="use verify='off'; judge whole programs with core.common.numerics",
+                found="no level of that name",
+                remedy=f"choose one of: {', '.join(get_args(Verify))}",
             )
 
     def mode_of(self, phase: str, preferred: tuple[Mode, ...]) -> Mode:

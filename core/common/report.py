@@ -24,7 +24,10 @@ class BucketReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceReport:
-    """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace."""
+    """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace.
+
+    aten_s: what lowering it to ATen ops took, 0.0 where no pass needs them; not part of passes_s.
+    """
 
     phase: str
     num_nodes: int
@@ -34,6 +37,7 @@ class TraceReport:
     ops: tuple[OpChoice, ...]
     buckets: tuple[GraphKey, ...]
     reason: str = ""
+    aten_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +82,13 @@ class ProgramReport:
             ops = Counter(f"{choice.op} -> {choice.implementation}" for choice in trace.ops)
             lines.append(
                 f"  trace {trace.phase}: {trace.num_nodes} nodes in {trace.trace_s:.2f} s, "
-                f"{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, serves {len(trace.buckets)} buckets"
+                f"{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
+                + (f"to ATen ops in {trace.aten_s:.2f} s, " if trace.aten_s else "")
+                + f"serves {len(trace.buckets)} buckets"
                 + (f" ({trace.reason})" if trace.reason else "")
             )
             lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
-            lines += [f"    pass {p.name}: {p.matched} matched in {p.elapsed_ms:.1f} ms" for p in trace.passes]
+            lines += [f"    {p.summary()}" for p in trace.passes]
         for bucket in self.buckets:
             lines.append(
                 f"  {bucket.key}: lowered in {bucket.lower_s:.2f} s, captured in {bucket.capture_s:.2f} s, "

@@ -87,6 +87,7 @@ class PagedRunner:
             layers, num_blocks=num_blocks, block_size=config.block_size, device=device.torch_device
         )
         self._pool = BlockPool(num_blocks)
+        self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self._program: Any = None
         try:
             self._check_same_function(max_model_len)
@@ -99,7 +100,11 @@ class PagedRunner:
                 buckets=buckets,
                 mode=config.mode,
                 lowering=config.lowering,
+                passes=config.passes,
+                disable_passes=config.disable_passes,
                 strict=config.strict,
+                verify=config.verify,
+                examples=self._examples,
                 progress=progress,
             )
         except BaseException:
@@ -216,7 +221,9 @@ class PagedRunner:
             self.admit(sequence)  # an empty cache has room for max_num_seqs of them
         calls, steps = self._calls(), []
         for phase in ("prefill", "decode"):
-            steps.append(calls[phase](**self._tensors(sequences)).clone())
+            tensors = self._tensors(sequences)
+            self._examples[phase] = [tensors]  # what they point at stays in the cache for the verification of passes
+            steps.append(calls[phase](**tensors).clone())
             for sequence, probe in zip(sequences, probes, strict=True):
                 sequence.num_computed = len(sequence)
                 sequence.generated = probe[-1:]

@@ -12,6 +12,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from core.common.config import Verify
     from core.common.report import ProgramReport
     from core.device import Mode
     from core.engine.sequence import Sequence as EngineSequence
@@ -23,7 +24,8 @@ class EngineConfig:
 
     max_num_seqs: sequences at once. max_model_len: longest context in tokens; None takes the model's own, at most 2048.
     block_size: positions per cache block. decode_buckets: batch sizes; prefill_buckets: token counts; None takes powers
-    of two (decode) and of four from 32 (prefill). mode, lowering, strict: as in `core.compile`.
+    of two (decode) and of four from 32 (prefill). mode, lowering, passes, disable_passes, strict, verify: as in
+    `core.compile`; verification runs on the sequences of the engine's own check.
     """
 
     max_num_seqs: int = 8
@@ -33,7 +35,10 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     mode: Mode | Mapping[str, Mode] | None = None
     lowering: str | None = None
+    passes: tuple[str, ...] | None = None
+    disable_passes: tuple[str, ...] = ()
     strict: bool = False
+    verify: Verify = "off"
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2)):

@@ -55,10 +55,20 @@ class StaticRunner:
             buckets={"decode": [{}]},
             mode=mode,
             lowering=config.lowering,
+            passes=config.passes,
+            disable_passes=config.disable_passes,
             strict=config.strict,
+            verify=config.verify,
+            examples=[self._example(shapes)],
             progress=progress,
         )
         self._cache.reset()
+
+    def _example(self, shapes: dict[str, InputSpec]) -> dict[str, Tensor]:
+        """Return the inputs of the decode step that follows what the self-check left in the cache."""
+        length = len(self._probe)
+        values = {"input_ids": self._probe[-1:], "position_ids": [length]}
+        return {name: torch.tensor(values[name], device=self._device.torch_device) for name in shapes}
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Take the sequence if no other one holds the cache."""
@@ -114,7 +124,7 @@ class StaticRunner:
     def _check_same_function(self, max_model_len: int) -> None:
         """Compare a prefill and one decode step with the model's own forward; raise ValueError if they differ."""
         length = min(8, max_model_len)
-        tokens = probe_tokens(self._model, length)
+        self._probe = tokens = probe_tokens(self._model, length)
         ids = torch.tensor([tokens], device=self._device.torch_device)
         expected = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -2:]
         got = [self._prefill(tokens[:-1]).clone()]  # the layers allocate here, on first use

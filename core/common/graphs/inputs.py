@@ -84,6 +84,18 @@ class InputSpec:
                 remedy="pass tensors of the declared shapes, with equal sizes where names are equal",
             )
 
+    def padded(self, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """Return the tensor filled up to these sizes of the bucket dimensions, by the declared padding."""
+        shape = self.resolve(sizes)
+        if tuple(tensor.shape) == shape:
+            return tensor
+        kept = tuple(slice(size) for size in tensor.shape)
+        result = torch.full(shape, self.value if self.padding == "sentinel" else 0, dtype=self.dtype).to(tensor.device)
+        if self.padding == "edge" and tensor.numel():
+            result.copy_(tensor[tuple(slice(-1, None) for _ in shape)].expand(shape))
+        result[kept] = tensor
+        return result
+
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -53,6 +53,24 @@ def lower_ops(graph: fx.GraphModule, implementations: Sequence[OpImplementation]
     return tuple(choices)
 
 
+def inline_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
+    """Put back what lifts replaced by ops of which there is no implementation at all; return how many were put back.
+
+    A pass of a later stage then finds it as the model wrote it.
+    """
+    known = {implementation.op for implementation in implementations}
+    pending, count = list(graph.graph.nodes), 0
+    while pending:
+        node = pending.pop()
+        op = find_op(node.target) if node.op == "call_function" else None
+        restored = restore(node) if op is not None and op.qualified_name not in known else None
+        if restored is not None:
+            pending += restored
+            count += 1
+    graph.recompile()
+    return count
+
+
 def _lower(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> tuple[OpChoice, list[fx.Node]]:
     """Lower one call; return what it became and, for the original nodes, these."""
     call = op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))

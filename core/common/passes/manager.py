@@ -49,6 +49,16 @@ class PassReport:
     error: str = ""
     uuid: str = ""
 
+    def summary(self) -> str:
+        """Return one line: matches, near-misses and time, or why it was skipped or undone."""
+        if self.skipped:
+            return f"pass {self.name}: skipped, {self.skipped}"
+        if self.error:
+            return f"pass {self.name}: UNDONE, {' '.join(self.error.split())}"
+        owed = f" of {self.expected} owed" if self.expected is not None else ""
+        near = f", {len(self.near_misses)} near-misses" if self.near_misses else ""
+        return f"pass {self.name}: {self.matched}{owed} matched{near} in {self.elapsed_ms:.1f} ms"
+
     def to_json(self) -> dict[str, object]:
         """Return the fields as JSON-ready values."""
         return asdict(self)
@@ -150,7 +160,7 @@ class PassManager:
             run.analyses.invalidate()
             log.warning("%s\n  pass undone: the model runs without it", failure)
             return _report(declared, PassResult(matched=0), start, expected=expected, error=str(failure))
-        log.info("pass %s: %d matched in %.1f ms", report.name, report.matched, report.elapsed_ms)
+        log.info("%s", report.summary())
         return report
 
     def _apply(self, declared: Pass, context: PassContext, before: Snapshot) -> PassResult:
