@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.errors import UsageError
+from core.cli.model_argument import DTYPE, parse_dtype
+from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, pass_switches
 
 if TYPE_CHECKING:
     from core.compilation import Progress
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from core.engine.engine import Completion, Engine
 
 DEFAULT_PROMPT = "If the argument is"
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def run(
@@ -30,9 +30,14 @@ def run(
     top_p: float = typer.Option(1.0, help="Keep the most likely tokens up to this probability."),
     seed: int | None = typer.Option(None, help="Seed of the sampling."),
     stop: list[str] = typer.Option([], help="Text that ends the generation; repeatable."),
-    dtype: str = typer.Option("auto", help="auto (the model's own), float32, bfloat16 or float16."),
+    dtype: str = DTYPE,
     mode: str | None = typer.Option(None, help="Capture mode, for example compile, full or off (eager)."),
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
+    only_pass: list[str] = ONLY_PASS,
+    no_pass: list[str] = NO_PASS,
+    no_passes: bool = NO_PASSES,
+    strict: bool = typer.Option(False, "--strict", help="Fail on a pass that fails or matches less than it owes."),
+    verify: str = typer.Option("off", help="Judge every pass against an fp64 run: off, sample or full."),
     check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
     oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
@@ -43,8 +48,17 @@ def run(
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
+    switches = pass_switches(only_pass, no_pass, no_passes)
+    options = {
+        "mode": mode,
+        "lowering": lowering,
+        "passes": switches.only,
+        "disable_passes": switches.disable,
+        "strict": strict,
+        "verify": verify,
+    }
     with _progress(quiet=as_json) as progress:
-        engine = _engine(device, model, prompt, params, dtype, mode, lowering, progress)
+        engine = _engine(device, model, prompt, params, dtype, options, progress)
     with engine:
         completions = _generate(engine, prompt, params, stream=not as_json)
         comparison = _compare(engine, completions, oracle) if check else None
@@ -61,27 +75,22 @@ def _engine(
     prompts: Sequence[str],
     params: Any,
     dtype: str,
-    mode: Any,
-    lowering: str | None,
+    options: dict[str, Any],
     progress: Progress,
 ) -> Engine:
     """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode."""
+    from core.common.passes.switches import PassSwitches
     from core.engine.assets import embedded_model
     from core.engine.engine import Engine
     from core.engine.loading import load_model
     from core.engine.prompts import encode_prompts
     from core.engine.runner import EngineConfig
     from core.host import select_device
+    from core.rewriting import device_passes
 
-    kind = _dtype(dtype)
     resolved = select_device(device)
-    known = resolved.capabilities.dtypes
-    if kind is not None and kind not in known:
-        raise UsageError(
-            f"--dtype {dtype} on {resolved.name}",
-            found=f"it computes in {', '.join(sorted(str(d).removeprefix('torch.') for d in known))}",
-            remedy="choose one of these",
-        )
+    PassSwitches(only=options["passes"], disable=options["disable_passes"]).select(device_passes(resolved))
+    kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
     encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
@@ -91,20 +100,9 @@ def _engine(
         max_model_len=min(loaded.max_position or longest, -(-longest // 64) * 64),
         decode_buckets=(len(prompts),),
         prefill_buckets=(max(32, 1 << (num_tokens - 1).bit_length()),),
-        mode=mode,
-        lowering=lowering,
+        **options,
     )
     return Engine(loaded, resolved, config, progress=progress)
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    if name not in _DTYPES:
-        raise UsageError(
-            f"--dtype {name}", found=f"the choices are {', '.join(_DTYPES)}", remedy="pass one of these or leave it out"
-        )
-    return None if name == "auto" else getattr(torch, name)
 
 
 @contextmanager
@@ -171,6 +169,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
             if report.num_traces
             else f"{modes}; nothing compiled",
         ),
+        *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
     if comparison is None:

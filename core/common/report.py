@@ -39,6 +39,14 @@ class TraceReport:
     reason: str = ""
     aten_s: float = 0.0
 
+    def passes_line(self) -> str:
+        """Return what the passes did to this graph in one line: matches by pass, what was undone, the time."""
+        fired = [f"{p.name} {p.matched}" for p in self.passes if p.matched]
+        undone = [f"{p.name} UNDONE" for p in self.passes if p.error]
+        quiet = sum(not p.matched and not p.error for p in self.passes)
+        parts = [*fired, *undone, *([f"{quiet} others matched nothing"] if quiet else [])]
+        return f"{', '.join(parts) or 'none'} ({self.passes_s * 1e3:.0f} ms)"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramReport:

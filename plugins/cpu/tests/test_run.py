@@ -88,6 +88,29 @@ def test_without_a_check_there_is_none(capsys: pytest.CaptureFixture[str]) -> No
     assert document["program"]["traces"] == []
 
 
+def matched(document: dict[str, Any]) -> list[dict[str, int]]:
+    return [{p["name"]: p["matched"] for p in trace["passes"]} for trace in document["program"]["traces"]]
+
+
+def test_passes_run_are_verified_and_can_be_switched(capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = run_json(capsys, "--verify", "sample", "--strict", "--no-pass", "lift_rotary")
+    assert code == 0 and document["check"]["passed"]
+    for counts in matched(document):
+        # Four layers: a norm before attention, one before the MLP, one at the end; the first has no sum before it.
+        assert (counts["lift_rms_norm"], counts["fuse_add_rms_norm"], counts["lift_gated_activation"]) == (9, 8, 4)
+        assert "lift_rotary" not in counts
+    code, document = run_json(capsys, "--only-pass", "lift_rotary", "--no-check")
+    assert (code, matched(document)) == (0, [{"lift_rotary": 4}] * 2)
+    code, document = run_json(capsys, "--no-passes", "--no-check")
+    assert (code, matched(document)) == (0, [{}, {}])
+
+
+def test_an_unknown_pass_is_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--no-pass", "lift_rotry"]) == 2
+    err = capsys.readouterr().err
+    assert "choosing pass 'lift_rotry'" in err and "did you mean 'lift_rotary'?" in err
+
+
 def test_a_seed_repeats_a_sampled_text(capsys: pytest.CaptureFixture[str]) -> None:
     sampled = ("--temperature", "1", "--seed", "7", "--no-check", "--mode", "off")
     first, again = (run_json(capsys, *sampled)[1]["completions"] for _ in range(2))

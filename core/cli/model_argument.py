@@ -1,0 +1,85 @@
+"""The MODEL argument and `--dtype` of subcommands: a folder, a tiny model of a type, or the embedded model."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from core.device import Device
+    from core.engine.checkpoint import Progress
+    from core.engine.loading import LoadedModel
+
+MODEL: Any = typer.Argument(
+    None,
+    metavar="[MODEL]",
+    help="Folder of a transformers causal LM, or the name of a model type such as `llama`, which is built tiny with "
+    "random weights; default: the embedded model.",
+)
+DTYPE: Any = typer.Option("auto", "--dtype", help="auto (the model's own), float32, bfloat16 or float16.")
+"""Defaults of a subcommand's parameters `model` and `dtype`."""
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def resolve_model(
+    model: str | None, device: Device, dtype: str, progress: Progress | None = None
+) -> tuple[LoadedModel, str]:
+    """Load or build what MODEL names, on the device; return it with a short name for readers.
+
+    A folder wins over a model type of the same name. Raises `UsageError` for a name that is neither, `ModelError` for
+    a folder that cannot be used.
+    """
+    from core.engine.assets import embedded_model
+    from core.engine.loading import build_model, load_model
+    from core.engine.tiny import causal_lm_types, tiny_config
+
+    kind = parse_dtype(dtype, device)
+    torch_device = device.torch_device
+    if model is None:
+        return load_model(
+            embedded_model(), torch_device=torch_device, dtype=kind, progress=progress
+        ), "the embedded model"
+    folder = Path(model).expanduser()
+    if folder.exists() or os.sep in model:
+        name = folder.resolve().name
+        return load_model(folder, torch_device=torch_device, dtype=kind, progress=progress), name
+    types = causal_lm_types()
+    if model not in types:
+        close = difflib.get_close_matches(model, types, 1)
+        raise UsageError(
+            f"model {model!r}",
+            found="no such folder, and transformers has no causal language model of that type",
+            remedy=f"did you mean the type {close[0]!r}?" if close else "pass a folder or a model type such as 'llama'",
+        )
+    loaded = build_model(tiny_config(model), torch_device=torch_device, dtype=kind)
+    return loaded, f"{model}, built tiny with random weights"
+
+
+def parse_dtype(name: str, device: Device) -> torch.dtype | None:
+    """Return the dtype that `--dtype` names, None for auto; raises `UsageError` for one the device lacks."""
+    import torch
+
+    if name not in _DTYPES:
+        raise UsageError(
+            f"--dtype {name}", found=f"the choices are {', '.join(_DTYPES)}", remedy="pass one of these or leave it out"
+        )
+    if name == "auto":
+        return None
+    kind: torch.dtype = getattr(torch, name)
+    known = device.capabilities.dtypes
+    if kind not in known:
+        raise UsageError(
+            f"--dtype {name} on {device.name}",
+            found=f"it computes in {', '.join(sorted(str(d).removeprefix('torch.') for d in known))}",
+            remedy="choose one of these",
+        )
+    return kind
