@@ -54,6 +54,7 @@ def compile(
     lowering: str | None = None,
     passes: tuple[str, ...] | None = None,
     disable_passes: tuple[str, ...] = (),
+    enable_passes: tuple[str, ...] = (),
     strict: bool = False,
     verify: Verify = "off",
     examples: Examples | Sequence[Mapping[str, Tensor]] | None = None,
@@ -64,9 +65,9 @@ def compile(
     model: a module or function called with the declared inputs by name, its tensors already on the device; or one per
     phase. inputs: name -> `InputSpec`; a named dimension is padded, so read there what that assumes. buckets: sizes of
     the bucket dimensions to capture, as a list, or a list per phase; None for inputs of fixed shape. mode, lowering,
-    passes, disable_passes, strict, verify: see `CompileOptions`. examples: sets of inputs by name, per phase or for a
-    single phase, on which `verify` judges the passes. A bucket dimension named "tokens" tells passes with a token range
-    how many tokens a graph serves.
+    passes, disable_passes, enable_passes, strict, verify: see `CompileOptions`. examples: sets of inputs by name, per
+    phase or for a single phase, on which `verify` judges the passes. A bucket dimension named "tokens" tells passes
+    with a token range how many tokens a graph serves.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
     writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
@@ -81,7 +82,13 @@ def compile(
             remedy="pass a device name such as 'auto', or a Device from core.select_device",
         )
     options = CompileOptions(
-        mode=mode, lowering=lowering, passes=passes, disable_passes=disable_passes, strict=strict, verify=verify
+        mode=mode,
+        lowering=lowering,
+        passes=passes,
+        disable_passes=disable_passes,
+        enable_passes=enable_passes,
+        strict=strict,
+        verify=verify,
     )
     resolved = device if isinstance(device, Device) else select_device(device)
     table = BucketTable.build(inputs, buckets)
@@ -116,7 +123,7 @@ class _Compilation:
         check_ops(device)
         self.rewriter = Rewriter(
             device,
-            PassSwitches(only=options.passes, disable=options.disable_passes),
+            PassSwitches(only=options.passes, disable=options.disable_passes, enable=options.enable_passes),
             strict=options.strict,
             verify=options.verify,
         )
@@ -242,7 +249,8 @@ class _Compilation:
         shared: dict[int, FlatCallable],
     ) -> CapturedBucket:
         start = time.perf_counter()
-        values = traced.values(inputs)
+        # Aliases keep the memory that a captured graph reads, whatever the model's parameters come to point at later.
+        values = tuple(v.detach() if isinstance(v, Tensor) else v for v in traced.values(inputs))
         lowered = shared.get(id(traced)) or self._lower(key, traced, values)
         if self.lowering_name in self.device.lowerings.any_size:
             shared[id(traced)] = lowered

@@ -62,7 +62,8 @@ class Capabilities:
     device_name: the product's name, as the vendor writes it. dtypes: floating dtypes with device arithmetic.
     modes: capture modes that work, the preferred one first; "off" is always allowed and need not be listed.
     deterministic: replays with equal inputs give equal bits. update: captured ops take host-side arguments that must be
-    renewed before each replay. extra: anything a plugin's own passes or implementations want to test.
+    renewed before each replay. extra: anything a plugin's own passes or implementations want to test. unprofitable:
+    names of passes that cost more than they gain here, each with the reason; they run only where asked for by name.
     """
 
     device_name: str
@@ -72,6 +73,7 @@ class Capabilities:
     deterministic: bool = True
     update: bool = False
     extra: Mapping[str, str | int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
+    unprofitable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def _no_op() -> None:

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
 
 from core.common.aten import to_aten
 from core.common.config import Verify
 from core.common.ops.lower import inline_unimplemented
-from core.common.passes.declaration import Pass
+from core.common.passes.constants import Constants
+from core.common.passes.declaration import Pass, Stage
 from core.common.passes.manager import Check, PassManager, PassReport
 from core.common.passes.standard import COMMON_PASSES
 from core.common.passes.switches import PassSwitches
-from core.common.traced import TracedGraph
+from core.common.traced import ConstantSlot, TracedGraph
 from core.device import Device
 
-__all__ = ["Rewriter", "Rewritten", "device_passes"]
+if TYPE_CHECKING:
+    from torch import fx
 
-log = logging.getLogger("core.compilation")
+    from core.common.passes.snapshot import Snapshot
+
+__all__ = ["Rewriter", "Rewritten", "Watcher", "bound_constants", "device_passes"]
 
 
 def device_passes(device: Device) -> tuple[Pass, ...]:
     """Return the passes that a graph for this device goes through unless told otherwise, not yet ordered."""
     return (*COMMON_PASSES, *device.passes)
+
+
+def bound_constants(traced: TracedGraph) -> Constants:
+    """Return the tensors that the graph's placeholders are bound to, for passes to read and to add to."""
+    names = (node.name for node in traced.module.graph.find_nodes(op="placeholder"))
+    slots = zip(names, traced.slots, strict=True)
+    values = {name: slot.value for name, slot in slots if isinstance(slot, ConstantSlot)}
+    return Constants({name: value for name, value in values.items() if isinstance(value, Tensor)})
+
+
+class Watcher(Protocol):
+    """Who is told what happens to a graph, stage by stage; changes nothing."""
+
+    def begin(self, stage: Stage, traced: TracedGraph) -> None:
+        """Hear that the passes of a stage are about to run on this graph."""
+
+    def note(self, report: PassReport, before: Snapshot, after: fx.GraphModule) -> None:
+        """Hear that a pass has changed the graph."""
+
+    def end(self, stage: Stage, traced: TracedGraph, reports: tuple[PassReport, ...]) -> None:
+        """Hear that the passes of a stage have run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,20 +88,39 @@ class Rewriter:
             strict=strict,
             only=switches.only,
             disable=switches.disable,
+            enable=switches.enable,
             capabilities=device.capabilities,
         )
 
     def rewrite(
-        self, traced: TracedGraph, *, tokens: tuple[int, int] | None = None, examples: Sequence[tuple[Any, ...]] = ()
+        self,
+        traced: TracedGraph,
+        *,
+        tokens: tuple[int, int] | None = None,
+        examples: Sequence[tuple[Any, ...]] = (),
+        watcher: Watcher | None = None,
     ) -> Rewritten:
         """Run the passes over one traced graph, which is changed in place, and return what it became.
 
         tokens: least and most tokens that the graph serves. examples: values of its placeholders to verify on. Raises
         `PassError` where strict.
         """
-        check = self._check(examples)
+        constants = bound_constants(traced)
+        check = self._check(examples, constants)
+
+        # What passes prepare of the weights needs no gradient.
+        @torch.no_grad()
+        def run(stage: Stage) -> tuple[PassReport, ...]:
+            options: dict[str, Any] = {"tokens": tokens, "constants": constants, "check": check}
+            if watcher is None:
+                return self.manager.run(traced.module, stage, **options)
+            watcher.begin(stage, traced)
+            reports = self.manager.run(traced.module, stage, observe=watcher.note, **options)
+            watcher.end(stage, traced, reports)
+            return reports
+
         start = time.perf_counter()
-        reports = self.manager.run(traced.module, tokens=tokens, check=check)
+        reports = run("torch")
         passes_s = time.perf_counter() - start
         aten_s = 0.0
         if any(declared.stage == "aten" for declared in self.manager.passes):
@@ -84,13 +130,15 @@ class Rewriter:
             traced = replace(traced, module=to_aten(traced.module))
             aten_s = time.perf_counter() - start
             start = time.perf_counter()
-            reports += self.manager.run(traced.module, "aten", tokens=tokens, check=check)
+            reports += run("aten")
             passes_s += time.perf_counter() - start
+        added = tuple(ConstantSlot(tensor) for _, tensor in constants.added)
+        traced = replace(traced, slots=(*traced.slots, *added))
         return Rewritten(traced=traced, passes=reports, passes_s=passes_s, aten_s=aten_s)
 
-    def _check(self, examples: Sequence[tuple[Any, ...]]) -> Check | None:
+    def _check(self, examples: Sequence[tuple[Any, ...]], constants: Constants) -> Check | None:
         if self._verify == "off":
             return None
         from core.common.passes.verify import checker  # only who verifies pays for its import
 
-        return checker(examples, self._verify)
+        return checker(examples, self._verify, constants)

@@ -7,20 +7,12 @@ have a line for the installed versions are not run again unless asked for.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import selectors
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
+from sweeping import Result, Worker, escaped, one_line, read_results, serve, sweep, versions
 
 COMMAND = "python scripts/sweep_architectures.py --report docs/architectures.md"
 NUM_TOKENS = 16
@@ -28,56 +20,12 @@ NUM_TOKENS = 16
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
 
-class Worker:
-    """A process that runs one model type after the other; started on first use and again after it was lost."""
-
-    def __init__(self, device: str, timeout_s: float) -> None:
-        self._device = device
-        self._timeout_s = timeout_s
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(self, model_type: str) -> dict[str, Any]:
-        """Return the result of one type; a crash or a time-out is a result too."""
-        process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{model_type}\n")
-        process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            answered = bool(selector.select(self._timeout_s))
-        line = process.stdout.readline() if answered else ""
-        if line:
-            result: dict[str, Any] = json.loads(line)
-            return result
-        self.close()
-        lost = f"the process ended with exit code {process.returncode}" if answered else f"over {self._timeout_s:g} s"
-        return {"type": model_type, "stage": "run", "error": lost}
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--worker", "--device", self._device]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        return self._process
-
-
-def serve(device_name: str) -> None:
-    """Be a worker: read model types from standard input, write one JSON line for each."""
-    # Libraries print too; only answers may reach the pipe.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def prepare(device_name: str) -> Callable[[str], Result]:
+    """Open the device; return what examines a type on it."""
     from core.host import select_device
 
     device = select_device(device_name)
-    for line in sys.stdin:
-        start = time.perf_counter()
-        result = {"type": line.strip(), **examine(line.strip(), device)}
-        print(json.dumps({**result, "seconds": round(time.perf_counter() - start, 1)}), file=answers, flush=True)
+    return lambda model_type: examine(model_type, device)
 
 
 def examine(model_type: str, device: Any) -> dict[str, Any]:
@@ -101,9 +49,9 @@ def examine(model_type: str, device: Any) -> dict[str, Any]:
         except TraceError as error:
             # Built anew, because a trace that failed may have left stand-ins in the model.
             loaded = build_model(config, torch_device=device.torch_device, dtype=torch.float32)
-            return {**_judge(loaded, device, mode="off"), "untraced": _one_line(error)}
+            return {**_judge(loaded, device, mode="off"), "untraced": one_line(error)}
     except Exception as error:
-        return {"stage": stage, "error": _one_line(error)}
+        return {"stage": stage, "error": one_line(error)}
 
 
 def _run_plain(loaded: Any, device: Any) -> None:
@@ -140,34 +88,10 @@ def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
         try:
             result = compare(engine, PROMPTS, num_tokens=NUM_TOKENS, rounds=1)
         except Exception as error:
-            return {**facts, "error": _one_line(error)}
+            return {**facts, "error": one_line(error)}
     verdict = result.verdict.to_json() if result.verdict else None
     facts |= {"tokens_equal": result.tokens_equal, "mismatch": result.mismatch, "allowed": result.mismatch_allowed}
     return {**facts, "stage": "done", "verdict": verdict, "passed": result.passed and verdict is not None}
-
-
-def _one_line(error: BaseException) -> str:
-    """Say what is wrong without line breaks, paths of this machine, and a compiler's advice."""
-    text = " ".join(str(getattr(error, "found", error)).split())
-    for noise in (" For more information,", " For more details", " Developer debug context:", " from user code:"):
-        text = text.partition(noise)[0]
-    text = f"{type(error).__name__}: " + re.sub(r"\S*/site-packages/", "", text)
-    return text if len(text) <= 400 else f"{text[:400]} ..."
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result holds for."""
-    return {name: version(name) for name in ("core", "torch", "transformers")}
-
-
-def read_results(path: Path, device: str) -> dict[str, dict[str, Any]]:
-    """Return the latest result of each type for this device and the installed versions."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        result = json.loads(line)
-        if (result["versions"], result["device"]) == (versions(), device):
-            found[result["type"]] = result
-    return found
 
 
 def verdict_of(result: dict[str, Any]) -> str:
@@ -228,7 +152,7 @@ def write_report(path: Path, results: list[dict[str, Any]], device: str) -> None
         "",
         "## Reasons",
         "",
-        *(f"- `{r['type']}`: {_escaped('; '.join(_reasons(r)))}" for r in results if list(_reasons(r))),
+        *(f"- `{r['type']}`: {escaped('; '.join(_reasons(r)))}" for r in results if list(_reasons(r))),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -258,10 +182,6 @@ def _row(result: dict[str, Any]) -> str:
     return "| " + " | ".join([*cells, f"{result.get('seconds', 0):.0f}"]) + " |"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
-
-
 def main(
     types: list[str] = typer.Argument(None, help="Model types; default: all that transformers has."),
     device: str = typer.Option("cpu", help="Device name, as `core devices` lists it."),
@@ -273,21 +193,15 @@ def main(
 ) -> None:
     """Sweep all causal language model types, or those named."""
     if worker:
-        serve(device)
+        serve(lambda: prepare(device))
         return
     from core.engine.tiny import causal_lm_types
 
-    known = {} if again else read_results(results, device)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(Worker(device, timeout_s)) as running, results.open("a", encoding="utf-8") as file:
-        for model_type in types or causal_lm_types():
-            if model_type not in known:
-                result = {**running.run(model_type), "versions": versions(), "device": device}
-                file.write(json.dumps(result) + "\n")
-                file.flush()
-                print(describe(result), flush=True)
+    key = {"device": device}
+    running = Worker([__file__, "--worker", "--device", device], timeout_s)
+    sweep(running, types or causal_lm_types(), results, key, again=again, describe=describe)
     if report is not None:
-        latest = read_results(results, device)
+        latest = read_results(results, key)
         write_report(report, [latest[name] for name in sorted(latest)], device)
 
 

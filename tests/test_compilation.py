@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import core
 from core import InputSpec, Program
@@ -19,13 +17,8 @@ from core.common.lowering import Lowerings
 from core.common.lowerings import inline
 from core.common.ops.attention import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.common.ops.normalization import RMS_NORM
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.manager import PassReport
-from core.common.passes.standard import COMMON_PASSES
-from core.errors import CaptureError, DeviceUnavailableError, LoweringError, PassError, UsageError
-from tests.support import cpu, refused, rewrite
+from core.errors import CaptureError, DeviceUnavailableError, LoweringError, UsageError
+from tests.support import cpu, refused
 
 ROWS = {"x": InputSpec(("n", 2), torch.float32)}
 X = torch.arange(1.0, 7).view(3, 2)
@@ -38,17 +31,6 @@ def model(x: Tensor) -> Tensor:
 def compiled(device: Mapping[str, Any] | None = None, **options: Any) -> Program:
     options = {"inputs": ROWS, "buckets": [4, 8], "lowering": "inline"} | options
     return core.compile(options.pop("model", model), cpu(**device or {}), **options)
-
-
-def adds_of_one(graph: fx.GraphModule) -> list[str]:
-    """Replace `x + 1` by `x - (-1)`; other constants are near-misses."""
-    adds = [n for n in graph.graph.nodes if n.target is operator.add and n.args[1] == 1]
-    for node in adds:
-        node.target, node.args = operator.sub, (node.args[0], -1)
-    return [node.name for node in adds]
-
-
-FUSE = rewrite(adds_of_one, misses=("add_1",), expect=1)
 
 
 def test_a_device_may_be_named() -> None:
@@ -90,141 +72,6 @@ def test_bad_options_are_refused_before_any_work(options: dict[str, Any], phrase
 
     with refused(UsageError, *phrases):
         compiled(**({"model": never} | options))
-
-
-def test_a_pass_runs_and_keeps_the_numbers() -> None:
-    plain, fused = compiled(), compiled({"passes": (FUSE,)})
-    assert torch.equal(fused(x=X), plain(x=X))
-    (trace,) = fused.report().traces
-    (report,) = own(trace.passes)
-    assert (report.name, report.owner, report.matched, report.sites) == ("acme_pass", "acme", 1, ("add",))
-    assert report.near_misses == (NearMiss(site="add_1", reason="the constant is no 1"),)
-    assert own(plain.report().traces[0].passes) == []
-
-
-def own(reports: Iterable[PassReport]) -> list[PassReport]:
-    """Return the reports of passes that are not core's own."""
-    return [report for report in reports if report.owner != "core"]
-
-
-def test_a_pass_changes_what_runs() -> None:
-    def wrong(graph: fx.GraphModule) -> list[str]:
-        return [node.name for node in graph.graph.nodes if node.target is operator.add and not node.update_arg(1, 5)]
-
-    assert torch.equal(compiled({"passes": (rewrite(wrong),)})(x=X), (X + 5) * (X + 5))
-
-
-def test_passes_are_chosen_by_name() -> None:
-    device = {"passes": (FUSE, rewrite(lambda graph: [], name="other"))}
-    names = {
-        chosen: [p.name for p in compiled(device, passes=chosen).report().traces[0].passes]
-        for chosen in (None, (), ("other",), ("other", "acme_pass"))
-    }
-    common = [declared.name for declared in COMMON_PASSES]
-    assert sorted(names.pop(None)) == sorted([*common, "acme_pass", "other"])
-    assert names == {(): [], ("other",): ["other"], ("other", "acme_pass"): ["acme_pass", "other"]}
-    kept = compiled(device, disable_passes=(*common, "other")).report().traces[0].passes
-    assert [p.name for p in kept] == ["acme_pass"]
-    with refused(UsageError, "choosing pass 'othr'", "did you mean 'other'"):
-        compiled(device, passes=("othr",))
-
-
-def test_a_pass_sees_every_trace() -> None:
-    report = compiled({"passes": (FUSE,)}, buckets=[1, 4]).report()
-    assert [[p.matched for p in own(trace.passes)] for trace in report.traces] == [[1], [1]]
-
-
-def test_a_broken_promise(caplog: pytest.LogCaptureFixture) -> None:
-    device = {"passes": (rewrite(adds_of_one, misses=("add_1",), expect=2),)}
-    with caplog.at_level(logging.WARNING, "core.passes"):
-        assert torch.equal(compiled(device)(x=X), model(X))
-    assert "owes 2 matches" in caplog.text
-    with refused(PassError, "'acme_pass' of acme", "owes 2", "matched 1 (add_1: the constant is no 1)", "near-misses"):
-        compiled(device, strict=True)
-
-
-def test_a_raising_pass_and_an_invalid_graph_are_blamed() -> None:
-    def fails(context: PassContext) -> PassResult:
-        raise ZeroDivisionError("by zero")
-
-    def breaks(graph: fx.GraphModule) -> list[str]:
-        first, *_, last = [n for n in graph.graph.nodes if n.op == "call_function"]
-        first.args = (last, 1)
-        return []
-
-    with refused(PassError, "running pass 'bad' of acme", "ZeroDivisionError: by zero", "report it to acme"):
-        compiled({"passes": (Pass(name="bad", run=fails, owner="acme"),)}, strict=True)
-    with refused(PassError, "running pass 'acme_pass' of acme", "used before it has been defined"):
-        compiled({"passes": (rewrite(breaks),)}, strict=True)
-    program = compiled({"passes": (Pass(name="bad", run=fails, owner="acme"),)})
-    assert torch.equal(program(x=X), model(X))  # undone, and the model runs without it
-
-
-def norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
-NORMED = {"inputs": {"x": InputSpec(("n", 16), torch.float32)}, "buckets": [8], "model": norm}
-ROW = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(3))}
-
-
-def wrong_eps(graph: fx.GraphModule) -> list[str]:
-    found = [node for node in graph.graph.nodes if node.target is RMS_NORM.overload]
-    for node in found:
-        node.args = (*node.args[:2], 0.1)
-    return [node.name for node in found]
-
-
-@pytest.mark.parametrize("level", ["sample", "full"])
-def test_verification_finds_a_wrong_pass_and_the_model_runs_without_it(level: Any) -> None:
-    device = {"passes": (rewrite(wrong_eps),)}
-    with refused(PassError, "verifying pass 'acme_pass' of acme", "ratio", "report it to acme"):
-        compiled(device, **NORMED, verify=level, examples=[ROW], strict=True)
-    program = compiled(device, **NORMED, verify=level, examples=[ROW])
-    (report,) = own(program.report().traces[0].passes)
-    assert report.matched == 0 and "verifying pass 'acme_pass'" in report.error
-    assert torch.equal(program(**ROW), norm(ROW["x"]))
-    # Nothing else finds it.
-    assert not torch.allclose(compiled(device, **NORMED)(**ROW), norm(ROW["x"]), rtol=1e-3)
-
-
-def test_verification_accepts_right_passes() -> None:
-    program = compiled(**NORMED, verify="full", examples={"main": [ROW]}, strict=True)
-    assert {p.name: p.matched for p in program.report().traces[0].passes}["lift_rms_norm"] == 1
-
-
-def test_a_pass_of_stage_aten_sees_aten_ops_and_what_no_device_runs_as_the_model_wrote_it() -> None:
-    seen: list[str] = []
-
-    def look(context: PassContext) -> PassResult:
-        seen.extend(str(node.target) for node in context.graph.nodes if node.op == "call_function")
-        return PassResult(matched=1)
-
-    late = Pass(name="late", run=look, owner="acme", stage="aten")
-    program = compiled({"passes": (late,)}, **NORMED)
-    assert "aten.rsqrt.default" in seen and not any(name.startswith("core.") for name in seen)
-    (trace,) = program.report().traces
-    assert trace.aten_s > 0 and "to ATen ops in" in str(program.report())
-    assert [(p.name, p.stage) for p in own(trace.passes)] == [("late", "aten")]
-    assert torch.equal(program(**ROW), norm(ROW["x"]))
-    assert compiled(**NORMED).report().traces[0].aten_s == 0.0  # nobody asked for it
-
-    seen.clear()
-    implemented = OpImplementation(op="core::rms_norm", name="own", fn=RMS_NORM.reference)
-    program = compiled({"passes": (late,), "ops": (implemented,)}, **NORMED)
-    assert "core.rms_norm.default" in seen and "aten.rsqrt.default" not in seen
-    assert [(c.op, c.implementation) for c in program.report().traces[0].ops] == [("core::rms_norm", "own")]
-
-
-def test_a_pass_may_replace_the_output_without_metadata() -> None:
-    def negate(graph: fx.GraphModule) -> list[str]:
-        output = graph.graph.output_node()
-        ((value,),) = output.args
-        with graph.graph.inserting_before(output):
-            output.args = ((graph.graph.call_function(torch.neg, (value,)),),)
-        return [value.name]
-
-    assert torch.equal(compiled({"passes": (rewrite(negate),)})(x=X), -model(X))
 
 
 class Paged(nn.Module):

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from core.probing import DeviceScan
 
 COMMANDS: Mapping[str, str] = {
+    "bisect": "core.cli.bisect:bisect",
     "devices": "core.cli.devices:devices",
     "doctor": "core.cli.doctor:doctor",
+    "explain": "core.cli.explain:explain",
+    "passes": "core.cli.passes:passes",
     "run": "core.cli.run:run",
 }
 """Subcommand to `module:function`. To add one, add a line; the module imports torch inside its functions only."""

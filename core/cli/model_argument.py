@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MODEL: Any = typer.Argument(
     None,
-    metavar="[MODEL]",
+    metavar="MODEL",
     help="Folder of a transformers causal LM, or the name of a model type such as `llama`, which is built tiny with "
     "random weights; default: the embedded model.",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.cli.model_argument import DTYPE, parse_dtype
-from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, pass_switches
+from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
 if TYPE_CHECKING:
     from core.compilation import Progress
@@ -33,6 +33,7 @@ def run(
     dtype: str = DTYPE,
     mode: str | None = typer.Option(None, help="Capture mode, for example compile, full or off (eager)."),
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
+    with_pass: list[str] = WITH_PASS,
     only_pass: list[str] = ONLY_PASS,
     no_pass: list[str] = NO_PASS,
     no_passes: bool = NO_PASSES,
@@ -48,12 +49,13 @@ def run(
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
-    switches = pass_switches(only_pass, no_pass, no_passes)
+    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options = {
         "mode": mode,
         "lowering": lowering,
         "passes": switches.only,
         "disable_passes": switches.disable,
+        "enable_passes": switches.enable,
         "strict": strict,
         "verify": verify,
     }
@@ -89,7 +91,8 @@ def _engine(
     from core.rewriting import device_passes
 
     resolved = select_device(device)
-    PassSwitches(only=options["passes"], disable=options["disable_passes"]).select(device_passes(resolved))
+    switches = PassSwitches(only=options["passes"], disable=options["disable_passes"], enable=options["enable_passes"])
+    switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
     kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
     encoded = encode_prompts(prompts, loaded, [params] * len(prompts))

@@ -21,7 +21,8 @@ class CompileOptions:
 
     mode: one mode for all phases, or one per phase; None takes the device's preferred mode. lowering: name of one of
     the device's lowerings; None takes its default. passes: names of the passes to run; None runs all, `()` none.
-    disable_passes: names to leave out of these. strict: a failing pass or a broken promise of one is an error. verify:
+    disable_passes: names to leave out of these. enable_passes: names to run although the device finds them
+    unprofitable. strict: a failing pass or a broken promise of one is an error. verify:
     judge each pass on example inputs against an fp64 run; "sample" takes one input set and a third of the sites.
     """
 
@@ -29,11 +30,12 @@ class CompileOptions:
     lowering: str | None = None
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
+    enable_passes: tuple[str, ...] = ()
     strict: bool = False
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        for name in ("passes", "disable_passes"):
+        for name in ("passes", "disable_passes", "enable_passes"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise UsageError(

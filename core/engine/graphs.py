@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,15 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseGraph:
-    """One traced phase. examples: inputs by name that the trace serves, at least one set; the first was traced."""
+    """One traced phase. examples: inputs by name that the trace serves, at least one set; the first was traced.
+
+    function: the model's own, which was traced; it writes the caches.
+    """
 
     phase: str
     traced: TracedGraph
     examples: tuple[Mapping[str, Tensor], ...]
+    function: Callable[..., Any] | None = None
 
     def values(self) -> list[tuple[Any, ...]]:
         """Return the graph's placeholder values for each set of examples; weights and caches are the model's own."""
@@ -61,7 +65,7 @@ def _trace(phase: StaticPhase) -> PhaseGraph:
     aliases = {name: tensor.view(tensor.shape) for name, tensor in phase.inputs.items()}
     traced = trace(phase.function, aliases, dynamic=phase.dynamic)
     others = [] if traced.holds_for(other := _other(phase)) else [other]
-    return PhaseGraph(phase=phase.name, traced=traced, examples=(phase.inputs, *others))
+    return PhaseGraph(phase=phase.name, traced=traced, examples=(phase.inputs, *others), function=phase.function)
 
 
 def _other(phase: StaticPhase) -> Mapping[str, Tensor]:

@@ -102,6 +102,7 @@ class PagedRunner:
                 lowering=config.lowering,
                 passes=config.passes,
                 disable_passes=config.disable_passes,
+                enable_passes=config.enable_passes,
                 strict=config.strict,
                 verify=config.verify,
                 examples=self._examples,

@@ -24,8 +24,8 @@ class EngineConfig:
 
     max_num_seqs: sequences at once. max_model_len: longest context in tokens; None takes the model's own, at most 2048.
     block_size: positions per cache block. decode_buckets: batch sizes; prefill_buckets: token counts; None takes powers
-    of two (decode) and of four from 32 (prefill). mode, lowering, passes, disable_passes, strict, verify: as in
-    `core.compile`; verification runs on the sequences of the engine's own check.
+    of two (decode) and of four from 32 (prefill). mode, lowering, passes, disable_passes, enable_passes, strict,
+    verify: as in `core.compile`; verification runs on the sequences of the engine's own check.
     """
 
     max_num_seqs: int = 8
@@ -37,6 +37,7 @@ class EngineConfig:
     lowering: str | None = None
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
+    enable_passes: tuple[str, ...] = ()
     strict: bool = False
     verify: Verify = "off"
 

@@ -57,6 +57,7 @@ class StaticRunner:
             lowering=config.lowering,
             passes=config.passes,
             disable_passes=config.disable_passes,
+            enable_passes=config.enable_passes,
             strict=config.strict,
             verify=config.verify,
             examples=[self._example(shapes)],

@@ -7,12 +7,14 @@ Rounding is eager's: act is computed and rounded in the gate's dtype, then multi
     silu       x * sigmoid(x)                        Llama, Qwen, DeepSeek
     gelu       x * Phi(x)                            the error-function form
     gelu_tanh  its tanh approximation                Gemma
+    gelu_new   the same, rounded after every step    T5 v1.1, and whoever writes the formula out
     quick_gelu x * sigmoid(1.702 * x)                gpt-oss, with limit=7.0 and up_offset=1.0
     relu, relu2 (its square), sigmoid
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -24,11 +26,17 @@ from torch.nn import functional
 from core.common.ops.arguments import Draw, check, check_choice, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "gelu_new": _gelu_new,
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "relu": torch.relu,
         "relu2": lambda x: torch.square(torch.relu(x)),

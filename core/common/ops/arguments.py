@@ -15,7 +15,9 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 def check(condition: bool, op: str, message: str) -> None:
     """Raise `RuntimeError`, the op's name before the message, unless the condition holds."""
-    torch._check(condition, lambda: f"core::{op}: {message}")
+    # Not `torch._check`: its message is a closure, which Dynamo of torch 2.11 can't trace.
+    if not condition:
+        raise RuntimeError(f"core::{op}: {message}")
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:

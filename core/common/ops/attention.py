@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.ops.arguments import check
+from core.common.ops.attention_scores import exponentials, soft_capped
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 
 SCHEMA = (
@@ -74,13 +76,13 @@ def reference(
     allowed = visible_positions(positions, seq_lens, keys.shape[1], window=window, causal=causal)  # (B, Q, M * P)
     live = allowed.any(1)
     scores = torch.einsum("bqkgd,bskd->bkgqs", padded.to(acc), keys.to(acc)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = soft_capped(scores, softcap)
     scores, allowed = _apply_mask(scores, allowed[:, None, None], mask, rows)
-    weights = _softmax(scores, allowed, sinks)
+    own_sinks = None if sinks is None else sinks.view(1, num_kv_heads, -1, 1, 1)
+    weights, total = exponentials(scores.masked_fill(~allowed, -math.inf), own_sinks)
     # Positions that nobody wrote, or that left the window, may hold NaN, and 0 * NaN is NaN: hide their values too.
     values = values.to(acc).masked_fill(~live[:, :, None, None], 0.0)
-    out = torch.einsum("bkgqs,bskv->bqkgv", weights, values).flatten(2, 3)  # (B, Q, H, V)
+    out = torch.einsum("bkgqs,bskv->bqkgv", weights / total, values).flatten(2, 3)  # (B, Q, H, V)
     return _to_tokens(out, query_starts, num_tokens).to(query.dtype)
 
 
@@ -111,21 +113,6 @@ def _apply_mask(scores: Tensor, allowed: Tensor, mask: Tensor | None, rows: Tens
     if mask.dtype == torch.bool:
         return scores, allowed & own
     return scores + own.to(scores.dtype), allowed
-
-
-def _softmax(scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension of (B, K, G, Q, S); rows that see nothing become zero, not NaN."""
-    scores = scores.masked_fill(~allowed, -math.inf)
-    top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, scores.shape[1], scores.shape[2], 1, 1)
-        top = torch.maximum(top, sink)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sink - top)
-    return weights / total.masked_fill(total == 0, 1.0)
 
 
 def _to_tokens(out: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
@@ -167,21 +154,18 @@ def check_arguments(
     """Raise `RuntimeError` unless ranks, heads and index dtypes are as the schema says."""
     floating = (("query", query, 3), ("key", key, 3), ("value", value, 3))
     caches = (("key_cache", key_cache, 4), ("value_cache", value_cache, 4))
+    op = "attention"
     for name, tensor, rank in (*floating, *caches, ("block_table", block_table, 2)):
-        torch._check(tensor.dim() == rank, lambda n=name, r=rank: f"core::attention: {n} must have rank {r}")
-    torch._check(
-        query.shape[1] % key.shape[1] == 0,
-        lambda: f"core::attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key/value heads",
-    )
-    torch._check(
-        key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:],
-        lambda: "core::attention: cache and key/value differ in heads or head size",
-    )
+        check(tensor.dim() == rank, op, f"{name} must have rank {rank}")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    check(heads % kv_heads == 0, op, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+    fits = key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:]
+    check(fits, op, "cache and key/value differ in heads or head size")
     for name, index, dtype in (("slot_mapping", slot_mapping, torch.int64), ("block_table", block_table, torch.int32)):
-        torch._check(index.dtype == dtype, lambda n=name, d=dtype: f"core::attention: {n} must be {d}")
+        check(index.dtype == dtype, op, f"{name} must be {dtype}")
     for name, index in (("seq_lens", seq_lens), ("query_starts", query_starts)):
         whole = index.dtype in (torch.int32, torch.int64)
-        torch._check(whole, lambda n=name: f"core::attention: {n} must be torch.int32 or torch.int64")
+        check(whole, op, f"{name} must be torch.int32 or torch.int64")
 
 
 def _sample(

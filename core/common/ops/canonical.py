@@ -6,19 +6,22 @@ from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.ops.attention import ATTENTION
 from core.common.ops.collective import ALL_REDUCE
 from core.common.ops.declaration import CanonicalOp
+from core.common.ops.dense_attention import DENSE_ATTENTION
 from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE
 from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from core.common.ops.quantization import QUANTIZE, QUANTIZED_LINEAR
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY
+from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 
 OPS: tuple[CanonicalOp, ...] = (
     ATTENTION,
+    DENSE_ATTENTION,
     RMS_NORM,
     ADD_RMS_NORM,
     LAYER_NORM,
     GATED_ACTIVATION,
     GATED_ACTIVATION_FUSED,
     ROTARY,
+    ROTARY_SINGLE,
     QK_NORM_ROTARY,
     MOE_ROUTE,
     GROUPED_MLP,

@@ -13,7 +13,8 @@ scoring turns logits into scores:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ SCORINGS = ("softmax", "sigmoid", "softmax_selected", "sqrtsoftplus")
 ROUTE_SCHEMA = (
     'moe_route(Tensor logits, int top_k, *, str scoring="softmax", Tensor? bias=None, bool renormalize=False, '
     "float renormalize_eps=0.0, float scale=1.0, int num_groups=0, int top_groups=0, int scored_per_group=2, "
-    "ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> (Tensor weights, Tensor indices)"
+    "bool sorted=True, ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> (Tensor weights, Tensor indices)"
 )
 GROUPED_MLP_SCHEMA = (
     "grouped_mlp(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, *, str kind, "
@@ -50,23 +51,25 @@ def moe_route(
     num_groups: int = 0,
     top_groups: int = 0,
     scored_per_group: int = 2,
+    sorted: bool = True,
     compute_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k experts of each token, best first, as weights (T, k) and indices (T, k) int64.
+    """Return the k experts of each token, best first unless sorted=False, as weights (T, k) and indices (T, k) int64.
 
     logits (T, E), cast to compute_dtype (by default fp32, fp64 for fp64) before scoring. bias (E,) is added to the
     scores to select, never to the weights. num_groups, unless 0: only experts of the top_groups best of G equal groups
     of neighbours are selected; a group's score is the sum of its scored_per_group best (DeepSeek-V3: 2, V2: 1).
     renormalize: weights are divided by their sum plus renormalize_eps; then scale multiplies them, and they are cast to
-    out_dtype, by default the dtype of logits. Which of equal scores is selected is not promised.
+    out_dtype, by default the dtype of logits. Which of equal scores is selected is not promised, nor any order of a
+    token's experts where sorted is False, as with `torch.topk`.
     """
     _check_route(logits, top_k, scoring, bias, (num_groups, top_groups, scored_per_group))
     scores = _score(logits.to(compute_dtype or at_least_fp32(logits.dtype)), scoring)
     ranking = scores if bias is None else scores + bias
     if num_groups:
         ranking = _hide_groups(ranking, num_groups, top_groups, scored_per_group)
-    indices = ranking.topk(top_k, dim=-1).indices
+    indices = ranking.topk(top_k, dim=-1, sorted=sorted).indices
     weights = scores.gather(-1, indices)
     if scoring == "softmax_selected":
         weights = weights.softmax(-1)
@@ -149,18 +152,68 @@ def grouped_mlp(
     """
     _check_grouped_mlp(x, weights, indices, (gate_up, down, gate_up_bias, down_bias), transposed)
     check_gate("grouped_mlp", kind, limit)
-    slots = x.new_zeros((*indices.shape, x.shape[1]))
-    # Every expert sees every token: which tokens are an expert's own is data, and shapes must not depend on data.
-    for expert in range(gate_up.shape[0]):
-        hidden = _project(x, gate_up, gate_up_bias, expert, transposed)
+
+    matrices = (gate_up, down) if transposed else (gate_up.transpose(1, 2), down.transpose(1, 2))
+
+    def mlp(rows: Tensor, project: _Project) -> Tensor:
+        hidden = project(rows, matrices[0], gate_up_bias)
         hidden = gated_activation_fused(hidden, kind=kind, interleaved=interleaved, limit=limit, up_offset=up_offset)
-        out = _project(hidden, down, down_bias, expert, transposed)
+        return project(hidden, matrices[1], down_bias)
+
+    compute = _sorted_by_expert if _can_group(x, *matrices) else _every_expert
+    return (compute(x, indices, gate_up.shape[0], mlp) * weights[..., None]).sum(1).to(x.dtype)
+
+
+_Project = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Multiplies rows by an expert's own of the matrices (E, in, out) and adds its own of the biases (E, out)."""
+_Mlp = Callable[[Tensor, _Project], Tensor]
+
+
+def _can_group(x: Tensor, *matrices: Tensor) -> bool:
+    """Tell whether `torch._grouped_mm` takes these, also as fake tensors and while a graph is captured."""
+    device = x.device.type
+    # A device without a kernel of its own gets one that reads the groups' ends on the host; only the host may do that.
+    own = device == "cpu" or torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::_grouped_mm", torch._C._dispatch_key_for_device(device)
+    )
+    return own and x.dtype == torch.bfloat16 and all(_is_aligned(each) for each in matrices)
+
+
+def _is_aligned(matrices: Tensor) -> bool:
+    """Tell whether matrices (E, in, out) are dense bf16, and start their rows or columns at multiples of 16 bytes."""
+    steps = sorted(matrices.stride()[1:])
+    dense = steps[0] == 1 < steps[1]
+    return matrices.dtype == torch.bfloat16 and dense and steps[1] % 8 == 0 and matrices.shape[1] % 8 == 0
+
+
+def _sorted_by_expert(x: Tensor, indices: Tensor, num_experts: int, mlp: _Mlp) -> Tensor:
+    """Return the experts' results (T, k, D); each expert sees its own tokens only."""
+    top_k = indices.shape[1]
+    elsewhere = (indices < 0) | (indices >= num_experts)
+    experts, order = torch.sort(torch.where(elsewhere, num_experts, indices).flatten())
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=x.device), right=True, out_int32=True)
+
+    def project(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
+        out = torch._grouped_mm(rows, matrices, offs=ends)
+        return out if biases is None else out + biases[experts.clamp(max=num_experts - 1)]
+
+    rows = mlp(x[order // top_k], project)
+    places = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
+    # Rows of no group hold anything.
+    return rows[places].view(*indices.shape, x.shape[1]).masked_fill(elsewhere[..., None], 0.0)
+
+
+def _every_expert(x: Tensor, indices: Tensor, num_experts: int, mlp: _Mlp) -> Tensor:
+    """Return the experts' results (T, k, D); every expert sees every token, as whose own they are is data."""
+    slots = x.new_zeros((*indices.shape, x.shape[1]))
+    for expert in range(num_experts):
+        out = mlp(x, partial(_project, expert=expert))
         slots = torch.where((indices == expert)[..., None], out[:, None], slots)
-    return (slots * weights[..., None]).sum(1).to(x.dtype)
+    return slots
 
 
-def _project(x: Tensor, matrices: Tensor, biases: Tensor | None, expert: int, transposed: bool) -> Tensor:
-    out = x @ (matrices[expert] if transposed else matrices[expert].t())
+def _project(rows: Tensor, matrices: Tensor, biases: Tensor | None, *, expert: int) -> Tensor:
+    out = rows @ matrices[expert]
     return out if biases is None else out + biases[expert]
 
 
@@ -236,9 +289,9 @@ def _logits(draw: Draw, num_tokens: int, num_experts: int = 8) -> Tensor:
 
 def _experts(draw: Draw, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return one call with 5 experts, of which the last two get no token."""
-    shape, experts = (num_tokens, 2), 5
+    shape, experts, inner = (num_tokens, 2), 5, options.pop("inner", 24)
     indices = draw(num_tokens, 3, dtype=torch.float64).argsort(-1)[:, :2]
-    gate_up, down = draw(experts, 2 * 12, 16, scale=0.3), draw(experts, 16, 12, scale=0.3)
+    gate_up, down = draw(experts, 2 * inner, 16, scale=0.3), draw(experts, 16, inner, scale=0.3)
     if options.get("transposed"):
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     call = {"x": draw(num_tokens, 16), "weights": draw(*shape).sigmoid(), "indices": indices}
@@ -246,9 +299,9 @@ def _experts(draw: Draw, num_tokens: int, options: dict[str, Any]) -> dict[str, 
 
 
 def grouped_mlp_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield both storage orders, biases, gates, wide weights, experts without tokens and tokens without experts."""
+    """Yield both storage orders, biases, gates, wide weights, odd sizes, experts without tokens and the reverse."""
     draw = Draw(dtype, device, seed=9)
-    biases = {"gate_up_bias": draw(5, 24), "down_bias": draw(5, 16)}
+    biases = {"gate_up_bias": draw(5, 48), "down_bias": draw(5, 16)}
     gpt_oss = {"kind": "quick_gelu", "interleaved": True, "limit": 7.0, "up_offset": 1.0, "transposed": True, **biases}
     cases: dict[str, dict[str, Any]] = {
         "qwen3": {},
@@ -257,9 +310,10 @@ def grouped_mlp_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sa
         "transposed": {"transposed": True, "kind": "gelu_tanh"},
         "int32 indices": {"indices": draw(9, 5, dtype=torch.float64).argsort(-1)[:, :2].int()},
         "experts elsewhere": {"indices": draw(9, 9, dtype=torch.float64).argsort(-1)[:, :2] - 2},
+        "rows of odd length": {"inner": 13},
     }
     for name, options in cases.items():
-        yield Sample(name=name, kwargs=_experts(draw, 9, options))
+        yield Sample(name=name, kwargs=_experts(draw, 9, dict(options)))
     yield Sample(name="one token", kwargs=_experts(draw, 1, {}))
     yield Sample(name="no tokens", kwargs=_experts(draw, 0, {}))
 

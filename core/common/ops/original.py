@@ -5,11 +5,14 @@ A lift thereby costs a device nothing at run time and changes no bit of its resu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
+
+from core.common.passes.effects import value_of
 
 ORIGINAL = "core_original"
 """Key of `node.meta` under which the node of an op holds its `Original`."""
@@ -42,20 +45,40 @@ class Original:
 
     @classmethod
     def of(
-        cls, interior: Iterable[fx.Node], op: fx.Node, inputs: Sequence[fx.Node], results: tuple[fx.Node, ...]
+        cls, interior: Sequence[fx.Node], op: fx.Node, inputs: Sequence[fx.Node], results: tuple[fx.Node, ...]
     ) -> Original | None:
         """Record the interior (in graph order) of a site that becomes `op`; inputs: its arguments before the rewrite.
 
-        None where the interior reads what the op does not: it could not be put back.
+        What the interior reads besides may be placeholders, and sizes computed from any of these. None where it reads
+        more: it could not be put back.
         """
-        records = tuple(
-            _Record(node, node.op, node.name, node.target, node.args, node.kwargs, dict(node.meta)) for node in interior
-        )
-        known = {*inputs, *(record.node for record in records)}
-        for record in records:
-            if any(source not in known for source in record.node.all_input_nodes):
+        site = [_record(node) for node in interior]
+        known = dict.fromkeys((*inputs, *interior))
+        sizes: dict[fx.Node, None] = {}
+        for record in site:
+            if not all(_is_at_hand(source, known, sizes) for source in node_arguments(record.args, record.kwargs)):
                 return None
-        return cls(records, tuple(inputs), _literals(op), results)
+        return cls((*map(_record, sizes), *site), tuple(inputs), _literals(op), results)
+
+
+def _record(node: fx.Node) -> _Record:
+    target, args = node.target, node.args
+    if node.op == "call_method" and target == "type_as":
+        # Of the other tensor it reads the dtype alone, and the op does not take that tensor.
+        target, args = "to", (args[0], value_of(node).dtype)
+    return _Record(node, node.op, node.name, target, args, node.kwargs, dict(node.meta))
+
+
+def _is_at_hand(node: fx.Node, known: dict[fx.Node, None], sizes: dict[fx.Node, None]) -> bool:
+    """Tell whether a source of the interior can be had when it is put back; collect the sizes to compute for it."""
+    if node in known or node in sizes or node.op == "placeholder":
+        return True
+    if not isinstance(value_of(node), torch.SymInt):
+        return False
+    found = all(_is_at_hand(source, known, sizes) for source in node.all_input_nodes)
+    if found:
+        sizes[node] = None
+    return found
 
 
 def restore(node: fx.Node) -> list[fx.Node] | None:
@@ -67,9 +90,9 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
     if original is None or original.literals != _literals(node):
         return None
     current = node_arguments(node.args, node.kwargs)
-    copies: dict[fx.Node, fx.Node] = dict(zip(original.inputs, current, strict=True))
     outputs = _outputs(node, len(original.results))
-    if outputs is None:
+    copies: dict[fx.Node, fx.Node] = dict(zip(original.inputs, current, strict=True))
+    if outputs is None or not _find_placeholders(original, node.graph, copies):
         return None
     made = []
     with node.graph.inserting_before(node):
@@ -85,6 +108,17 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
                 node.graph.erase_node(each)
     node.graph.erase_node(node)
     return made
+
+
+def _find_placeholders(original: Original, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> bool:
+    """Find the placeholders that the original reads beside the op's arguments, by name: the graph may be a copy."""
+    made = {record.node for record in original.records}
+    sources = (node for record in original.records for node in node_arguments(record.args, record.kwargs))
+    free = {node.name: node for node in sources if node not in made and node not in copies}
+    if free:
+        current = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        copies.update({node: current[name] for name, node in free.items() if name in current})
+    return all(node in copies for node in free.values())
 
 
 def _outputs(node: fx.Node, count: int) -> list[list[fx.Node]] | None:

@@ -1,4 +1,4 @@
-"""`core::rotary`, `core::qk_norm_rotary`: rotary position embedding of query and key.
+"""`core::rotary`, `core::rotary_single`, `core::qk_norm_rotary`: rotary position embedding of query and key.
 
 Shapes: query and key (..., D), usually (B, H, T, D) and (B, K, T, D): B sequences, H query and K key heads, T tokens, D
 head size. R is the number of rotated features, D unless rotary_dim says otherwise. cos and sin broadcast against both
@@ -11,11 +11,15 @@ Source: Su et al., arXiv 2104.09864. Styles, for a pair (a, b) turned to (a * co
     deinterleave  pairs are (2i, 2i + 1), the result is laid out as half  DeepSeek-V3
 
 cos and sin of width R are taken feature by feature of the result; of width R / 2, pair by pair.
+
+Nearly all models turn query and key by the same tables at once, and one kernel then serves both; so `rotary` takes two
+tensors. Where only one is turned (the layer uses another's key), or the two differ in tables, style or head size
+(indexers of sparse attention), `rotary_single` is the same of one tensor: an optional key would be an optional result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,13 +33,17 @@ STYLES = ("half", "interleaved", "deinterleave")
 
 SCHEMA = (
     'rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, str style="half", int rotary_dim=0, '
-    "ScalarType? compute_dtype=None) -> (Tensor query, Tensor key)"
+    "ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> (Tensor query, Tensor key)"
+)
+SINGLE_SCHEMA = (
+    'rotary_single(Tensor x, Tensor cos, Tensor sin, *, str style="half", int rotary_dim=0, '
+    "ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> Tensor"
 )
 QK_NORM_SCHEMA = (
     "qk_norm_rotary(Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, "
     "float eps, *, float offset=0.0, ScalarType? norm_compute_dtype=None, ScalarType? normed_dtype=None, "
-    'ScalarType? weight_dtype=None, str style="half", int rotary_dim=0, ScalarType? compute_dtype=None) '
-    "-> (Tensor query, Tensor key)"
+    'ScalarType? weight_dtype=None, str style="half", int rotary_dim=0, ScalarType? compute_dtype=None, '
+    "ScalarType? out_dtype=None) -> (Tensor query, Tensor key)"
 )
 
 
@@ -48,17 +56,35 @@ def rotary(
     style: str = "half",
     rotary_dim: int = 0,
     compute_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return query and key with their first R features rotated and the rest as it was, in the dtypes they had.
+    """Return query and key with their first R features rotated and the rest as it was.
 
     rotary_dim: R, 0 for all of D. compute_dtype: query, key, cos and sin are cast to it first (OLMo, Cohere: float32);
-    by default torch's promotion of query or key with cos rules. Memory order: that of query or key where all of D is
+    by default torch's promotion of query or key with cos rules. out_dtype: of the results, by default those that query
+    and key have (CodeGen goes on in float32). Memory order: that of query or key where all of D is
     rotated in style half or interleaved, else contiguous, as torch.cat leaves it.
     """
-    _check_rotary("rotary", query, key, cos, sin, (style, rotary_dim))
-    width = rotary_dim or query.shape[-1]
-    cos, sin = (_widen(table, width, style).to(compute_dtype or table.dtype) for table in (cos, sin))
-    return _rotate_first(query, cos, sin, style, compute_dtype), _rotate_first(key, cos, sin, style, compute_dtype)
+    _check_rotary("rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
+    cos, sin = _widened(cos, sin, rotary_dim or query.shape[-1], (style, compute_dtype))
+    dtypes = (compute_dtype, out_dtype)
+    return _rotate_first(query, cos, sin, style, dtypes), _rotate_first(key, cos, sin, style, dtypes)
+
+
+def rotary_single(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    rotary_dim: int = 0,
+    compute_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `rotary` gives for one tensor, query or key; all else is said there."""
+    _check_rotary("rotary_single", {"x": x}, cos, sin, (style, rotary_dim))
+    cos, sin = _widened(cos, sin, rotary_dim or x.shape[-1], (style, compute_dtype))
+    return _rotate_first(x, cos, sin, style, (compute_dtype, out_dtype))
 
 
 def qk_norm_rotary(
@@ -77,13 +103,14 @@ def qk_norm_rotary(
     style: str = "half",
     rotary_dim: int = 0,
     compute_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `rotary` of the `rms_norm` of query and key over their features, as Qwen 3 and Gemma 3 have it.
 
     query_weight and key_weight (D,). offset, normed_dtype, weight_dtype: as in `rms_norm`; norm_compute_dtype is its
     compute_dtype, and the normed query and key are rounded to the dtype they came in. Both are done as in the two ops.
     """
-    _check_rotary("qk_norm_rotary", query, key, cos, sin, (style, rotary_dim))
+    _check_rotary("qk_norm_rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
     options: dict[str, Any] = {
         "offset": offset,
         "compute_dtype": norm_compute_dtype,
@@ -91,7 +118,15 @@ def qk_norm_rotary(
         "weight_dtype": weight_dtype,
     }
     query, key = rms_norm(query, query_weight, eps, **options), rms_norm(key, key_weight, eps, **options)
-    return rotary(query, key, cos, sin, style=style, rotary_dim=rotary_dim, compute_dtype=compute_dtype)
+    turning: dict[str, Any] = {"style": style, "rotary_dim": rotary_dim, "compute_dtype": compute_dtype}
+    return rotary(query, key, cos, sin, **turning, out_dtype=out_dtype)
+
+
+def _widened(cos: Tensor, sin: Tensor, width: int, options: tuple[str, torch.dtype | None]) -> tuple[Tensor, Tensor]:
+    """Return the tables with a value per feature of the result, in the dtype that they are multiplied in."""
+    style, compute_dtype = options
+    first, second = (_widen(table, width, style).to(compute_dtype or table.dtype) for table in (cos, sin))
+    return first, second
 
 
 def _widen(table: Tensor, width: int, style: str) -> Tensor:
@@ -101,14 +136,17 @@ def _widen(table: Tensor, width: int, style: str) -> Tensor:
     return table.repeat_interleave(2, dim=-1) if style == "interleaved" else torch.cat((table, table), dim=-1)
 
 
-def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, style: str, compute_dtype: torch.dtype | None) -> Tensor:
-    width = cos.shape[-1]
+def _rotate_first(
+    x: Tensor, cos: Tensor, sin: Tensor, style: str, dtypes: tuple[torch.dtype | None, torch.dtype | None]
+) -> Tensor:
+    width, (compute_dtype, out_dtype) = cos.shape[-1], dtypes
     turned = x if width == x.shape[-1] else x[..., :width]
     if compute_dtype is not None:
         turned = turned.to(compute_dtype)
     aligned, crossed = _pair(turned, style)
-    rotated = (aligned * cos + crossed * sin).to(x.dtype)
-    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
+    out = out_dtype or x.dtype
+    rotated = (aligned * cos + crossed * sin).to(out)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:].to(out)), dim=-1)
 
 
 def _pair(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
@@ -122,12 +160,15 @@ def _pair(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
     return torch.cat((first, second), dim=-1), torch.cat((-second, first), dim=-1)
 
 
-def _check_rotary(op: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, options: tuple[str, int]) -> None:
+def _check_rotary(op: str, turned: Mapping[str, Tensor], cos: Tensor, sin: Tensor, options: tuple[str, int]) -> None:
+    """Check the tensors to turn, by their names in the schema, and what turns them."""
     style, rotary_dim = options
-    check_floating(op, query=query, key=key, cos=cos, sin=sin)
+    check_floating(op, **turned, cos=cos, sin=sin)
     check_choice(op, "style", style, STYLES)
+    (first, query), *others = turned.items()
     size = query.shape[-1]
-    check(key.shape[-1] == size, op, f"query has head size {size}, key {key.shape[-1]}")
+    for name, x in others:
+        check(x.shape[-1] == size, op, f"{first} has head size {size}, {name} {x.shape[-1]}")
     fits = 0 <= rotary_dim <= size and (rotary_dim or size) % 2 == 0
     check(fits, op, f"rotary_dim must be even and at most the head size {size} (0: all of it), not {rotary_dim}")
     width = rotary_dim or size
@@ -137,7 +178,7 @@ def _check_rotary(op: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
         op,
         f"cos and sin must be {width} or {width // 2} wide, not {cos.shape[-1]}",
     )
-    for name, x in (("query", query), ("key", key)):
+    for name, x in turned.items():
         pairs = zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False)
         fits = cos.dim() <= x.dim() and all(own in (1, whole) for own, whole in pairs)
         check(fits, op, f"cos {tuple(cos.shape)} does not broadcast to {name} {tuple(x.shape)}")
@@ -168,10 +209,20 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     wide = at_least_fp32(dtype)
     yield Sample(name="wide tables", kwargs={**_heads(draw, 5), **_tables(draw, 16, 5, wide)})
     yield Sample(name="wide", kwargs={**_heads(draw, 5), **_tables(draw, 16, 5), "compute_dtype": wide})
+    going_on: dict[str, Any] = {"rotary_dim": 8, "out_dtype": wide}
+    yield Sample(name="going on wide", kwargs={**_heads(draw, 5), **_tables(draw, 8, 5, wide), **going_on})
     yield Sample(name="no tokens", kwargs={**_heads(draw, 0), **_tables(draw, 16, 0)})
     yield Sample(name="decode", kwargs={**_heads(draw, 1), **_tables(draw, 16, 1)})
     tables = {name: table[0].transpose(0, 1) for name, table in _tables(draw, 16, 7).items()}
     yield Sample(name="tokens before heads", kwargs={"query": draw(7, 4, 16), "key": draw(7, 1, 16), **tables})
+
+
+def single_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield those of `rotary`, of the query alone and in the end of the key, whose heads differ."""
+    for sample in samples(dtype, device):
+        rest = {name: value for name, value in sample.kwargs.items() if name not in ("query", "key")}
+        yield Sample(name=sample.name, kwargs={"x": sample.kwargs["query"], **rest})
+    yield Sample(name="key", kwargs={"x": sample.kwargs["key"], **rest})
 
 
 def qk_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -195,6 +246,15 @@ def qk_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample
 
 # The fakes are the references: strides follow the inputs, and only the same ops on fake tensors give exactly those.
 ROTARY = declare(CanonicalOp(name="rotary", schema=SCHEMA, reference=rotary, fake=rotary, samples=samples))
+ROTARY_SINGLE = declare(
+    CanonicalOp(
+        name="rotary_single",
+        schema=SINGLE_SCHEMA,
+        reference=rotary_single,
+        fake=rotary_single,
+        samples=single_samples,
+    )
+)
 QK_NORM_ROTARY = declare(
     CanonicalOp(
         name="qk_norm_rotary",

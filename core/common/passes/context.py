@@ -16,6 +16,7 @@ from core.common.passes.writes import find_writes
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from core.common.passes.constants import Constants
     from core.device import Capabilities
 
 __all__ = ["ANALYSES", "Analyses", "PassContext", "check_analyses", "value_of"]
@@ -67,7 +68,8 @@ class PassContext:
 
     name, owner: of the pass. after: passes that this one is ordered after on purpose, and may build on. params: those
     of the declaration. capabilities: of the device, or None for a graph without one. tokens: least and most tokens that
-    the graph serves, or None where unknown.
+    the graph serves, or None where unknown. constants: the tensors bound to the graph's placeholders, to which a pass
+    may add; None where the caller has not given them.
     """
 
     module: fx.GraphModule
@@ -80,6 +82,7 @@ class PassContext:
     capabilities: Capabilities | None = None
     world_size: int = 1
     tokens: tuple[int, int] | None = None
+    constants: Constants | None = None
     analyses: Analyses | None = None
 
     @property

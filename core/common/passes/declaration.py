@@ -56,7 +56,8 @@ class Guards:
     dtypes: a graph without a value of one of these is skipped, and `fuse` leaves sites of other dtypes alone.
     min_rank: likewise, for the rank. capabilities: keys of `Capabilities.extra` with the value each must have.
     world_size, tokens: inclusive ranges; an upper end of None is open. A pass with a token range is skipped where the
-    caller does not say how many tokens the graph serves.
+    caller does not say how many tokens the graph serves. constants: the pass reads the tensors bound to the graph's
+    placeholders, and is skipped where the caller does not give them.
     """
 
     dtypes: frozenset[torch.dtype] | None = None
@@ -64,6 +65,7 @@ class Guards:
     capabilities: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
     world_size: tuple[int, int | None] = (1, None)
     tokens: tuple[int, int | None] | None = None
+    constants: bool = False
 
     def refusal(self, context: PassContext) -> str | None:
         """Return why the pass must not run on this graph, or None if it may."""
@@ -78,6 +80,8 @@ class Guards:
                 return f"made for {_text(self.tokens)} tokens, and how many this graph serves is unknown"
             if not all(_within(bound, self.tokens) for bound in context.tokens):
                 return f"the graph serves {_text(context.tokens)} tokens, outside {_text(self.tokens)}"
+        if self.constants and context.constants is None:
+            return "it reads the graph's weights, and these are not given"
         return self._no_value(context)
 
     def _no_value(self, context: PassContext) -> str | None:
@@ -147,7 +151,7 @@ class Pass:
         )
 
     def uuid(self) -> str:
-        """Return a digest of what the pass does: its sources, parameters, guards and the torch version."""
+        """Return a digest of what the pass does: its code, parameters, guards and the torch version."""
         return fingerprint(
             self.name, self.mechanism, self.stage, self.run, self.patterns, self.params, self.guards, self.expect
         )

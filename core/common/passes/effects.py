@@ -95,7 +95,8 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 def _in_place(name: str) -> bool:
     if name.startswith("__"):
-        return name in ("__setitem__", "__delitem__") or (name.startswith("__i") and hasattr(operator, name))
+        # `__iadd__` is the in-place form of `__add__`; `__invert__` and `__index__` are forms of nothing.
+        return name in ("__setitem__", "__delitem__") or (name.startswith("__i") and hasattr(operator, "__" + name[3:]))
     return name.endswith("_")
 
 

@@ -1,21 +1,23 @@
-"""The identity of a pass: a digest over the source of everything it runs, and over every value that steers it."""
+"""The identity of a pass: a digest over the code of everything it runs, and over every value that steers it."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
 
 def fingerprint(*parts: object) -> str:
-    """Return the sha256 of the parts: functions by source, helpers of their package included; values by content."""
+    """Return the sha256 of the parts: functions by bytecode, helpers of their package included; values by content.
+
+    Bytecode, not source: comments and layout are no part of what runs, and reading sources takes ten times as long.
+    """
     digest = hashlib.sha256(f"torch {torch.__version__} python {sys.version_info[:2]}".encode())
     for text in _describe(parts, set()):
         digest.update(text.encode())
@@ -47,7 +49,9 @@ def _describe(value: object, seen: set[int]) -> Iterator[str]:
 def _describe_object(value: object, seen: set[int]) -> Iterator[str]:
     if isinstance(value, types.ModuleType):
         yield value.__name__
-    elif isinstance(value, (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    elif isinstance(value, types.BuiltinFunctionType):
+        yield f"{value.__module__}.{value.__qualname__}"  # its text would hold an address
+    elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         yield str(value)
     elif is_dataclass(value):
         yield from _describe_code(type(value), seen)
@@ -71,14 +75,15 @@ def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
         yield f"{value.__module__}.{value.__qualname__}"
         if _package(value) in sys.stdlib_module_names or _package(value) == "torch":
             return
-        yield _source(value)
         functions = [value] if isinstance(value, types.FunctionType) else _methods(value)
         for function in functions:
+            yield function.__qualname__
             yield from _describe_function(function, _package(value), seen)
+        if isinstance(value, type):
+            yield from _describe(_attributes(value), seen)
 
 
 def _describe_function(function: types.FunctionType, package: str, seen: set[int]) -> Iterator[str]:
-    # Two lambdas of one line have one source; their bytecode tells them apart.
     yield from _bytecode(function.__code__)
     yield from _describe((function.__defaults__, function.__kwdefaults__), seen)
     for cell in function.__closure__ or ():
@@ -94,12 +99,12 @@ def _describe_function(function: types.FunctionType, package: str, seen: set[int
             yield from _describe(used, seen)
 
 
-@lru_cache(maxsize=4096)
-def _source(value: Any) -> str:
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):  # made by exec, or in a console
-        return ""
+def _attributes(owner: type) -> Mapping[str, object]:
+    """Return what a class holds besides methods: constants, and the bases whose methods it inherits."""
+    kinds = (str, int, float, bool, bytes, tuple, frozenset, Mapping, torch.dtype)
+    found = {name: value for name, value in vars(owner).items() if isinstance(value, kinds)}
+    plain: dict[str, object] = {name: value for name, value in found.items() if not name.startswith("__")}
+    return plain | {"bases": tuple(base for base in owner.__bases__ if base is not object)}
 
 
 def _methods(owner: type) -> list[types.FunctionType]:

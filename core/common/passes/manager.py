@@ -23,6 +23,7 @@ from core.errors import PassError
 if TYPE_CHECKING:
     from torch import fx
 
+    from core.common.passes.constants import Constants
     from core.device import Capabilities
 
 __all__ = ["PassManager", "PassReport", "order"]
@@ -66,6 +67,8 @@ class PassReport:
 
 Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], None]
 """Called with a pass's report and the graph before and after it; raises `PassError` where the rewrite is wrong."""
+Observer = Callable[[PassReport, Snapshot, "fx.GraphModule"], None]
+"""Called with the report of a pass that changed the graph, what the graph was, and what it is; changes nothing."""
 
 
 class PassManager:
@@ -83,17 +86,22 @@ class PassManager:
         strict: bool = False,
         only: Sequence[str] | None = None,
         disable: Sequence[str] = (),
+        enable: Sequence[str] = (),
         capabilities: Capabilities | None = None,
         world_size: int | None = None,
         dump_dir: Path | None = None,
     ) -> None:
-        self.passes = order(choose(tuple(passes), only, disable))
+        self.passes = order(choose(tuple(passes), only, disable, enable))
+        self._unprofitable = dict(getattr(capabilities, "unprofitable", {}))
+        for name in (*(only or ()), *enable):
+            self._unprofitable.pop(name, None)
         self._after = predecessors(self.passes)
         self._strict = strict
         self._capabilities = capabilities
         self._world_size = _world_size() if world_size is None else world_size
         self._dump_dir = dump_dir
         self._num_runs = 0
+        self._uuids: dict[str, str] = {}
 
     def run(
         self,
@@ -101,14 +109,18 @@ class PassManager:
         stage: Stage = "torch",
         *,
         tokens: tuple[int, int] | None = None,
+        constants: Constants | None = None,
         check: Check | None = None,
+        observe: Observer | None = None,
     ) -> tuple[PassReport, ...]:
         """Rewrite `graph` in place by every pass of the stage and report each.
 
-        tokens: least and most tokens that the graph serves. check: judges each pass that matched. Raises `PassError`
-        naming the pass and its owner when strict; otherwise what a failing pass did is undone.
+        tokens: least and most tokens that the graph serves. constants: the tensors bound to its placeholders; the graph
+        gets one more placeholder for each that a pass adds there. check: judges each pass that matched.
+        observe: is told of each pass that changed the graph and was not undone. Raises `PassError` naming the pass and
+        its owner when strict; otherwise what a failing pass did is undone.
         """
-        run = _Run(graph, stage, tokens, check, Analyses(graph), [])
+        run = _Run(graph, stage, tokens, constants, check, observe, Analyses(graph), [])
         reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
         if run.changed:
             graph.recompile()
@@ -117,7 +129,12 @@ class PassManager:
 
     def uuids(self, stage: Stage | None = None) -> tuple[str, ...]:
         """Return the identity of each pass, in order."""
-        return tuple(declared.uuid() for declared in self.passes if stage in (None, declared.stage))
+        return tuple(self._uuid(declared) for declared in self.passes if stage in (None, declared.stage))
+
+    def _uuid(self, declared: Pass) -> str:
+        if declared.name not in self._uuids:
+            self._uuids[declared.name] = declared.uuid()
+        return self._uuids[declared.name]
 
     def _context(self, declared: Pass, run: _Run) -> PassContext:
         return PassContext(
@@ -131,46 +148,52 @@ class PassManager:
             capabilities=self._capabilities,
             world_size=self._world_size,
             tokens=run.tokens,
+            constants=run.constants,
             analyses=run.analyses,
         )
 
     def _run_one(self, declared: Pass, run: _Run) -> PassReport:
         start = time.perf_counter()
         context = self._context(declared, run)
-        skipped = declared.guards.refusal(context)
+        skipped = self._unprofitable.get(declared.name) or declared.guards.refusal(context)
         if skipped is not None:
             log.info("pass %s: skipped, %s", declared.name, skipped)
-            return _report(declared, PassResult(matched=0), start, skipped=skipped)
-        before = Snapshot(run.graph)
+            return self._report(declared, PassResult(matched=0), start, skipped=skipped)
+        before, num_constants = Snapshot(run.graph), run.num_constants
         expected: int | None = None
         try:
             expected = declared.expect(context) if callable(declared.expect) else declared.expect
             for name in declared.requires:
                 context.analysis(name)
-            result = self._apply(declared, context, before)
+            result = self._apply(declared, context, before, num_constants)
             if not before.is_current():
                 run.changed.append(declared.name)
-            report = _report(declared, result, start, expected=expected)
+            report = self._report(declared, result, start, expected=expected)
             self._check(report, run, before)
         except Exception as error:
             failure = failed(declared, error)
             if self._strict:
                 raise failure from error
             before.restore()
+            if run.constants is not None:
+                run.constants.forget(num_constants)
             run.analyses.invalidate()
             log.warning("%s\n  pass undone: the model runs without it", failure)
-            return _report(declared, PassResult(matched=0), start, expected=expected, error=str(failure))
+            return self._report(declared, PassResult(matched=0), start, expected=expected, error=str(failure))
+        if run.observe is not None and not before.is_current():
+            run.observe(report, before, run.graph)
         log.info("%s", report.summary())
         return report
 
-    def _apply(self, declared: Pass, context: PassContext, before: Snapshot) -> PassResult:
+    def _apply(self, declared: Pass, context: PassContext, before: Snapshot, num_constants: int) -> PassResult:
         """Run the pass, then lint, clean and invalidate; raise where the graph is not what a pass may leave."""
         result = apply_pass(declared, context)
         if not isinstance(result, PassResult):
             raise TypeError(f"it returned {result!r}, not a PassResult")
         if before.is_current():
             return result
-        if interface_of(context.module) != before.interface():
+        added = () if context.constants is None else context.constants.added[num_constants:]
+        if interface_of(context.module) != before.interface(name for name, _ in added):
             raise ValueError("it changed the graph's placeholders or the number of its outputs")
         context.graph.lint()
         removed = remove_dead(context.graph)
@@ -197,6 +220,31 @@ class PassManager:
             run.graph.recompile()
             run.check(report, before.module(), run.graph)
 
+    def _report(
+        self,
+        declared: Pass,
+        result: PassResult,
+        start: float,
+        *,
+        expected: int | None = None,
+        skipped: str = "",
+        error: str = "",
+    ) -> PassReport:
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        return PassReport(
+            name=declared.name,
+            owner=declared.owner,
+            stage=declared.stage,
+            matched=result.matched,
+            expected=expected,
+            elapsed_ms=elapsed_ms,
+            sites=result.sites,
+            near_misses=result.near_misses,
+            skipped=skipped,
+            error=error,
+            uuid=self._uuid(declared),
+        )
+
     def _position(self, name: str) -> int:
         return [declared.name for declared in self.passes].index(name)
 
@@ -213,29 +261,18 @@ class _Run:
     graph: fx.GraphModule
     stage: Stage
     tokens: tuple[int, int] | None
+    constants: Constants | None
     check: Check | None
+    observe: Observer | None
     analyses: Analyses
     changed: list[str]
+
+    @property
+    def num_constants(self) -> int:
+        """How many constants the passes so far have added."""
+        return 0 if self.constants is None else len(self.constants.added)
 
 
 def _world_size() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _report(
-    declared: Pass, result: PassResult, start: float, *, expected: int | None = None, skipped: str = "", error: str = ""
-) -> PassReport:
-    return PassReport(
-        name=declared.name,
-        owner=declared.owner,
-        stage=declared.stage,
-        matched=result.matched,
-        expected=expected,
-        elapsed_ms=(time.perf_counter() - start) * 1e3,
-        sites=result.sites,
-        near_misses=result.near_misses,
-        skipped=skipped,
-        error=error,
-        uuid=declared.uuid(),
-    )

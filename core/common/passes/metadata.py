@@ -44,7 +44,7 @@ class Values:
             if reason:
                 raise Refused(node, f"the new op gives {reason}")
         pairs = zip(olds, news, strict=True)
-        if all(isinstance(old, Tensor) and _same(old.stride(), new.stride()) for old, new in pairs):
+        if all(isinstance(old, Tensor) and _same_layout(old, new) for old, new in pairs):
             return values | kept, {}
         if not inlined:  # what is remembered belongs to another site
             values = fake_values(self.site.target, args, kwargs)
@@ -61,7 +61,7 @@ class Values:
 
     def _new_views(self, node: fx.Node, old: Any, new: Any) -> Mapping[fx.Node, Any]:
         """Where the strides change, run the views of the result on the new ones: a view may be impossible there."""
-        if not isinstance(old, Tensor) or _same(old.stride(), new.stride()):
+        if not isinstance(old, Tensor) or _same_layout(old, new):
             return {}
         known: dict[fx.Node, Any] = {node: new}
         for user in self._views(node):
@@ -77,7 +77,7 @@ class Values:
     def _views(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield what is computed from the node without copying, in graph order; the site itself left out."""
         keys, reached = self.writes.of(node), {node}
-        for user in sorted(self.order, key=self.order.__getitem__):
+        for user in self.order:
             if user.op.startswith("call_f") or user.op == "call_method":
                 from_it = any(argument in reached for argument in user.all_input_nodes)
                 if from_it and self.writes.of(user) & keys and user not in self.site.nodes:
@@ -111,8 +111,13 @@ class _Recorder(fx.Interpreter):
 
 def _signature(value: Any) -> object:
     if isinstance(value, Tensor):
-        return value.dtype, value.device, str(tuple(value.shape)), str(tuple(value.stride()))
+        return value.dtype, value.device, _sizes(value.shape), _sizes(value.stride())
     return type(value), repr(value)
+
+
+def _sizes(sizes: Any) -> tuple[object, ...]:
+    """Return sizes that can be compared without asking about symbols."""
+    return tuple(size if type(size) is int else str(size) for size in sizes)
 
 
 def _can_run(values: list[Any]) -> bool:
@@ -138,5 +143,13 @@ def _differs(old: Any, new: Any) -> str:
     return "" if _same(old.shape, new.shape) else f"shape {tuple(new.shape)} where the graph has {tuple(old.shape)}"
 
 
+def _same_layout(old: Tensor, new: Tensor) -> bool:
+    """Tell whether two tensors of one shape lie alike in memory; the stride of a single element means nothing."""
+    kept = [dim for dim, size in enumerate(old.shape) if type(size) is not int or size != 1]
+    return _same([old.stride(dim) for dim in kept], [new.stride(dim) for dim in kept])
+
+
 def _same(left: Any, right: Any) -> bool:
-    return len(left) == len(right) and all(statically_known_true(a == b) for a, b in zip(left, right, strict=True))
+    if len(left) != len(right):
+        return False
+    return all(a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True))

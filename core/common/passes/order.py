@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 
 from core.common.passes.context import check_analyses
 from core.common.passes.declaration import Pass
 from core.errors import PassError, UsageError
 
 
-def choose(passes: Sequence[Pass], only: Sequence[str] | None, disable: Sequence[str]) -> tuple[Pass, ...]:
-    """Return the passes named by `only` (None: all), less those of `disable`; raise `UsageError` on unknown names."""
+def choose(
+    passes: Sequence[Pass], only: Sequence[str] | None, disable: Sequence[str], enable: Sequence[str] = ()
+) -> tuple[Pass, ...]:
+    """Return the passes named by `only` (None: all) and `enable`, less those of `disable`.
+
+    Raises `UsageError` on unknown names.
+    """
     known = [declared.name for declared in passes]
-    for name in (*(only or ()), *disable):
+    for name in (*(only or ()), *disable, *enable):
         if name not in known:
             close = get_close_matches(name, known, 1)
             raise UsageError(
@@ -22,7 +28,7 @@ def choose(passes: Sequence[Pass], only: Sequence[str] | None, disable: Sequence
                 found=f"the passes are: {', '.join(known) or 'none'}",
                 remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
             )
-    wanted = known if only is None else only
+    wanted = known if only is None else (*only, *enable)
     return tuple(declared for declared in passes if declared.name in wanted and declared.name not in disable)
 
 
@@ -36,13 +42,24 @@ def order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     for name, earlier in _direct(passes).items():
         sorter.add(name, *earlier)
     try:
-        return tuple(by_name[name] for name in sorter.static_order())
+        sorter.prepare()
     except CycleError as error:
         raise PassError(
             "ordering the passes",
             found="their before/after contradict each other: " + " -> ".join(error.args[1]),
             remedy="drop one of these constraints",
         ) from None
+    # Of the passes that may come next, the one registered first: a device's passes thus follow the common ones.
+    places = {name: place for place, name in enumerate(by_name)}
+    ready: list[tuple[int, str]] = []
+    found = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heappush(ready, (places[name], name))
+        _, name = heappop(ready)
+        found.append(by_name[name])
+        sorter.done(name)
+    return tuple(found)
 
 
 def predecessors(passes: Sequence[Pass]) -> Mapping[str, frozenset[str]]:

@@ -1,49 +1,48 @@
-"""Running graphs and parts of them on real values for verification, each time on tensors of their own."""
+"""The sites of a pass as small graphs of their own: what was replaced, and what replaced it.
+
+A site that writes (a cache, by an attention op) is a region too, where nothing else writes the same memory between its
+first and its last node; the writes that the pass took out belong to what was replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
-from core.common.numerics import Fp64Mode
+from core.common.passes.execution import Copies, Run, run_graph
 from core.common.passes.sites import MADE_BY
-from core.common.passes.writes import Writes, find_writes
+from core.common.passes.writes import find_writes
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run gave. written: by placeholder name, each input whose storage the graph writes; inputs: all of them."""
-
-    outputs: list[Any]
-    inputs: Mapping[str, Any]
-    written: Mapping[str, Any]
+__all__ = ["Feed", "Region", "Run", "find_regions", "run_graph"]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One site: what was replaced and what replaced it, as graphs of their own.
+    """One site. node: the first result of what replaced it; outputs: names of the replaced nodes.
 
-    outputs: names of the replaced nodes. sources_before, sources_after: for each placeholder of the two graphs the name
-    of the node of the whole graph before the pass whose value it takes.
+    sources_before, sources_after: for each placeholder of the two graphs, the name of the value it takes: a node of
+    the whole graph before the pass, or a placeholder that the pass added. start: the first replaced node. changing:
+    sources in memory that the whole graph writes; what they hold when the region starts is what it reads.
     """
 
     site: str
+    node: str
     before: fx.GraphModule
     after: fx.GraphModule
     outputs: tuple[str, ...]
     sources_before: tuple[str, ...]
     sources_after: tuple[str, ...]
+    start: str
+    changing: frozenset[str]
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """What tells the region from the others."""
-        return self.outputs
+    def sources(self) -> frozenset[str]:
+        """All values that either side takes."""
+        return frozenset((*self.sources_before, *self.sources_after))
 
     def order_before(self, seen: Mapping[str, Any]) -> list[Any]:
         """Return the inputs of the replaced part."""
@@ -55,60 +54,146 @@ class Region:
 
 
 def find_regions(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> list[Region]:
-    """Return the sites of a pass that can be run apart: those that made their mark and write nothing."""
-    olds = {node.name: node for node in before.graph.nodes}
-    writes = (find_writes(before), find_writes(after))
+    """Return the sites of a pass that can be run apart: those that made their mark, in graph order."""
+    search = _Search(pass_name, before, after)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in after.graph.nodes:
         made = node.meta.get(MADE_BY)
-        if made is not None and made.pass_name == pass_name and made.replaced and made.replaced[0] in olds:
+        if search.made(node) and made.replaced and made.replaced[0] in search.olds:
             # The results of one op with several outputs are checked together.
-            several = len(node.args) == 2 and isinstance(node.args[0], fx.Node) and _is_inner(node.args[0], pass_name)
+            several = len(node.args) == 2 and isinstance(node.args[0], fx.Node) and search.is_inner(node.args[0])
             groups.setdefault(node.args[0] if several else node, []).append(node)
-    found = [_region(pass_name, nodes, (before, after), olds, writes) for nodes in groups.values()]
+    found = [search.region(nodes) for nodes in groups.values()]
     return [region for region in found if region is not None]
 
 
-def _is_inner(node: fx.Node, pass_name: str) -> bool:
-    made = node.meta.get(MADE_BY)
-    return made is not None and made.pass_name == pass_name and not made.replaced
+class _Search:
+    """What the regions of one pass share."""
+
+    def __init__(self, pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        self.pass_name, self.before, self.after = pass_name, before, after
+        self.olds = {node.name: node for node in before.graph.nodes}
+        self.kept = {node.name for node in after.graph.nodes}
+        self.old_writes, self.new_writes = find_writes(before), find_writes(after)
+        self.order = {node: position for graph in (before, after) for position, node in enumerate(graph.graph.nodes)}
+
+    def made(self, node: fx.Node) -> bool:
+        made = node.meta.get(MADE_BY)
+        return made is not None and made.pass_name == self.pass_name
+
+    def is_inner(self, node: fx.Node) -> bool:
+        """Tell whether a node is new and replaces none; not every pass marks what it makes besides."""
+        replaces = self.made(node) and node.meta[MADE_BY].replaced
+        return node.op.startswith("call_") and node.name not in self.olds and not replaces
+
+    def region(self, results: list[fx.Node]) -> Region | None:
+        new = self._new_part(results)
+        new_inputs = self._inputs(new)
+        sources = {node: self._source(node) for node in new_inputs}
+        if None in sources.values():
+            return None
+        names = tuple(node.meta[MADE_BY].replaced[0] for node in results)
+        wanted = [self.olds[name] for name in names]
+        taken = [self.olds[str(name)] for name in sources.values() if name in self.olds]
+        old = self._old_part(wanted, set(taken))
+        old_inputs = self._inputs(old)
+        changing = self._changing(old, {*old_inputs, *taken})
+        if changing is None:
+            return None
+        return Region(
+            site=results[0].meta[MADE_BY].site,
+            node=results[0].name,
+            before=self._extract(self.before, old, old_inputs, wanted),
+            after=self._extract(self.after, new, new_inputs, results),
+            outputs=names,
+            sources_before=tuple(node.name for node in old_inputs),
+            sources_after=tuple(str(sources[node]) for node in new_inputs),
+            start=min(old, key=self.order.__getitem__).name,
+            changing=changing,
+        )
+
+    def _new_part(self, results: Sequence[fx.Node]) -> set[fx.Node]:
+        def inside(node: fx.Node) -> bool:
+            return node in results or self.is_inner(node)
+
+        found = _slice(results, inside)
+        keys = self.new_writes.of(*found, *self._inputs(found))
+        writers = [node for node, into in self.new_writes.written.items() if into & keys and self.is_inner(node)]
+        return found | _slice(writers, inside)
+
+    def _old_part(self, wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
+        def inside(node: fx.Node) -> bool:
+            return node in wanted or (node not in taken and node.op.startswith("call_"))
+
+        found = _slice(wanted, inside)
+        while True:
+            keys = self.old_writes.of(*found, *self._inputs(found), *taken)
+            end = max(self.order[node] for node in found)
+            lost = [
+                node
+                for node, into in self.old_writes.written.items()
+                if into & keys and node not in found and node.name not in self.kept and self.order[node] < end
+            ]
+            if not lost:
+                return found
+            found |= _slice(lost, partial(_among, lost, inside))
+
+    def _changing(self, old: set[fx.Node], sources: set[fx.Node]) -> frozenset[str] | None:
+        """Return the sources in memory that is written, or None where the region can't be run apart from the rest."""
+        start = min(self.order[node] for node in old)
+        written = self.old_writes.written
+        own = frozenset().union(*(written.get(node, frozenset()) for node in old))
+        for node, into in written.items():
+            if node not in old and self._disturbs(node, into, old, sources, own):
+                return None
+        if any(self.old_writes.of(node) & own and self.order[node] >= start for node in sources):
+            return None  # it would be copied only after the region has written it
+        every: frozenset[object] = frozenset().union(*written.values())
+        return frozenset(node.name for node in sources if self.old_writes.of(node) & every)
+
+    def _disturbs(
+        self,
+        writer: fx.Node,
+        into: frozenset[object],
+        old: set[fx.Node],
+        sources: set[fx.Node],
+        own: frozenset[object],
+    ) -> bool:
+        """Tell whether a write from outside changes what the region reads, or is changed by it, while it runs."""
+        start, end = (bound(self.order[node] for node in old) for bound in (min, max))
+        if not (into & self.old_writes.of(*old, *sources) and start <= self.order[writer] <= end):
+            return False
+        readers = [node for node in old if self.old_writes.of(node, *node.all_input_nodes) & into]
+        late = [node for node in sources if self.old_writes.of(node) & into and self.order[node] >= start]
+        return bool(into & own or late or any(self.order[node] > self.order[writer] for node in readers))
+
+    def _source(self, node: fx.Node) -> str | None:
+        """Return the name that the node's value has in the graph before the pass."""
+        if self.made(node) and node.meta[MADE_BY].replaced:
+            return str(node.meta[MADE_BY].replaced[0])
+        return node.name if node.name in self.olds or node.op == "placeholder" else None
+
+    def _inputs(self, nodes: set[fx.Node]) -> list[fx.Node]:
+        found = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in nodes)
+        return sorted(found, key=lambda node: node.name)
+
+    def _extract(
+        self, module: fx.GraphModule, nodes: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        """Return the nodes as a graph of their own."""
+        graph = fx.Graph()
+        copied: dict[fx.Node, Any] = {}
+        for node in inputs:
+            copied[node] = graph.placeholder(node.name)
+            copied[node].meta = dict(node.meta)  # its value tells which memory it shares
+        for node in sorted(nodes, key=self.order.__getitem__):
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+        graph.output(tuple(copied[node] for node in results))
+        return fx.GraphModule(module, graph)
 
 
-def _region(
-    pass_name: str,
-    results: list[fx.Node],
-    modules: tuple[fx.GraphModule, fx.GraphModule],
-    olds: Mapping[str, fx.Node],
-    writes: tuple[Writes, Writes],
-) -> Region | None:
-    names = tuple(node.meta[MADE_BY].replaced[0] for node in results)
-    new = _slice(results, lambda node: node in results or _is_inner(node, pass_name))
-    new_inputs = _inputs(new)
-    sources = {node: _source(node, pass_name, olds) for node in new_inputs}
-    if None in sources.values():
-        return None
-    stops = set(sources.values())
-    wanted = [olds[name] for name in names]
-    old = _slice(wanted, lambda node: node in wanted or (node.name not in stops and node.op.startswith("call_")))
-    old_inputs = _inputs(old)
-    if _touches(writes[0], old) or _touches(writes[1], new):
-        return None
-    return Region(
-        site=results[0].meta[MADE_BY].site,
-        before=_extract(modules[0], old, old_inputs, wanted),
-        after=_extract(modules[1], new, new_inputs, results),
-        outputs=names,
-        sources_before=tuple(node.name for node in old_inputs),
-        sources_after=tuple(str(sources[node]) for node in new_inputs),
-    )
-
-
-def _source(node: fx.Node, pass_name: str, olds: Mapping[str, fx.Node]) -> str | None:
-    """Return the name that the node's value has in the graph before the pass."""
-    made = node.meta.get(MADE_BY)
-    if made is not None and made.pass_name == pass_name and made.replaced:
-        return str(made.replaced[0])
-    return node.name if node.name in olds else None
+def _among(lost: Sequence[fx.Node], inside: Callable[[fx.Node], bool], node: fx.Node) -> bool:
+    return node in lost or inside(node)
 
 
 def _slice(results: Sequence[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -123,120 +208,42 @@ def _slice(results: Sequence[fx.Node], inside: Callable[[fx.Node], bool]) -> set
     return found
 
 
-def _inputs(nodes: set[fx.Node]) -> list[fx.Node]:
-    found = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in nodes)
-    return sorted(found, key=lambda node: node.name)
+class Feed:
+    """Watches a run of the graph before the pass and hands each region its inputs as soon as all are there.
 
+    Nothing is kept after that, so that the values of one region at a time are in memory.
+    """
 
-def _touches(writes: Writes, nodes: set[fx.Node]) -> bool:
-    """Tell whether anything computed or read here is ever written: such a part can't be run apart from the rest."""
-    keys = writes.of(*nodes, *_inputs(nodes))
-    return any(into & keys for into in writes.written.values())
-
-
-def _extract(
-    module: fx.GraphModule, nodes: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """Return the nodes as a graph of their own."""
-    graph = fx.Graph()
-    copied = {node: graph.placeholder(node.name) for node in inputs}
-    for node in module.graph.nodes:
-        if node in nodes:
-            copied[node] = graph.node_copy(node, copied.__getitem__)
-    graph.output(tuple(copied[node] for node in results))
-    return fx.GraphModule(module, graph)
-
-
-class Recorder:
-    """Notes, during a run of the graph before the pass, what each region reads and gives."""
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self.inputs: dict[tuple[str, ...], dict[str, Any]] = {}
-        self.outputs: dict[str, Any] = {}
-        self._wanted = {name for region in regions for name in region.outputs}
-        self._sources: dict[str, list[tuple[str, ...]]] = {}
+    def __init__(
+        self, regions: Sequence[Region], added: Mapping[str, Any], judge: Callable[[Region, Mapping[str, Any]], None]
+    ) -> None:
+        self._judge = judge
+        self._pending = {region: {n: added[n] for n in region.sources if n in added} for region in regions}
+        self._started = {region: Copies() for region in regions if not region.changing}
+        self._takers: dict[str, list[Region]] = {}
+        self._starts: dict[str, list[Region]] = {}
         for region in regions:
-            for name in {*region.sources_before, *region.sources_after}:
-                self._sources.setdefault(name, []).append(region.key)
+            self._starts.setdefault(region.start, []).append(region)
+            for name in region.sources:
+                self._takers.setdefault(name, []).append(region)
 
-    def note(self, name: str, value: Any) -> None:
-        """Keep a value if a region takes or gives it; a region touches nothing that is written, so no copy is due."""
-        for key in self._sources.get(name, ()):
-            self.inputs.setdefault(key, {})[name] = value
-        if name in self._wanted:
-            self.outputs[name] = value
+    def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+        """Copy what the region that starts here reads from memory that is written."""
+        for region in self._starts.get(node.name, ()):
+            if region not in self._started and region in self._pending:
+                copies, seen = Copies(), self._pending[region]
+                self._started[region] = copies
+                seen.update({name: copies.of(seen[name]) for name in region.changing if name in seen})
+                self._finish(region)
 
+    def after(self, node: fx.Node, value: Any) -> None:
+        """Keep the value for the regions that take it."""
+        for region in self._takers.get(node.name, ()):
+            if region in self._pending:
+                copies = self._started.get(region) if node.name in region.changing else None
+                self._pending[region][node.name] = value if copies is None else copies.of(value)
+                self._finish(region)
 
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, recorder: Recorder | None) -> None:
-        super().__init__(module)
-        self._recorder = recorder
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if self._recorder is not None:
-            self._recorder.note(n.name, value)
-        return value
-
-
-class ReferenceMode(Fp64Mode):
-    """Compute in fp64 on the CPU, whatever dtype and device the graph names."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run `func` with every device among its arguments replaced."""
-        moved = {name: _cpu(value) for name, value in (kwargs or {}).items()}
-        if "device" in moved:  # may be a string
-            moved["device"] = torch.device("cpu")
-        return super().__torch_function__(func, types, tuple(map(_cpu, args)), moved)
-
-
-def _cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-@dataclass(slots=True)
-class _Copies:
-    """Copies tensors so that those sharing memory still do."""
-
-    fp64: bool
-    bases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-
-    def of(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        key = (value.untyped_storage()._cdata, value.dtype)
-        if key not in self.bases:
-            size = value.untyped_storage().nbytes() // value.element_size()
-            self.bases[key] = self._copy(value.detach().as_strided((size,), (1,), 0))
-        return self.bases[key].as_strided(value.shape, value.stride(), value.storage_offset())
-
-    def _copy(self, base: Tensor) -> Tensor:
-        if not self.fp64:
-            return base.clone()
-        return base.to("cpu", torch.float64 if base.is_floating_point() else base.dtype, copy=True)
-
-
-def run_graph(
-    module: fx.GraphModule, values: Sequence[Any], *, fp64: bool = False, recorder: Recorder | None = None
-) -> Run:
-    """Run a graph on copies of the values; tensors that it only reads are copied for fp64 alone."""
-    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    nodes = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
-    writes = find_writes(module)
-    written = {name for name in names if writes.writers(nodes[name])}
-    # Inputs may share memory without the graph showing it: what is next to a written one is copied with it.
-    shared = {_memory(value) for name, value in zip(names, values, strict=True) if name in written}
-    copies = _Copies(fp64)
-    inputs = {
-        name: copies.of(value) if fp64 or name in written or _memory(value) in shared else value
-        for name, value in zip(names, values, strict=True)
-    }
-    with torch.no_grad(), ReferenceMode() if fp64 else nullcontext():
-        result = _Interpreter(module, recorder).run(*inputs.values())
-    return Run(pytree.tree_leaves(result), inputs, {name: inputs[name] for name in names if name in written})
-
-
-def _memory(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    def _finish(self, region: Region) -> None:
+        if region in self._started and len(self._pending[region]) == len(region.sources):
+            self._judge(region, self._pending.pop(region))

@@ -90,12 +90,13 @@ def _insert(
             results = _inline(context.graph, site, args, values, made)
         else:
             results = _call(context, site, args, kwargs, values.get(""), made)
+    inside = site.nodes
     for old, new in zip(site.replaced, results, strict=True):
         if new.meta.get(MADE_BY) is made:  # not so where the replacement gives one of its inputs
             new.meta[MADE_BY] = replace(made, replaced=(old.name,))
         replaced[old] = new
         # Nodes of the site itself keep the old value: they go, or stay as they were.
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in site.nodes)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
 
 
 def _call(context: PassContext, site: Site, args: Any, kwargs: Any, value: Any, made: Made) -> list[fx.Node]:
@@ -144,7 +145,7 @@ def _set_value(node: fx.Node, like: fx.Node, value: Any) -> None:
 def _erase(graph: fx.Graph, plans: Iterable[Plan]) -> None:
     """Erase the matched nodes that nothing uses any more, and no other node: a graph may hide writes anywhere."""
     matched = {node for plan in plans for node in plan.site.nodes}
-    for node in reversed(list(graph.nodes)):
+    for node in reversed(list(graph.nodes) if matched else []):
         if node in matched and not node.users:
             graph.erase_node(node)
 

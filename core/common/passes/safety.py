@@ -154,7 +154,7 @@ class _Checked:
                 raise Refused(node, f"{node.name} uses in between what the new op writes")
 
     def _no_aliasing_output(self, span: tuple[int, int]) -> None:
-        shared = self.writes.of(*self.site.replaced) & self.writes.of(*self.inputs)
-        for node, into in self.writes.written.items():
+        shared = self.writes.of(*self.site.replaced) & self.writes.of(*self.inputs) & self.writes.all_written
+        for node, into in self.writes.written.items() if shared else ():
             if into & shared and node not in self.interior and self.order[node] >= span[0]:
                 raise Refused(node, f"the result shares memory with an input, and {node.name} writes it")

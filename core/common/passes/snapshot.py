@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -24,14 +25,23 @@ class Snapshot:
         now = self._module.graph.nodes
         if len(now) != len(self._nodes):
             return False
-        return all(
-            node is kept[0] and node.target is kept[3] and node.args is kept[4] and node.kwargs is kept[5]
-            for node, kept in zip(now, self._nodes, strict=True)
-        )
+        for node, (kept, _, _, target, args, kwargs, _, _) in zip(now, self._nodes, strict=True):
+            if node is not kept or node.target is not target or node.args is not args or node.kwargs is not kwargs:
+                return False
+        return True
 
-    def interface(self) -> tuple[object, ...]:
-        """Return what the graph was bound by: the names of its placeholders and the number of its outputs."""
-        return _interface((op, name, args) for _, op, name, _, args, *_ in self._nodes)
+    def nodes(self) -> Iterator[tuple[fx.Node, str, Any, tuple[Any, ...], Mapping[str, Any]]]:
+        """Yield each node, some erased by now, with the name, target, args and kwargs that it had."""
+        for node, _, name, target, args, kwargs, *_ in self._nodes:
+            yield node, name, target, args, kwargs
+
+    def interface(self, added: Iterable[str] = ()) -> tuple[object, ...]:
+        """Return what the graph was bound by: the names of its placeholders and the number of its outputs.
+
+        added: names of placeholders that were appended since, on purpose.
+        """
+        *names, num_outputs = _interface((op, name, args) for _, op, name, _, args, *_ in self._nodes)
+        return (*names, *added, num_outputs)
 
     def module(self) -> fx.GraphModule:
         """Return a module of its own with the graph as it was; tensors and submodules are shared."""

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
+from core.common.passes.common.gate_up import FUSE_GATE_UP
+from core.common.passes.common.merge_linears import MERGE_LINEARS
+from core.common.passes.common.no_ops import REMOVE_NO_OPS
 from core.common.passes.declaration import Pass
 from core.common.passes.lift.add_rms_norm import FUSE_ADD_RMS_NORM
+from core.common.passes.lift.attention import LIFT_ATTENTION
+from core.common.passes.lift.attention_cache import FUSE_ATTENTION_CACHE
 from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
+from core.common.passes.lift.grouped_mlp import LIFT_GROUPED_MLP
+from core.common.passes.lift.layer_norm import LIFT_LAYER_NORM
+from core.common.passes.lift.moe_route import LIFT_MOE_ROUTE
+from core.common.passes.lift.qk_norm_rotary import FUSE_QK_NORM_ROTARY
 from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
 from core.common.passes.lift.rotary import LIFT_ROTARY
 
 COMMON_PASSES: tuple[Pass, ...] = (
+    REMOVE_NO_OPS,
     LIFT_RMS_NORM,
+    LIFT_LAYER_NORM,
     FUSE_ADD_RMS_NORM,
-    LIFT_GATED_ACTIVATION,
     LIFT_ROTARY,
+    FUSE_QK_NORM_ROTARY,
+    LIFT_ATTENTION,
+    FUSE_ATTENTION_CACHE,
+    LIFT_MOE_ROUTE,
+    LIFT_GROUPED_MLP,
+    LIFT_GATED_ACTIVATION,
+    ELIMINATE_COMMON_SUBEXPRESSIONS,
+    MERGE_LINEARS,
+    FUSE_GATE_UP,
 )

@@ -11,17 +11,28 @@ from core.common.passes.order import choose
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSwitches:
-    """Passes to run and to leave out. only: their names, None for all. disable: names to leave out of these."""
+    """Passes to run and to leave out. only: their names, None for all. disable: names to leave out of these.
+
+    enable: names to run although the device finds them unprofitable; those of `only` count as such too.
+    """
 
     only: tuple[str, ...] | None = None
     disable: tuple[str, ...] = ()
+    enable: tuple[str, ...] = ()
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Every pass that was asked for by name."""
+        return (*(self.only or ()), *self.enable)
 
     def select(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
         """Return the passes that run; raises `UsageError`, with the closest name, for one that is not there."""
-        return choose(passes, self.only, self.disable)
+        return choose(passes, self.only, self.disable, self.enable)
 
     def __str__(self) -> str:
         if self.only == ():
             return "no passes"
         parts = ["all passes" if self.only is None else f"only {', '.join(self.only)}"]
+        if self.enable:
+            parts[0] += f", {', '.join(self.enable)} in any case"
         return " without ".join([*parts, ", ".join(self.disable)] if self.disable else parts)

@@ -2,25 +2,30 @@
 
 Two checks. The whole graph: its outputs and every tensor it writes into, which also finds a rewrite that moved past a
 write. And each site on its own, both sides fed with the values of the run before the pass: it says where the fault is.
+Where the whole is wrong and no site is, the first value that differs says it (core/common/passes/divergence.py). What
+is equal in every bit needs no reference: the fp64 runs are made only where something differs.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from core.common.numerics import MIN_ELEMENTS, judge
-from core.common.passes.regions import Recorder, Region, Run, find_regions, run_graph
+from core.common.passes.compare import Comparison
+from core.common.passes.divergence import first_divergence
+from core.common.passes.execution import Run, bind, error_line, run_graph, widened
+from core.common.passes.regions import Feed, Region, find_regions
+from core.common.passes.sites import MADE_BY
 from core.errors import PassError
 
 if TYPE_CHECKING:
     from core.common.config import Verify
+    from core.common.passes.constants import Constants
     from core.common.passes.manager import PassReport
 
 log = logging.getLogger("core.passes")
@@ -28,25 +33,31 @@ log = logging.getLogger("core.passes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A wrong result. where: a site, a graph output or a written input. ratio: measured over bound, inf for T0."""
+    """A wrong result. where: a site, a graph output or a written input. ratio: measured over bound, inf for T0.
+
+    node: the node at fault in the graph after the pass, empty for outputs and written inputs.
+    """
 
     where: str
     reason: str
     ratio: float
+    node: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
     """The outcome for one pass on one graph.
 
-    num_values: tensors judged in whole-graph runs. num_sites: sites judged apart, of those that the pass rewrote.
-    worst_ratio: the largest error over its bound; at most 1 passes. unjudged: why no fp64 reference could be had.
+    num_values: tensors judged. num_sites: sites judged apart; num_whole: sites that only the run of the whole graph
+    judges. worst_ratio: the largest error over its bound; at most 1 passes. unjudged: why no fp64 reference could be
+    had; what differs in any bit was then not judged.
     """
 
     pass_name: str
     num_inputs: int
     num_values: int
     num_sites: int
+    num_whole: int
     worst_ratio: float
     findings: tuple[Finding, ...]
     unjudged: str = ""
@@ -55,6 +66,11 @@ class Verification:
     def passed(self) -> bool:
         """True where everything that was judged is within its bound."""
         return not self.findings
+
+    @property
+    def fault(self) -> Finding | None:
+        """The most telling finding: the first one that has a place in the graph, else the first."""
+        return next((f for f in self.findings if f.node), self.findings[0] if self.findings else None)
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as JSON-ready values."""
@@ -68,36 +84,36 @@ def verify(
     inputs: Sequence[Sequence[Any]],
     *,
     level: Verify = "full",
+    constants: Constants | None = None,
 ) -> Verification:
-    """Run both graphs on inputs (one value per placeholder, several sets) and judge the graph after by the one before.
+    """Run both graphs on inputs (one value per placeholder of the traced graph, several sets) and judge the one after.
 
     level: "full" judges every input set and every site, "sample" the first set and a random third of the sites, "off"
-    nothing. Nothing is written into the given tensors. The fp64 run is done on the CPU and holds every input in fp64.
+    nothing. constants: what passes have bound to placeholders that they appended. Nothing is written into the given
+    tensors. The fp64 run is done on the CPU; no more than one weight at a time is held in fp64, besides what the graph
+    writes.
     """
-    judged = _Judged()
     if level == "off":
-        return judged.verification(report, 0, 0)
+        return _Judged(report, before, after, constants).verification(0, 0)
     chosen = inputs if level == "full" else inputs[:1]
     regions = find_regions(report.name, before, after)
+    num_regions = len(regions)
     if level == "sample" and regions:
         # Seeded by the pass: a failure is found again by the next run.
         regions = random.Random(report.name).sample(regions, max(1, len(regions) // 3))
+    judged = _Judged(report, before, after, constants)
     for values in chosen:
-        recorder = Recorder(regions)
-        old = run_graph(before, values, recorder=recorder)
-        judged.whole(old, run_graph(after, values), before, values)
-        for region in regions:
-            judged.site(region, recorder)
-    return judged.verification(report, len(chosen), len(regions))
+        judged.inputs(values, regions)
+    return judged.verification(len(chosen), max(0, report.matched - num_regions))
 
 
 def checker(
-    inputs: Sequence[Sequence[Any]], level: Verify
+    inputs: Sequence[Sequence[Any]], level: Verify, constants: Constants | None = None
 ) -> Callable[[PassReport, fx.GraphModule, fx.GraphModule], None]:
     """Return a check for `PassManager.run` that raises `PassError` naming pass, site and ratio."""
 
     def check(report: PassReport, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        found = verify(report, before, after, inputs, level=level)
+        found = verify(report, before, after, inputs, level=level, constants=constants)
         if found.unjudged:
             log.warning("pass %s of %s was not verified: %s", report.name, report.owner, found.unjudged)
         if not found.passed:
@@ -108,12 +124,11 @@ def checker(
 
 def failure(report: PassReport, found: Verification) -> PassError:
     """Return the error for a verification that did not pass."""
-    # A site is more telling than an output, and the first of several is where the fault enters.
-    first = next((f for f in found.findings if f.where in report.sites), found.findings[0])
+    assert found.fault is not None
     others = f"; {len(found.findings) - 1} more" if len(found.findings) > 1 else ""
     return PassError(
         f"verifying pass {report.name!r} of {report.owner} ({report.matched} sites)",
-        found=f"at {first.where}: {first.reason} (ratio {first.ratio:.3g}, 1 passes){others}",
+        found=f"at {found.fault.where}: {found.fault.reason} (ratio {found.fault.ratio:.3g}, 1 passes){others}",
         remedy=f"leave it out (passes without {report.name!r}) and report it to {report.owner}",
     )
 
@@ -121,86 +136,117 @@ def failure(report: PassReport, found: Verification) -> PassError:
 class _Judged:
     """Collects what was judged."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, report: PassReport, before: fx.GraphModule, after: fx.GraphModule, constants: Constants | None
+    ) -> None:
+        self._report, self._before, self._after, self._constants = report, before, after, constants
         self.findings: list[Finding] = []
-        self.worst = 0.0
-        self.num_values = 0
-        self.unjudged = ""
+        self.sites: set[Region] = set()
+        self.compared = Comparison()
 
-    def whole(self, old: Run, new: Run, before: fx.GraphModule, values: Sequence[Any]) -> None:
-        reference = self._reference(lambda: run_graph(before, values, fp64=True))
-        if reference is None:
+    def inputs(self, values: Sequence[Any], regions: Sequence[Region]) -> None:
+        """Judge the sites and the whole on one set of inputs."""
+        num_findings = len(self.findings)
+        known = bind(self._before, values, self._constants)
+        added = bind(self._after, values, self._constants)
+        old_values, new_values = list(known.values()), list(added.values())
+        added = {name: value for name, value in added.items() if name not in known}
+        old = run_graph(self._before, old_values, watchers=[Feed(regions, added, self.site)])
+        pinned = _unchanged(old.decided, self._report.name, self._before, self._after)
+        try:
+            new = run_graph(self._after, new_values, pinned=pinned)
+        except Exception as error:
+            self._wrong("the rewritten graph", f"it can't be run: {error_line(error)}")
             return
+        self.whole(old, new, old_values)
+        if len(self.findings) > num_findings and not any(finding.node for finding in self.findings[num_findings:]):
+            found = first_divergence(
+                self._report.name, (self._before, old_values), (self._after, new_values), old.decided, pinned
+            )
+            if found is not None:
+                self.findings.append(Finding(where=found.site, reason=found.reason, ratio=found.ratio, node=found.node))
+
+    def whole(self, old: Run, new: Run, values: Sequence[Any]) -> None:
+        """Judge outputs and written inputs of the two whole runs."""
+        if len(old.outputs) != len(new.outputs):
+            self._wrong("the outputs", f"{len(new.outputs)} instead of {len(old.outputs)}")
+            return
+        untouched = [name for name in new.written if name in old.inputs and name not in old.written]
+        if untouched:
+            results, olds = [new.written[name] for name in untouched], [old.inputs[name] for name in untouched]
+            self._judge([f"input {name}" for name in untouched], results, olds, lambda: list(map(widened, olds)))
+
         names = [f"output {index}" for index in range(len(old.outputs))]
         names += [f"input {name}" for name in old.written]
         results = [*new.outputs, *(new.written.get(name, new.inputs[name]) for name in old.written)]
-        exact = [*reference.outputs, *(reference.written[name] for name in old.written)]
-        self._judge(names, results, [*old.outputs, *old.written.values()], exact)
+        olds = [*old.outputs, *old.written.values()]
 
-    def site(self, region: Region, recorder: Recorder) -> None:
-        seen = recorder.inputs.get(region.key)
-        if seen is None:
-            return
-        # `fp64` runs what was replaced, on the values that both sides have got.
-        reference = self._reference(lambda: run_graph(region.before, region.order_before(seen), fp64=True))
-        if reference is None:
-            return
-        result = run_graph(region.after, region.order_after(seen))
-        old = [recorder.outputs[name] for name in region.outputs]
-        self._judge([region.site] * len(old), result.outputs, old, reference.outputs)
+        def exact() -> list[Any]:
+            run = run_graph(self._before, values, fp64=True, pinned=old.decided)
+            return [*run.outputs, *(run.written[name] for name in old.written)]
 
-    def _reference(self, run: Callable[[], Run]) -> Run | None:
+        self._judge(names, results, olds, exact)
+
+    def site(self, region: Region, seen: Mapping[str, Any]) -> None:
+        """Judge one region on the values that both sides get."""
+        old = run_graph(region.before, region.order_before(seen))
+        self.sites.add(region)
         try:
-            return run()
-        except Exception as error:  # a kernel without fp64 or without a CPU form: whose fault, can't be told
-            self.unjudged = f"the fp64 run failed with {type(error).__name__}: {error}"
-            return None
+            new = run_graph(region.after, region.order_after(seen))
+        except Exception as error:
+            self._wrong(region.site, f"it can't be run: {error_line(error)}", region.node)
+            return
+        writes = dict(zip(region.sources_before, old.inputs, strict=True))
+        wrote = [name for name, given in writes.items() if given in old.written]
+        after = dict(zip(region.sources_after, new.inputs, strict=True))
+        wrote += [name for name, given in after.items() if given in new.written and name not in wrote]
+        results = [new.inputs[after[name]] if name in after else seen[name] for name in wrote]
+        olds = [old.inputs[writes[name]] if name in writes else seen[name] for name in wrote]
 
-    def _judge(self, names: Sequence[str], results: Sequence[Any], olds: Sequence[Any], exact: Sequence[Any]) -> None:
-        for name, result, old, reference in zip(names, results, olds, exact, strict=True):
-            reason, ratio = _compare(result, old, reference)
-            self.num_values += 1
-            self.worst = max(self.worst, ratio)
-            if reason:
-                self.findings.append(Finding(where=name, reason=reason, ratio=ratio))
+        def exact() -> list[Any]:
+            run = run_graph(region.before, region.order_before(seen), fp64=True, pinned=old.decided)
+            return [*run.outputs, *(run.inputs[writes[name]] if name in writes else seen[name] for name in wrote)]
 
-    def verification(self, report: PassReport, num_inputs: int, num_sites: int) -> Verification:
+        names = [region.site] * (len(old.outputs) + len(wrote))
+        self._judge(names, [*new.outputs, *results], [*old.outputs, *olds], exact, region.node)
+
+    def _judge(
+        self,
+        names: Sequence[str],
+        results: Sequence[Any],
+        olds: Sequence[Any],
+        exact: Callable[[], Sequence[Any]],
+        node: str = "",
+    ) -> None:
+        for name, reason, ratio in self.compared.add(names, results, olds, exact):
+            self.findings.append(Finding(where=name, reason=reason, ratio=ratio, node=node))
+
+    def _wrong(self, where: str, reason: str, node: str = "") -> None:
+        self.compared.fail(where, reason)
+        self.findings.append(Finding(where=where, reason=reason, ratio=float("inf"), node=node))
+
+    def verification(self, num_inputs: int, num_whole: int) -> Verification:
         return Verification(
-            pass_name=report.name,
+            pass_name=self._report.name,
             num_inputs=num_inputs,
-            num_values=self.num_values,
-            num_sites=num_sites,
-            worst_ratio=self.worst,
+            num_values=self.compared.num_values,
+            num_sites=len(self.sites),
+            num_whole=num_whole,
+            worst_ratio=self.compared.worst,
             findings=tuple(self.findings),
-            unjudged=self.unjudged,
+            unjudged=self.compared.unjudged,
         )
 
 
-def _compare(result: Any, old: Any, reference: Any) -> tuple[str, float]:
-    """Judge one value by T0 and T1; return the reason why it fails ("" if not) and its error over the bound."""
-    inf = float("inf")
-    if not isinstance(old, Tensor) or not isinstance(result, Tensor):
-        return ("", 0.0) if type(result) is type(old) and result == old else (f"{result!r} instead of {old!r}", inf)
-    if result.shape != old.shape or result.dtype != old.dtype:
-        kinds = [f"{tuple(t.shape)} {t.dtype}" for t in (result, old)]
-        return f"{kinds[0]} instead of {kinds[1]}", inf
-    if torch.equal(result, old):
-        return "", 0.0
-    if not old.dtype.is_floating_point:
-        return f"{int((result != old).sum())} of {old.numel()} elements differ", inf
-    if old.numel() < MIN_ELEMENTS:
-        return _compare_few(result, old, reference)
-    verdict = judge(result, old, reference)
-    return verdict.reason, max(verdict.rms_ratio, verdict.max_ratio)
-
-
-def _compare_few(result: Tensor, old: Tensor, reference: Tensor) -> tuple[str, float]:
-    """Judge a value too small for T1 by its largest error, with a floor of four roundings of its size."""
-    g, e, r = (t.detach().to("cpu", torch.float64) for t in (result, old, reference))
-    if not torch.equal(g.isfinite(), r.isfinite()):
-        return "NaN or infinity where the reference has none, or the reverse", float("inf")
-    keep = r.isfinite() & e.isfinite()
-    errors = [float((t - r)[keep].abs().max()) if keep.any() else 0.0 for t in (g, e)]
-    bound = 3 * errors[1] + 4 * torch.finfo(old.dtype).eps * (float(r[keep].pow(2).mean().sqrt()) if keep.any() else 0)
-    ratio = errors[0] / bound if bound else (float("inf") if errors[0] else 0.0)
-    return (f"error over bound: max {ratio:.3g} (1 passes)" if ratio > 1 else ""), ratio
+def _unchanged(
+    decided: Mapping[str, Any], pass_name: str, before: fx.GraphModule, after: fx.GraphModule
+) -> dict[str, Any]:
+    """Return what nodes decided that are the same in both graphs: a pass answers for what it decides itself."""
+    targets = {node.name: node.target for node in before.graph.nodes}
+    return {
+        node.name: decided[node.name]
+        for node in after.graph.nodes
+        if node.name in decided
+        and node.target == targets.get(node.name)
+        and getattr(node.meta.get(MADE_BY), "pass_name", "") != pass_name
+    }

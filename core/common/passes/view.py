@@ -8,12 +8,13 @@ are equal in every bit are joined, so a rewrite may rely on them: a cast through
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Operand = Any
 """A node, a Python number, or another literal of the graph."""
@@ -29,16 +30,26 @@ def _spellings() -> dict[Any, str]:
         operator.pow: "pow",
         operator.neg: "neg",
         operator.getitem: "getitem",
+        operator.matmul: "matmul",
         F.silu: "silu",
         F.gelu: "gelu",
+        F.relu: "relu",
         F.linear: "linear",
         torch._C._nn.gelu: "gelu",
         torch._C._nn.linear: "linear",
         F.softmax: "softmax",
+        F.sigmoid: "sigmoid",
+        F.softplus: "softplus",
+        torch._C._nn.softplus: "softplus",
+        operator.floordiv: "floor_divide",
         F.scaled_dot_product_attention: "sdpa",
         torch._C._nn.scaled_dot_product_attention: "sdpa",
+        torch.ops.aten.scaled_dot_product_attention.default: "sdpa",
+        F.dropout: "dropout",
         torch.rms_norm: "rms_norm",
         F.rms_norm: "rms_norm",
+        F.layer_norm: "layer_norm",
+        F.normalize: "normalize",
     }
     for name in _NAMES:
         function = getattr(torch, name, None)
@@ -49,6 +60,7 @@ def _spellings() -> dict[Any, str]:
             if not overload.endswith(("out", "_")):
                 table[getattr(packet, overload)] = name
     table[torch.concat] = table[torch.concatenate] = "cat"
+    table[torch.ops.aten._unsafe_view.default] = "view"
     table[torch.ops.aten._to_copy.default] = "cast"
     table[torch.ops.prims.convert_element_type.default] = "cast"
     return table
@@ -59,6 +71,11 @@ _NAMES = (
     *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "mean", "sum"),
     *("cat", "chunk", "split", "stack", "sigmoid", "relu", "tanh", "exp", "silu", "gelu", "softmax"),
     *("matmul", "bmm", "unsqueeze", "transpose", "reshape", "view", "flatten", "expand", "permute", "topk"),
+    *("unflatten", "repeat_interleave", "clone", "view_as_complex", "view_as_real"),
+    *("gather", "masked_fill", "clamp", "sort", "histc", "cumsum", "floor_divide", "logical_not"),
+    *("clamp_max", "clamp_min", "narrow", "unbind", "select", "slice", "split_with_sizes", "squeeze", "contiguous"),
+    *("layer_norm", "mm", "addmm", "baddbmm", "_grouped_mm", "norm", "linalg_vector_norm", "expand_as"),
+    *("where", "einsum", "dropout", "repeat", "amax", "max", "_softmax", "swapaxes", "logsumexp", "maximum"),
 )
 _METHODS = {name: name for name in _NAMES} | {
     **dict.fromkeys(("to", "type_as", "type", "float", "half", "bfloat16", "double"), "cast"),
@@ -84,6 +101,19 @@ def shape(node: Operand) -> tuple[Any, ...] | None:
     """Return the shape of a node's tensor, symbolic sizes included, or None for anything else."""
     tensor = value(node)
     return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+
+
+def same_shape(first: Operand, second: Operand) -> bool:
+    """Return whether both are tensors of one shape; symbolic sizes count where they are known to be equal."""
+    left, right = shape(first), shape(second)
+    return left is not None and right is not None and same_sizes(left, right)
+
+
+def same_sizes(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    """Return whether two shapes, or parts of shapes, are known to be equal."""
+    if len(left) != len(right):
+        return False
+    return all(a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True))
 
 
 def kind(node: Operand) -> str:
@@ -145,6 +175,19 @@ def without_exact_casts(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     return current, tuple(stripped)
 
 
+def before_casts(node: fx.Node, ends: Collection[fx.Node]) -> fx.Node:
+    """Return what casts that keep every value are applied to, looking no further than one of `ends`.
+
+    A cast that reads its dtype off another tensor (`type_as`) is not looked through.
+    """
+    while node not in ends and len(node.all_input_nodes) == 1:
+        source = source_of_cast(node)
+        if source is None or not is_exact(dtype(source), dtype(node)):
+            break
+        node = source
+    return node
+
+
 _WIDENS = {
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
@@ -185,15 +228,21 @@ def inverse_root(node: Operand) -> fx.Node | None:
 
 
 def last_dim_mean(node: Operand) -> fx.Node | None:
-    """Return x if the node is the mean of x over its last dimension, which is kept."""
+    """Return x if the node is the mean of x over its last dimension, which is kept, taken in x's own dtype."""
+    if kind(node) == "unsqueeze" and operand(node, 1, "dim") in (-1, len(shape(node) or ()) - 1):
+        return _mean(node.args[0], keeps=False)
+    return _mean(node, keeps=True)
+
+
+def _mean(node: Operand, *, keeps: bool) -> fx.Node | None:
     if kind(node) != "mean":
         return None
     source = node.args[0]
     rank = len(shape(source) or ())
     dims = operand(node, 1, "dim")
     dims = tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
-    keeps = operand(node, 2, "keepdim", False)
-    return source if keeps is True and len(dims) == 1 and dims[0] in (-1, rank - 1) and rank else None
+    as_wanted = operand(node, 2, "keepdim", False) is keeps and node.kwargs.get("dtype") in (None, dtype(source))
+    return source if as_wanted and len(dims) == 1 and dims[0] in (-1, rank - 1) and rank else None
 
 
 def plus_number(node: Operand) -> tuple[fx.Node, float] | None:
@@ -214,3 +263,20 @@ def is_number(operand: Operand) -> bool:
 def only_user(node: fx.Node) -> fx.Node | None:
     """Return the one node that uses this one, or None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def between(end: fx.Node, *inputs: Operand) -> tuple[fx.Node, ...]:
+    """Return the nodes from which `end` is computed, `end` included, back to the inputs, which are left out.
+
+    Only for a matcher that has seen that all ways back from `end` arrive at these inputs.
+    """
+    found: dict[fx.Node, None] = {}
+    stack = [end]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in inputs:
+            found[node] = None
+            # What a cast reads besides is asked for its dtype alone, and sizes are no part of what is computed.
+            sources = node.all_input_nodes if kind(node) != "cast" else node.all_input_nodes[:1]
+            stack += [source for source in sources if not isinstance(value(source), (torch.SymInt, int))]
+    return tuple(found)

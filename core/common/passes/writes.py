@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from core.common.passes.effects import value_of, written_args
 
@@ -22,15 +25,19 @@ class Writes:
     storages: Mapping[fx.Node, frozenset[object]]
     written: Mapping[fx.Node, frozenset[object]]
     holders: Mapping[object, tuple[fx.Node, ...]]
+    all_written: frozenset[object] = frozenset()
 
     def of(self, *nodes: fx.Node) -> frozenset[object]:
         """Return the storages in which the values of these nodes lie."""
-        return frozenset().union(*(self.storages.get(node, frozenset()) for node in nodes))
+        return _NONE.union(*(self.storages.get(node, _NONE) for node in nodes))
 
     def writers(self, *nodes: fx.Node) -> tuple[fx.Node, ...]:
         """Return the nodes that write into a storage of these nodes, through whatever view."""
-        keys = self.of(*nodes)
-        return tuple(writer for writer, into in self.written.items() if into & keys)
+        keys = self.of(*nodes) & self.all_written
+        return tuple(writer for writer, into in self.written.items() if into & keys) if keys else ()
+
+
+_NONE: frozenset[object] = frozenset()
 
 
 def find_writes(module: fx.GraphModule) -> Writes:
@@ -38,23 +45,40 @@ def find_writes(module: fx.GraphModule) -> Writes:
     storages: dict[fx.Node, frozenset[object]] = {}
     written: dict[fx.Node, frozenset[object]] = {}
     for node in module.graph.nodes:
-        into = written_args(node)
+        into = () if _only_reads(node) else written_args(node)
         storages[node] = _storages(node, storages, into)
-        keys: frozenset[object] = frozenset().union(*(storages[argument] for argument in into))
+        keys = _NONE.union(*(storages[argument] for argument in into)) if into else _NONE
         if keys:
             written[node] = keys
     holders: dict[object, list[fx.Node]] = {}
     for node, lies_in in storages.items():
         for key in lies_in:
             holders.setdefault(key, []).append(node)
-    return Writes(storages, written, {key: tuple(nodes) for key, nodes in holders.items()})
+    all_written = _NONE.union(*written.values())
+    return Writes(storages, written, {key: tuple(nodes) for key, nodes in holders.items()}, all_written)
+
+
+def _only_reads(node: fx.Node) -> bool:
+    """Tell quickly, for the calls that make up most of a graph, that they write into no argument."""
+    if node.op == "call_function":
+        return node.target in _READERS and "out" not in node.kwargs
+    return not node.op.startswith("call_") or (node.op == "call_method" and node.target in _READING_METHODS)
+
+
+_READERS = frozenset(
+    {*(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "getitem", "neg", "pow"))}
+    | {torch.rsqrt, torch.add, torch.mul, torch.cat, torch._C._nn.linear}
+)
+_READING_METHODS = frozenset({"to", "float", "view", "reshape", "transpose", "pow", "mean", "expand", "contiguous"})
 
 
 def _storages(
     node: fx.Node, known: Mapping[fx.Node, frozenset[object]], into: tuple[fx.Node, ...]
 ) -> frozenset[object]:
     exact = _exact(value_of(node))
-    inherited: frozenset[object] = frozenset().union(*(known[argument] for argument in into))
+    if exact is not None and node.target in _IDENTITIES_WHEN_OFF and node.all_input_nodes:
+        exact |= known[node.all_input_nodes[0]]
+    inherited = _NONE.union(*(known[argument] for argument in into)) if into else _NONE
     if exact is not None:
         return exact | inherited if exact else exact
     if node.op in ("placeholder", "get_attr"):
@@ -64,12 +88,21 @@ def _storages(
     return inherited | {node}
 
 
+# Switched off they return their input, and a fake value of their own.
+_IDENTITIES_WHEN_OFF = frozenset(
+    {torch.dropout, functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout}
+    | {torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+)
+
+
 def _exact(value: Any) -> frozenset[object] | None:
     """Return the storages of a known value, none for numbers, and None where they can't be read."""
     if value is None:
         return None
-    tensors = [value] if isinstance(value, Tensor) else list(_tensors(value))
     try:
+        if isinstance(value, Tensor):
+            return frozenset((value.untyped_storage()._cdata,))
+        tensors = list(_tensors(value))
         return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
     except (RuntimeError, NotImplementedError):  # sparse tensors and functorch's wrappers have none
         return None

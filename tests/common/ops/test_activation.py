@@ -78,6 +78,7 @@ FORMULAS = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_new": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "quick_gelu": lambda x: x / (1 + math.exp(-1.702 * x)),
     "relu": lambda x: max(x, 0.0),
     "relu2": lambda x: max(x, 0.0) ** 2,

@@ -22,7 +22,8 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRout
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from core.common.numerics import Fp64Mode
+from core.common.numerics import Fp64Mode, judge
+from core.common.ops import moe
 from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_close, assert_raises, in_fp64, run, sample
 
@@ -149,6 +150,27 @@ def test_the_bias_selects_but_does_not_weigh() -> None:
     assert (ranking.gather(-1, biased[1]).diff() <= 0).all()
 
 
+def test_experts_in_any_order_are_the_same_experts() -> None:
+    call: Call = {"logits": logits(F32), "top_k": TOP_K, "scoring": "sigmoid", "bias": selection_bias()}
+    best_first, any_order = run(MOE_ROUTE, call), run(MOE_ROUTE, call | {"sorted": False})
+    for one, other in zip(by_index(*best_first), by_index(*any_order), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "experts elsewhere", "wide weights"])
+def test_products_by_group_are_those_of_every_expert(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = sample(GROUPED_MLP, name, BF16)
+    grouped: list[bool] = []
+    by_group = moe._sorted_by_expert
+    monkeypatch.setattr(moe, "_sorted_by_expert", lambda *args: (grouped.append(True), by_group(*args))[1])
+    (got,) = run(GROUPED_MLP, call)
+    assert grouped
+    monkeypatch.setattr(moe, "_can_group", lambda *_: False)
+    (every,) = run(GROUPED_MLP, call)
+    truth = in_fp64(GROUPED_MLP, call)[0]
+    assert judge(got, every, truth).passed and judge(every, got, truth).passed
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     groups=st.sampled_from([(1, 1, 1), (2, 1, 2), (3, 2, 2), (4, 2, 1), (6, 3, 2), (12, 4, 1)]),
@@ -186,9 +208,9 @@ def test_underflown_scores_need_an_eps() -> None:
     assert torch.equal(weights, torch.zeros(2, 2))
 
 
-def experts(cls: type[nn.Module], dtype: torch.dtype, **fields: Any) -> nn.Module:
-    sizes = {"num_local_experts": 5, "num_experts": 5, "hidden_size": 16, "intermediate_size": 12}
-    sizes |= {"moe_intermediate_size": 12, "_experts_implementation": "eager", "hidden_act": "silu"}
+def experts(cls: type[nn.Module], dtype: torch.dtype, inner: int = 24, **fields: Any) -> nn.Module:
+    sizes = {"num_local_experts": 5, "num_experts": 5, "hidden_size": 16, "intermediate_size": inner}
+    sizes |= {"moe_intermediate_size": inner, "_experts_implementation": "eager", "hidden_act": "silu"}
     module = cls(SimpleNamespace(**sizes, **fields))
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
@@ -270,9 +292,9 @@ NEAR_MISSES: dict[str, tuple[Any, str, Call, str]] = {
     "no group": (MOE_ROUTE, "deepseek-v3", {"top_groups": 0}, "top_groups must be 1 to 4, not 0"),
     "small groups": (MOE_ROUTE, "deepseek-v3", {"top_k": 5}, "2 groups of 2 hold fewer than top_k=5 experts"),
     "scored": (MOE_ROUTE, "deepseek-v3", {"scored_per_group": 3}, "scored_per_group must be 1 to 2, not 3"),
-    "order": (GROUPED_MLP, "qwen3", {"transposed": True}, r"gate_up \(5, 24, 16\) and down .* for transposed=True"),
+    "order": (GROUPED_MLP, "qwen3", {"transposed": True}, r"gate_up \(5, 48, 16\) and down .* for transposed=True"),
     "sizes": (GROUPED_MLP, "qwen3", {"down": torch.ones(5, 16, 13)}, r"must be \(5, 26, 16\) and \(5, 16, 13\)"),
-    "experts": (GROUPED_MLP, "qwen3", {"down": torch.ones(4, 16, 12)}, r"must be \(5, 24, 16\) and \(5, 16, 12\)"),
+    "experts": (GROUPED_MLP, "qwen3", {"down": torch.ones(4, 16, 24)}, r"must be \(5, 48, 16\) and \(5, 16, 24\)"),
     "weights": (GROUPED_MLP, "qwen3", {"weights": torch.ones(9, 3)}, r"weights \(9, 3\) and indices \(9, 2\) must be"),
     "floating indices": (GROUPED_MLP, "qwen3", {"indices": torch.ones(9, 2)}, "indices must be torch.int32 or"),
     "rank of x": (GROUPED_MLP, "qwen3", {"x": torch.ones(1, 9, 16)}, "x must have rank 2, not 3"),

@@ -23,7 +23,7 @@ from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY
+from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_close, assert_raises, in_fp64, run, sample
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -192,6 +192,32 @@ def test_everything_is_cast_to_compute_dtype() -> None:
     assert_bitwise(ROTARY, call_of(7, F32, cos, sin, compute_dtype=BF16), eager)
 
 
+@DTYPES
+@pytest.mark.parametrize("style", ["half", "interleaved", "deinterleave"])
+@pytest.mark.parametrize("width", [6, 16])
+def test_one_tensor_alone_is_as_in_a_pair(width: int, style: str, dtype: torch.dtype) -> None:
+    options = {"style": style, "rotary_dim": width, "compute_dtype": F32}
+    call = call_of(7, dtype, *tables(7, F32, width // 2), **options)
+    rest = {name: value for name, value in call.items() if name not in ("query", "key")}
+    for index, name in enumerate(("query", "key")):
+        assert_bitwise(ROTARY_SINGLE, {"x": call[name], **rest}, lambda i=index: run(ROTARY, call)[i])
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_the_result_has_out_dtype_without_a_rounding_before(width: int) -> None:
+    cos, sin = tables(7, F32, width // 2)
+    call = call_of(7, BF16, cos, sin, rotary_dim=width, out_dtype=F32)
+
+    def codegens() -> tuple[Tensor, ...]:
+        turned = (
+            llama.apply_rotary_pos_emb(x[..., :width], x[..., :width], twice(cos), twice(sin))[0]
+            for x in heads(7, BF16)
+        )
+        return tuple(torch.cat((t, x[..., width:]), dim=-1) for t, x in zip(turned, heads(7, BF16), strict=True))
+
+    assert_bitwise(ROTARY, call, codegens)
+
+
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_memory_order_is_kept(style: str) -> None:
     call = call_of(7, F32, *tables(7, F32), style=style)
@@ -226,7 +252,7 @@ def test_qk_norm_rotary_is_the_models_own(norm: Any, eps: float, tokens: int, dt
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("op", [ROTARY, QK_NORM_ROTARY], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [ROTARY, ROTARY_SINGLE, QK_NORM_ROTARY], ids=lambda op: op.name)
 def test_every_sample_has_errors_of_rounding_only(op: Any, dtype: torch.dtype) -> None:
     for one in op.samples(dtype, torch.device("cpu")):
         for result, truth in zip(run(op, one.kwargs), in_fp64(op, one.kwargs), strict=True):
@@ -254,6 +280,12 @@ NEAR_MISSES: dict[str, tuple[Any, Call, str]] = {
         "does not broadcast to query",
     ),
     "integers": (ROTARY, {"query": torch.ones(2, 4, 5, 16).int()}, "query must be floating-point"),
+    "one odd width": (ROTARY_SINGLE, {"rotary_dim": 7}, r"rotary_single: rotary_dim must be even.*not 7"),
+    "one without heads": (
+        ROTARY_SINGLE,
+        {"cos": torch.ones(2, 5, 8), "sin": torch.ones(2, 5, 8)},
+        r"does not broadcast to x \(2, 4, 5, 16\)",
+    ),
     "normed style": (QK_NORM_ROTARY, {"style": ""}, "style '' is none of"),
     "normed weight": (QK_NORM_ROTARY, {"key_weight": torch.ones(8)}, r"weight must have shape \(16,\)"),
 }
@@ -262,5 +294,5 @@ NEAR_MISSES: dict[str, tuple[Any, Call, str]] = {
 @pytest.mark.parametrize("near_miss", NEAR_MISSES)
 def test_a_near_miss_raises(near_miss: str) -> None:
     op, change, message = NEAR_MISSES[near_miss]
-    base = sample(ROTARY, "half, one value per pair") if op is ROTARY else sample(QK_NORM_ROTARY, "qwen3")
+    base = sample(op, "qwen3" if op is QK_NORM_ROTARY else "half, one value per pair")
     assert_raises(op, base | change, message)

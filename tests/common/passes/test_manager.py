@@ -194,7 +194,7 @@ def test_a_broken_promise_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert (report.matched, report.expected) == (1, 2)
     warning = next(r for r in caplog.records if r.levelno == logging.WARNING).getMessage()
     assert "owes 2 matches" in warning and "it matched 1 (add_1: the constant is no 1)" in warning
-    assert "acme_pass: 1 matched in" in caplog.text
+    assert "acme_pass: 1 of 2 owed matched, 1 near-misses in" in caplog.text
 
 
 def test_a_broken_promise_is_an_error_when_strict() -> None:
@@ -227,6 +227,19 @@ def test_a_guarded_pass_is_skipped_with_its_reason(caplog: pytest.LogCaptureFixt
     assert "acme_pass: skipped, world size 1" in caplog.text
     (ran,) = PassManager([guarded], strict=True, world_size=2).run(graph(), tokens=(1, 8))
     assert (ran.skipped, ran.matched) == ("", 1)
+
+
+def test_passes_run_as_registered_unless_declared_otherwise() -> None:
+    registered = [named("lift"), named("merge", after=("late",)), named("clean"), named("late"), named("device")]
+    assert names(*registered) == ["lift", "clean", "late", "merge", "device"]
+
+
+def test_what_a_device_finds_unprofitable_is_skipped_with_its_reason_unless_asked_for() -> None:
+    capable = Capabilities(device_name="A", dtypes=frozenset(), unprofitable={"a": "slower here"})
+    passes = (named("a"), named("b"))
+    assert [r.skipped for r in PassManager(passes, capabilities=capable).run(graph())] == ["slower here", ""]
+    for asked in ({"enable": ("a",)}, {"only": ("a", "b")}):
+        assert [r.skipped for r in PassManager(passes, capabilities=capable, **asked).run(graph())] == ["", ""]
 
 
 def test_capabilities_and_parameters_reach_the_pass() -> None:

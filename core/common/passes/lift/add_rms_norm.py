@@ -2,41 +2,83 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
+from core.common.ops.arguments import at_least_fp32
 from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, fuse, near_miss
 
+_IN_PLACE = (operator.iadd, "add_", "__iadd__")
 
-def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the add and the norm of its sum; the sum stays available as the op's second output."""
-    if node.target is not RMS_NORM.overload:
-        return None
-    total = node.args[0]
-    if view.kind(total) != "add" or not isinstance(total, fx.Node):
-        return None
-    operands = next(view.orders(total), None)
-    if operands is None:
-        return near_miss(node, f"{total} scales one of its operands")
-    x, residual = operands
-    if view.shape(x) is None or view.shape(x) != view.shape(residual):
-        return near_miss(node, f"{total} adds operands of different shapes")
-    return Site(
-        anchor=node,
-        target=ADD_RMS_NORM.overload,
-        args=(x, residual, *node.args[1:]),
-        kwargs=node.kwargs,
-        interior=(total, node),
-        outputs=(node, total),
-    )
+
+class _Search:
+    """One walk over a graph. sums: those that a norm has taken already."""
+
+    def __init__(self) -> None:
+        self.sums: set[fx.Node] = set()
+
+    def find(self, context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+        """Return the add and the norm of its sum; the sum stays available as the op's second output."""
+        if node.target is not RMS_NORM.overload:
+            return None
+        wide = node.args[0]
+        # A sum that is only made wider, or not changed at all, before it is normalised is widened by the norm itself.
+        total, casts = view.without_exact_casts(wide)  # type: ignore[arg-type]  # a norm's input is a node
+        if total.target in _IN_PLACE:
+            return near_miss(node, f"{total} adds in place")
+        if view.kind(total) != "add":
+            return None
+        reason = self._refusal(total)
+        if reason is not None:
+            return near_miss(node, reason) if reason else None
+        self.sums.add(total)
+        x, residual = total.args
+        return Site(
+            anchor=node,
+            target=ADD_RMS_NORM.overload,
+            args=(x, residual, *node.args[1:]),
+            kwargs={**node.kwargs, "compute_dtype": _compute_dtype(node)},
+            interior=(total, *_inner(casts, node), node),
+            outputs=(node, total),
+        )
+
+    def _refusal(self, total: fx.Node) -> str | None:
+        """Return why an add is none of two like tensors, "" where it plainly is another thing, and None if it is."""
+        operands = next(view.orders(total), None)
+        if operands is None:
+            return f"{total} scales one of its operands"
+        if any(view.is_number(operand) for operand in operands):
+            return ""
+        if not view.same_shape(*operands):
+            return f"{total} adds operands of different shapes"
+        return f"{total} is normalised by an earlier norm, which gives it" if total in self.sums else None
+
+
+def _compute_dtype(norm: fx.Node) -> object:
+    """Return the dtype of the statistics; by default it follows from the input's, and the op's input is the sum."""
+    given, dtype = norm.kwargs.get("compute_dtype"), view.dtype(norm.args[0])
+    return given if given is not None or dtype is None else at_least_fp32(dtype)
+
+
+def _inner(casts: tuple[fx.Node, ...], norm: fx.Node) -> list[fx.Node]:
+    """Return the casts that go with the site; what is used elsewhere stays, and reads the op's second output."""
+    inner: list[fx.Node] = []
+    for cast in casts:
+        if any(user is not norm and user not in inner for user in cast.users):
+            break
+        inner.append(cast)
+    return inner
 
 
 def run(context: PassContext) -> PassResult:
     """Fuse every RMSNorm of a sum."""
-    return fuse(context, find)
+    return fuse(context, _Search().find)
 
 
 FUSE_ADD_RMS_NORM = Pass(name="fuse_add_rms_norm", run=run, after=("lift_rms_norm",))
+"""The fusion of residual adds; `lift_rms_norm` comes first."""

@@ -1,6 +1,14 @@
-"""Lift the gate of gated MLPs, `act(gate) * up`, to `core::gated_activation` or its form over one tensor."""
+"""Lift the gate of gated MLPs, `act(gate) * up`, to `core::gated_activation` or its form over one tensor.
+
+The matcher starts at the product: one operand is an activation (core/common/passes/lift/activation_forms.py), the other
+a tensor of its shape. Bounds and an offset, as gpt-oss has them, are part of the op, and so is taking one projection
+apart (core/common/passes/lift/halves.py).
+"""
 
 from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -8,71 +16,153 @@ from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.lift.activation_forms import Activation, read_activation
+from core.common.passes.lift.halves import halves
 from core.common.passes.rewrite import Site, fuse, near_miss
+
+_ALWAYS_GATES = frozenset({"silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu"})
+"""Of other activations a product is a gate only where its operands are halves, or two projections, of one tensor."""
+_IN_PLACE = (operator.imul, "mul_", "__imul__")
+_TAKES = frozenset({"getitem", "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "slice"})
+_FOLDS = frozenset({"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "flatten"})
+_PROJECTIONS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "_grouped_mm"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """What has been read: the op's operands and options; `computing` are the nodes in between that do arithmetic."""
+
+    gate: fx.Node
+    up: fx.Node
+    limit: float = 0.0
+    up_offset: float = 0.0
+    computing: tuple[fx.Node, ...] = field(default=())
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Return the product of an activation and a tensor of the same shape."""
+    if node.target in _IN_PLACE:
+        gated = node.args[0]
+        known = read_activation(gated) is not None and view.same_shape(gated, view.operand(node, 1, "other"))
+        return near_miss(node, f"{node} multiplies {gated} in place") if known else None
     if view.kind(node) != "mul":
         return None
     for gated, up in view.orders(node):
-        kind = activation(gated)
-        if kind is not None and isinstance(up, fx.Node):
-            return _site(node, gated, up, kind)
+        if not isinstance(gated, fx.Node) or not isinstance(up, fx.Node):
+            return None
+        found = read_activation(gated) or _hidden(gated)
+        if found is not None and _is_gate(found, gated, up):
+            return _site(node, gated, up, found)
     return None
 
 
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-
-
-def activation(node: object) -> str | None:
-    """Return the op's name of an activation node (`silu`, `gelu`, `gelu_tanh`), or None."""
-    if not isinstance(node, fx.Node) or view.operand(node, 1, "inplace", False) is True:
+def _hidden(gated: fx.Node) -> Activation | None:
+    """Return the activation before a cast or a bound: a candidate, but not one that the op can stand for."""
+    kind = view.kind(gated)
+    found = read_activation(gated.args[0]) if kind in ("cast", "clamp", "clamp_max") else None
+    if found is None or found.kind not in _ALWAYS_GATES:
         return None
-    kind = view.kind(node)
-    if kind == "silu":
-        return "silu"
-    if kind == "gelu":
-        return _GELU.get(str(node.kwargs.get("approximate", "none")))
+    if kind == "cast" and view.dtype(gated) == view.dtype(gated.args[0]):
+        return found
+    return replace(found, kind="", reason=f"{gated} is between the activation and the product")
+
+
+def _is_gate(found: Activation, gated: fx.Node, up: fx.Node) -> bool:
+    if found.x is up or up in gated.all_input_nodes:
+        return False  # an activation in itself
+    if found.kind in _ALWAYS_GATES or found.reason:
+        return view.shape(up) is not None
+    return view.same_shape(gated, up) and _are_projections(found.x, up)
+
+
+def _are_projections(gate: fx.Node, up: fx.Node) -> bool:
+    """Tell whether both are halves of one tensor, or come out of projections of one."""
+    if halves(gate, up) is not None:
+        return True
+    left, right = _projected(gate), _projected(up)
+    return left is not None and left is right
+
+
+def _projected(node: view.Operand) -> fx.Node | None:
+    """Return the tensor whose projection the node is, or None if it is no projection, however taken apart."""
+    for _ in range(16):  # a chain of a bias, a bound, an offset and views, each at most a few times
+        kind = view.kind(node)
+        if kind in _PROJECTIONS:
+            return _unfolded(node.args[1 if kind in ("addmm", "baddbmm") else 0])
+        if kind in _TAKES | _FOLDS | {"clamp", "clamp_max", "add", "cast"} or _adds_bias(node):
+            node = node.args[0]
+        else:
+            return None
     return None
 
 
-def _site(node: fx.Node, gated: fx.Node, up: fx.Node, kind: str) -> Site | NearMiss:
-    gate = gated.args[0]
-    if not isinstance(gate, fx.Node) or view.shape(gate) is None or view.shape(gate) != view.shape(up):
+def _adds_bias(node: view.Operand) -> bool:
+    """Return whether the node adds to a tensor in place, as experts add their biases."""
+    return isinstance(node, fx.Node) and node.target in (operator.iadd, "add_", "__iadd__")
+
+
+def _unfolded(node: view.Operand) -> fx.Node | None:
+    while isinstance(node, fx.Node) and view.kind(node) in _FOLDS | {"cast"}:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
+def _site(node: fx.Node, gated: fx.Node, up: fx.Node, found: Activation) -> Site | NearMiss:
+    if not view.same_shape(gated, up):
         return near_miss(node, f"{gated} and {up} differ in shape")
-    if view.only_user(gated) is None:
-        return near_miss(node, f"the activation {gated} is used a second time")
-    halves = _halves(gate, up)
-    if halves is None:
+    if not found.kind:
+        return near_miss(node, found.reason)
+    read = _options(_Gate(found.x, up, computing=(node, *view.between(gated, found.x))), gated)
+    for inner in read.computing[1:]:
+        if any(user not in read.computing for user in inner.users):
+            return near_miss(node, f"the activation {inner} is used a second time")
+    options = {"kind": found.kind, "limit": read.limit, "up_offset": read.up_offset}
+    taken = halves(read.gate, read.up)
+    if taken is None:
         return Site(
             anchor=node,
             target=GATED_ACTIVATION.overload,
-            args=(gate, up),
-            kwargs={"kind": kind},
-            interior=(gated, node),
+            args=(read.gate, read.up),
+            kwargs=options,
+            interior=read.computing,
         )
-    whole, gate_first = halves
+    layout = {"gate_first": taken.first, "interleaved": taken.interleaved}
     return Site(
         anchor=node,
         target=GATED_ACTIVATION_FUSED.overload,
-        args=(whole,),
-        kwargs={"kind": kind, "gate_first": gate_first},
-        interior=(gate, up, gated, node),
+        args=(taken.whole,),
+        kwargs=options | layout,
+        interior=view.between(node, taken.whole),
     )
 
 
-def _halves(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, bool] | None:
-    """Return (tensor, gate comes first) if gate and up are the two halves of its last dimension."""
-    if view.kind(gate) != "getitem" or view.kind(up) != "getitem" or gate.args[0] is not up.args[0]:
+def _options(read: _Gate, gated: fx.Node) -> _Gate:
+    """Read the offset of up and the bounds of both, where they are the op's and serve nothing else."""
+    shifted = view.plus_number(read.up)
+    if shifted is not None and view.only_user(read.up) is not None:
+        read = replace(read, up=shifted[0], up_offset=shifted[1], computing=(*read.computing, read.up))
+    gate, up = _bounds(read.gate), _bounds(read.up)
+    if gate is None or up is None or any(user not in read.computing for user in (*read.gate.users, *read.up.users)):
+        return read
+    limit = gate[2]
+    if gate[1] is not None or limit is None or limit <= 0 or (up[1], up[2]) != (-limit, limit):
+        return read
+    return replace(read, gate=gate[0], up=up[0], limit=limit, computing=(*read.computing, read.gate, read.up))
+
+
+def _bounds(node: fx.Node) -> tuple[fx.Node, float | None, float | None] | None:
+    """Return (x, least, most) if the node is x between two numbers, one of them perhaps missing."""
+    kind = view.kind(node)
+    if kind == "clamp":
+        bounds = view.operand(node, 1, "min"), view.operand(node, 2, "max")
+    elif kind == "clamp_max":
+        bounds = None, view.operand(node, 1, "max")
+    else:
         return None
-    parts, places = gate.args[0], (gate.args[1], up.args[1])
-    if view.kind(parts) != "chunk" or not isinstance(parts, fx.Node) or places not in ((0, 1), (1, 0)):
+    x, (least, most) = node.args[0], bounds
+    if not isinstance(x, fx.Node) or any(bound is not None and not view.is_number(bound) for bound in bounds):
         return None
-    whole = parts.args[0]
-    rank = len(view.shape(whole) or ())
-    by_two = view.operand(parts, 1, "chunks") == 2 and view.operand(parts, 2, "dim", 0) in (-1, rank - 1)
-    return (whole, places == (0, 1)) if by_two and isinstance(whole, fx.Node) else None
+    return x, least, most
 
 
 def run(context: PassContext) -> PassResult:

@@ -6,7 +6,8 @@ it reads off are the op's arguments: eps and offset as numbers, and the dtype at
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -20,63 +21,124 @@ from core.common.passes.rewrite import Site, fuse, near_miss
 
 @dataclass(slots=True)
 class _Norm:
-    """What has been read so far: `end` computes the norm, `nodes` are all nodes that go into it."""
+    """What has been read so far; `end` computes the norm."""
 
     x: fx.Node
     eps: float
     compute_dtype: torch.dtype
     end: fx.Node
-    nodes: list[fx.Node]
     weight: fx.Node | None = None
     offset: float = 0.0
     weight_dtype: torch.dtype | None = None
     normed_dtype: torch.dtype | None = None
-    extra: list[fx.Node] = field(default_factory=list)
 
 
-def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the RMSNorm around an inverse root, a near-miss for one that is not a norm, or None for other nodes."""
-    if view.kind(node) == "rms_norm":
-        return _single(node)
-    shifted = view.inverse_root(node)
-    if shifted is None:
-        return None
-    parts = view.plus_number(shifted)
-    squares = view.last_dim_mean(parts[0]) if parts is not None else None
-    wide = view.square(squares)
-    if parts is None or squares is None or wide is None:
-        return None  # some other inverse root: a layer norm's, a learned scale's
-    mean, eps = parts
-    norm = _body(node, wide, eps)
-    if isinstance(norm, _Norm):
-        norm.nodes = [squares, mean, shifted, *_second_node(node, shifted), *norm.nodes]
-    else:
+class _Search:
+    """One walk over a graph. ends: the results of the norms found so far, in which later ones find their input."""
+
+    def __init__(self) -> None:
+        self.ends: set[fx.Node] = set()
+
+    def find(self, context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+        """Return the RMSNorm around an inverse root, a near-miss where the root is of no norm, or None elsewhere."""
+        kind = view.kind(node)
+        found: Site | NearMiss | None
+        if kind == "rms_norm":
+            found = _single(node)
+        elif kind in ("div", "normalize"):
+            found = self._root(node) or _divided(node)
+        else:
+            found = self._root(node) if kind in ("rsqrt", "pow", "reciprocal") else None
+        if isinstance(found, Site):
+            self.ends.add(found.anchor)
+        return found
+
+    def _root(self, node: fx.Node) -> Site | NearMiss | None:
+        shifted = view.inverse_root(node)
+        if shifted is None:
+            return None
+        mean, eps = view.plus_number(shifted) or (shifted, 0.0)
+        squares = view.last_dim_mean(mean)
+        wide = view.square(squares)
+        if wide is None:
+            return _another_root(node, shifted)
+        norm = self._body(node, wide, eps)
+        if isinstance(norm, _Norm):
+            _read_weight_and_casts(norm)
+            return _site(norm)
         return norm
-    _read_weight_and_casts(norm)
-    return _site(norm)
+
+    def _body(self, root: fx.Node, wide: fx.Node, eps: float) -> _Norm | NearMiss | None:
+        """Read input and product around the inverse root, where `wide` is what was squared."""
+        if view.kind(wide) == "sub":
+            return None  # a layer norm's
+        compute = view.dtype(wide)
+        if compute is None:
+            return near_miss(root, f"{wide} has no known dtype")
+        x = view.before_casts(wide, self.ends)
+        last = _without_idle_casts(root)
+        user = view.only_user(last)
+        if user is None or view.kind(user) != "mul":
+            return near_miss(root, f"the inverse root {root} is used otherwise than in one product")
+        scaled = view.other(user, last)
+        if not isinstance(scaled, fx.Node) or view.before_casts(scaled, self.ends) is not x:
+            return near_miss(root, f"{user} multiplies {scaled}, not the normalised {x}")
+        if view.dtype(user) != compute or view.dtype(root) != compute:
+            return near_miss(root, f"{user} is {view.dtype(user)}, its statistics are {compute}")
+        return _Norm(x=x, eps=eps, compute_dtype=compute, end=user)
 
 
-def _body(root: fx.Node, wide: fx.Node, eps: float) -> _Norm | NearMiss:
-    """Read input and product around the inverse root, where `wide` is what was squared."""
-    compute = view.dtype(wide)
-    if compute is None:
-        return near_miss(root, f"{wide} has no known dtype")
-    x, casts = view.without_exact_casts(wide)
-    user = view.only_user(root)
-    if user is None or view.kind(user) != "mul":
-        return near_miss(root, f"the inverse root {root} is used otherwise than in one product")
-    scaled = view.other(user, root)
-    if not isinstance(scaled, fx.Node) or view.without_exact_casts(scaled)[0] is not x:
-        return near_miss(root, f"{user} multiplies {scaled}, not the normalised {x}")
-    if view.dtype(user) != compute:
-        return near_miss(root, f"{user} is {view.dtype(user)}, its statistics are {compute}")
-    own = view.without_exact_casts(scaled)[1]
-    return _Norm(x=x, eps=eps, compute_dtype=compute, end=user, nodes=[*casts, *own, root, user])
+def _without_idle_casts(node: fx.Node) -> fx.Node:
+    """Return the last of the casts to the dtype that the node has already, each the only use of the one before."""
+    user = view.only_user(node)
+    while user is not None and view.source_of_cast(user) is node and view.dtype(user) == view.dtype(node):
+        node, user = user, view.only_user(user)
+    return node
 
 
-def _second_node(root: fx.Node, shifted: fx.Node) -> list[fx.Node]:
-    """Return the square root where the inverse root is spelled as two nodes."""
-    return [arg for arg in root.args if isinstance(arg, fx.Node) and arg is not shifted]
+def _without_casts(node: fx.Node) -> fx.Node:
+    while (source := view.source_of_cast(node)) is not None:
+        node = source
+    return node
+
+
+def _another_root(root: fx.Node, shifted: fx.Node) -> NearMiss | None:
+    """Say why the root of a mean square is none of a norm; None for a root of anything else."""
+    mean: view.Operand = shifted
+    while view.kind(mean) in ("add", "cast", "clamp", "clamp_min", "unsqueeze"):
+        mean = next(iter(mean.all_input_nodes), None)
+    if view.kind(mean) != "mean":
+        return None
+    source: fx.Node = mean.args[0]
+    squared = view.square(_without_casts(source))
+    if squared is None or view.kind(squared) == "sub":
+        return None
+    if view.last_dim_mean(mean) is None:
+        return near_miss(root, f"{mean} is no mean over the last dimension alone, kept, in the dtype of {source}")
+    if source is not _without_casts(source):
+        return near_miss(root, f"{source} casts the squares before their mean is taken")
+    return near_miss(root, f"{root} takes more of {mean} than the root of its sum with a number")
+
+
+def _divided(node: fx.Node) -> NearMiss | None:
+    """Say why a division by a root or a length is no RMSNorm: it rounds otherwise. None for other divisions."""
+    if view.kind(node) == "normalize":
+        scaled = any(view.kind(user) == "mul" for user in node.users)
+        return near_miss(node, f"{node} divides by the length, which has a bound in place of eps") if scaled else None
+    divisor = view.operand(node, 1, "other")
+    while view.kind(divisor) in ("clamp_min", "expand_as"):
+        divisor = divisor.args[0]
+    if view.kind(divisor) in ("norm", "linalg_vector_norm"):
+        source = divisor.args[0]
+        scaled = view.is_number(node.args[0]) and any(source in user.all_input_nodes for user in node.users)
+        if scaled or node.args[0] is source:
+            return near_miss(node, f"{node} divides by the length of {source}, which has a bound in place of eps")
+    if view.kind(divisor) == "sqrt":
+        parts = view.plus_number(divisor.args[0])
+        squared = view.square(view.last_dim_mean(parts[0])) if parts is not None else None
+        if squared is not None and view.kind(squared) != "sub":
+            return near_miss(node, f"{node} divides by the root, which rounds otherwise than its inverse")
+    return None
 
 
 def _read_weight_and_casts(norm: _Norm) -> None:
@@ -85,19 +147,19 @@ def _read_weight_and_casts(norm: _Norm) -> None:
     if following is not None and view.source_of_cast(following) is norm.end:
         weighted = view.only_user(following)
         if weighted is not None and _weight_of(weighted, following, norm):
-            norm.normed_dtype = view.dtype(following)
-            norm.nodes += [following, *norm.extra, weighted]
+            rounded = view.dtype(following)
+            norm.normed_dtype = None if rounded == norm.compute_dtype else rounded
             norm.end = weighted
         else:
-            norm.nodes.append(following)
             norm.end = following
     elif following is not None and _weight_of(following, norm.end, norm):
-        norm.nodes += [*norm.extra, following]
         norm.end = following
     last = view.only_user(norm.end)
     if norm.weight is not None and last is not None and view.source_of_cast(last) is norm.end:
-        norm.nodes.append(last)
-        norm.end = last
+        before, after = view.dtype(norm.end), view.dtype(last)
+        # A wider result is what the next node asks for, not what the norm gives.
+        if before == after or not view.is_exact(before, after):
+            norm.end = last
 
 
 def _weight_of(product: fx.Node, normed: fx.Node, norm: _Norm) -> bool:
@@ -105,22 +167,15 @@ def _weight_of(product: fx.Node, normed: fx.Node, norm: _Norm) -> bool:
     factor = view.other(product, normed) if view.kind(product) == "mul" else None
     if not isinstance(factor, fx.Node):
         return False
-    nodes: list[fx.Node] = []
-    offset = 0.0
-    shifted = view.plus_number(factor)
-    if shifted is not None:
-        nodes.append(factor)
-        factor, offset = shifted
+    factor, offset = view.plus_number(factor) or (factor, 0.0)
     wide = view.dtype(factor)
     source = view.source_of_cast(factor)
-    if source is not None:
-        nodes.insert(0, factor)
-        factor = source
+    weight = factor if source is None else source
     rows = view.shape(norm.x)
-    if view.shape(factor) != (rows[-1] if rows else None,):
+    if not rows or view.shape(weight) != (rows[-1],):
         return False
-    norm.weight, norm.offset, norm.extra = factor, offset, nodes
-    norm.weight_dtype = wide if source is not None else None
+    norm.weight, norm.offset = weight, offset
+    norm.weight_dtype = None if wide == view.dtype(weight) else wide
     return True
 
 
@@ -136,12 +191,12 @@ def _site(norm: _Norm) -> Site:
             "weight_dtype": norm.weight_dtype,
             "out_dtype": view.dtype(norm.end),
         },
-        interior=tuple(dict.fromkeys(norm.nodes)),
+        interior=view.between(norm.end, norm.x, norm.weight),
     )
 
 
 def _single(node: fx.Node) -> Site | NearMiss:
-    """Lift `torch.rms_norm`, which rounds once at the end and takes the dtype's own eps when given none."""
+    """Lift `torch.rms_norm`, which rounds once at the end and takes a dtype's own eps when given none."""
     x, sizes = node.args[0], view.operand(node, 1, "normalized_shape")
     weight, eps = view.operand(node, 2, "weight"), view.operand(node, 3, "eps")
     if len(sizes) != 1:
@@ -152,15 +207,25 @@ def _single(node: fx.Node) -> Site | NearMiss:
     return Site(
         anchor=node,
         target=RMS_NORM.overload,
-        args=(x, weight, torch.finfo(kind).eps if eps is None else eps),
+        args=(x, weight, _default_eps(kind) if eps is None else float(eps)),
         kwargs={"out_dtype": view.dtype(node)},
         interior=(node,),
     )
 
 
+@lru_cache
+def _default_eps(dtype: torch.dtype) -> float:
+    """Return the eps that `torch.rms_norm` takes when given none: that of the dtype, or of the one it computes in."""
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    own = torch.finfo(dtype).eps
+    # Versions of torch differ for half precision; x is chosen so that the result is far apart.
+    probe = torch.rms_norm(torch.full((1,), wide**0.5, dtype=dtype), (1,))
+    return own if float(probe) < 0.5 else wide
+
+
 def run(context: PassContext) -> PassResult:
     """Lift every RMSNorm of the graph."""
-    return fuse(context, find)
+    return fuse(context, _Search().find)
 
 
 LIFT_RMS_NORM = Pass(name="lift_rms_norm", run=run)

@@ -1,0 +1,224 @@
+"""`core bisect`: name the first pass, op implementation or part of a lowered graph that breaks a model's numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from core.cli.model_argument import DTYPE, MODEL, resolve_model
+from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.bisection import Bisection
+    from core.bisection_report import Progress
+    from core.common.passes.declaration import Pass
+
+_LEVELS = ("full", "sample")
+
+
+def bisect(
+    model: str | None = MODEL,
+    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    dtype: str = DTYPE,
+    phase: str | None = typer.Option(None, help="decode or prefill; default: both."),
+    inject: str | None = typer.Option(
+        None, metavar="MISTAKE", help="Plant a mistake, or a pass of yours as module:attribute; `help` lists them."
+    ),
+    level: str = typer.Option("full", help="full: every site and example; sample: a third of the sites, one example."),
+    lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
+    with_pass: list[str] = WITH_PASS,
+    only_pass: list[str] = ONLY_PASS,
+    no_pass: list[str] = NO_PASS,
+    no_passes: bool = NO_PASSES,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
+) -> int:
+    """Judge every pass, op implementation and lowering of a model on a device, each by an fp64 reference.
+
+    The exit code is 1 if something breaks the numeric criterion, or if nothing at all could be judged.
+    """
+    if inject == "help":
+        return _list_mistakes(as_json)
+    found, wrong, facts = _bisect(
+        model,
+        device,
+        dtype,
+        phase,
+        inject,
+        level,
+        lowering,
+        pass_switches(with_pass, only_pass, no_pass, no_passes),
+        as_json,
+    )
+    if as_json:
+        from core.cli.output import print_json
+
+        print_json("core.bisect/1", **facts, **_injected_json(inject, wrong, found), **found.to_json())
+    else:
+        _print(found, wrong, facts)
+    return 0 if found.passed else 1
+
+
+def _bisect(
+    model: str | None,
+    device: str,
+    dtype: str,
+    phase: str | None,
+    inject: str | None,
+    level: str,
+    lowering: str | None,
+    switches: Any,
+    quiet: bool,
+) -> tuple[Bisection, Pass | None, dict[str, Any]]:
+    from core.bisection import bisect as run
+    from core.bisection import injected
+    from core.engine.graphs import PHASES, phase_graphs
+    from core.host import select_device
+    from core.rewriting import device_passes
+
+    _check_choice("--phase", phase, PHASES)
+    _check_choice("--level", level, _LEVELS)
+    resolved = select_device(device)
+    name, _ = resolved.lowerings.resolve(lowering)
+    passes = device_passes(resolved)
+    wrong = None if inject is None else _wrong_pass(inject)
+    if wrong is not None:
+        passes = injected(passes, wrong)
+    passes = switches.select(passes)  # a misspelt name is refused before the model is loaded
+    if wrong is not None and wrong not in passes:
+        raise UsageError(
+            f"--inject {inject}", found=f"{wrong.name} is left out: {switches}", remedy=f"let {wrong.name!r} run"
+        )
+    with _progress(quiet=quiet) as progress:
+        progress("loading")
+        loaded, title = resolve_model(model, resolved, dtype)
+        progress("tracing")
+        graphs = phase_graphs(loaded, resolved, phases=PHASES if phase is None else (phase,))
+        found = run(graphs, resolved, passes, level=level, lowering=name, progress=progress)  # type: ignore[arg-type]  # checked above
+    facts = {
+        "device": resolved.name,
+        "plugin": str(resolved.plugin),
+        "model": title,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "level": level,
+        "lowering": name,
+        "examples": {graph.phase: len(graph.examples) if level == "full" else 1 for graph in graphs},
+    }
+    return found, wrong, facts
+
+
+def _check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
+    if given is not None and given not in known:
+        raise UsageError(f"{option} {given}", found=f"the choices are {', '.join(known)}", remedy="name one of these")
+
+
+def _wrong_pass(inject: str) -> Pass:
+    """Return the pass that `--inject` names: a planted mistake, or a `Pass` as module:attribute."""
+    from importlib import import_module
+
+    from core.common.passes.declaration import Pass
+    from core.common.passes.planted import planted
+
+    if ":" not in inject:
+        return planted(inject)
+    module, _, attribute = inject.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except Exception as error:  # importing runs the caller's code
+        raise UsageError(
+            f"--inject {inject}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="name a pass as module:attribute, the module importable from here (PYTHONPATH)",
+        ) from error
+    if not isinstance(found, Pass):
+        raise UsageError(
+            f"--inject {inject}", found=f"a {type(found).__name__}", remedy="name a core.common.passes.declaration.Pass"
+        )
+    return found
+
+
+def _list_mistakes(as_json: bool) -> int:
+    from core.common.passes.planted import mistakes
+
+    if as_json:
+        from core.cli.output import print_json
+
+        rows = [{"name": each.name, "pass": each.of, "what": each.what} for each in mistakes()]
+        print_json("core.bisect/1", mistakes=rows)
+        return 0
+    from rich.table import Table
+
+    from core.cli.output import console
+
+    table = Table("mistake", "planted in", "what is wrong", box=None, pad_edge=False)
+    for each in mistakes():
+        table.add_row(each.name, each.of, each.what)
+    console().print(table)
+    return 0
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """Show what is being judged on standard error, where it is a terminal, and keep passes' own warnings back.
+
+    What they warn of, a pass that was undone, is told in full by the report.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    log = logging.getLogger("core.passes")
+    level = log.level
+    if log.getEffectiveLevel() > logging.DEBUG:  # not with --debug
+        log.setLevel(logging.ERROR)
+    try:
+        if quiet or not console.is_terminal:
+            yield lambda what: None
+        else:
+            with console.status("starting") as status:
+                yield status.update
+    finally:
+        log.setLevel(level)
+
+
+def _was_found(wrong: Pass | None, found: Bisection) -> bool | None:
+    """Tell whether the injected pass is among those at fault; None where none was injected."""
+    return None if wrong is None else any(each.kind == "pass" and each.name == wrong.name for each in found.faults)
+
+
+def _injected_json(inject: str | None, wrong: Pass | None, found: Bisection) -> dict[str, Any]:
+    fields = None if wrong is None else {"asked": inject, "pass": wrong.name, "found": _was_found(wrong, found)}
+    return {"injected": fields}
+
+
+def _print(found: Bisection, wrong: Pass | None, facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from core.cli.output import console
+
+    out = console()
+    out.print(found.headline(), style="bold", markup=False, soft_wrap=True)
+    if _was_found(wrong, found) is False:
+        assert wrong is not None
+        out.print(f"THE INJECTED PASS {wrong.name!r} WAS NOT FOUND AT FAULT; see its line below", markup=False)
+    for fault in found.faults[1:]:
+        out.print(f"also: {fault}", markup=False, soft_wrap=True)
+    examples = ", ".join(f"{count} of {phase}" for phase, count in facts["examples"].items())
+    out.print(
+        f"\n{facts['model']}, {facts['dtype']}, on {facts['device']} ({facts['plugin']}); level {facts['level']}; "
+        f"sets of examples: {examples}\n",
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table("phase", "stage", "name", "outcome", "matched", "sites judged", "values", "worst ratio", "", box=None)
+    for step in found.steps:
+        sites = f"{step.num_sites}" + (f" + {step.num_whole} by the whole" if step.num_whole else "")
+        judged = [sites, str(step.num_values), f"{step.worst_ratio:.3g}"] if step.num_values else ["", "", ""]
+        outcome = {"nothing": "NOTHING JUDGED", "unjudged": "NOT JUDGED", "fault": "FAULT"}.get(
+            step.outcome, step.outcome
+        )
+        table.add_row(step.phase, step.kind, step.name, outcome, str(step.matched or ""), *judged, step.note)
+    out.print(table, markup=False)

@@ -1,0 +1,102 @@
+"""`core explain`: what the passes do to a model's graphs on a device, in the terminal, as JSON or as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from core.cli.model_argument import DTYPE, MODEL, resolve_model
+from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.common.passes.switches import PassSwitches
+    from core.explanation import Explanation
+
+
+def explain(
+    model: str | None = MODEL,
+    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    dtype: str = DTYPE,
+    phase: str | None = typer.Option(None, help="decode or prefill; default: both."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
+    full: bool = typer.Option(False, "--full", help="Print the graphs too."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
+    strict: bool = typer.Option(False, "--strict", help="A failing pass or a broken promise is an error."),
+    with_pass: list[str] = WITH_PASS,
+    only_pass: list[str] = ONLY_PASS,
+    no_pass: list[str] = NO_PASS,
+    no_passes: bool = NO_PASSES,
+) -> int:
+    """Show what each pass matched in a model's graphs, what it did not and why, and what ops become on a device.
+
+    The exit code is 1 if a pass failed and was undone.
+    """
+    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
+    _check_file(html)
+    with _status(quiet=as_json):
+        explanation = _explain(model, device, dtype, phase, switches, strict)
+    if html is not None:
+        html.write_text(explanation.to_html(), encoding="utf-8")
+    if as_json:
+        from core.cli.output import print_json
+
+        print_json("core.explain/1", **explanation.to_json(nodes=full), html=None if html is None else str(html))
+    else:
+        _print(explanation, full, html)
+    return 1 if explanation.undone else 0
+
+
+def _explain(
+    model: str | None, device: str, dtype: str, phase: str | None, switches: PassSwitches, strict: bool
+) -> Explanation:
+    from core.engine.graphs import PHASES, phase_graphs
+    from core.explanation import explain, passes_for
+    from core.host import select_device
+
+    if phase not in (None, *PHASES):
+        raise UsageError(f"--phase {phase}", found=f"the phases are {', '.join(PHASES)}", remedy="name one of these")
+    resolved = select_device(device)
+    switches.select(passes_for(resolved))  # a misspelt name is refused before the model is loaded
+    loaded, title = resolve_model(model, resolved, dtype)
+    graphs = phase_graphs(loaded, resolved, phases=PHASES if phase is None else (phase,))
+    facts = {
+        "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "
+        + str(loaded.dtype).removeprefix("torch.")
+    }
+    return explain(graphs, resolved, switches=switches, strict=strict, model=facts)
+
+
+@contextmanager
+def _status(*, quiet: bool) -> Iterator[None]:
+    """Say on standard error, where it is a terminal, that this takes a while."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with console.status("loading and tracing the model"):
+        yield
+
+
+def _check_file(html: Path | None) -> None:
+    """Refuse a file that cannot be written before minutes of work."""
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        found = "it is a folder" if html.is_dir() else f"there is no folder {str(html.absolute().parent)!r}"
+        raise UsageError(f"--html {str(html)!r}", found=found, remedy="name a file in a folder that exists")
+
+
+def _print(explanation: Explanation, full: bool, html: Path | None) -> None:
+    from core.cli.output import console
+    from core.explanation_text import renderables
+
+    out = console()
+    for item in renderables(explanation, full=full):
+        out.print(item, soft_wrap=not hasattr(item, "columns"))
+    if html is not None:
+        out.print(f"\nwritten: {html} ({html.stat().st_size / 2**20:.2f} MiB)", soft_wrap=True)

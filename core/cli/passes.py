@@ -1,0 +1,122 @@
+"""`core passes`: the passes of a device in the order of execution, whose they are, and which of them are enabled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+
+if TYPE_CHECKING:
+    from core.common.passes.declaration import Guards, Pass
+    from core.device import Device
+
+_STAGES = ("torch", "aten")  # one after the other, whatever the order within
+
+
+def passes(
+    device: str | None = typer.Option(None, help="Device name; default: the passes that every device gets."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON (core.passes/1)."),
+    with_pass: list[str] = WITH_PASS,
+    only_pass: list[str] = ONLY_PASS,
+    no_pass: list[str] = NO_PASS,
+    no_passes: bool = NO_PASSES,
+) -> None:
+    """List the passes that rewrite a model's graphs, in the order of execution."""
+    from core.common.passes.order import order
+    from core.explanation import passes_for
+    from core.host import select_device
+
+    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
+    resolved = None if device is None else select_device(device)
+    known = passes_for(resolved)
+    enabled = {declared.name for declared in switches.select(known)}
+    ordered = sorted(order(known), key=lambda declared: _STAGES.index(declared.stage))
+    rows = [pass_json(declared, declared.name in enabled) for declared in ordered]
+    if as_json:
+        from core.cli.output import print_json
+
+        print_json("core.passes/1", device=_device_json(resolved), switches=str(switches), passes=rows)
+    else:
+        _print(rows, resolved, str(switches))
+
+
+def pass_json(declared: Pass, enabled: bool) -> dict[str, Any]:
+    """Return one element of `passes` in core.passes/1."""
+    return {
+        "name": declared.name,
+        "owner": declared.owner,
+        "mechanism": declared.mechanism,
+        "stage": declared.stage,
+        "before": list(declared.before),
+        "after": list(declared.after),
+        "guards": guards_json(declared.guards),
+        "params": dict(declared.params),
+        "expect": "computed per graph" if callable(declared.expect) else declared.expect,
+        "enabled": enabled,
+        "uuid": declared.uuid(),
+        "does": what_it_does(declared),
+    }
+
+
+def guards_json(guards: Guards) -> dict[str, Any]:
+    """Return the guards that refuse anything, by name."""
+    found: dict[str, Any] = {}
+    if guards.dtypes is not None:
+        found["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in guards.dtypes)
+    if guards.min_rank:
+        found["min_rank"] = guards.min_rank
+    if guards.capabilities:
+        found["capabilities"] = dict(guards.capabilities)
+    if guards.world_size != (1, None):
+        found["world_size"] = list(guards.world_size)
+    if guards.tokens is not None:
+        found["tokens"] = list(guards.tokens)
+    if guards.constants:
+        found["constants"] = True
+    return found
+
+
+def what_it_does(declared: Pass) -> str:
+    """Return the first line of the docstring of what the pass runs, "" where there is none."""
+    functions = [declared.run, *(getattr(pattern, "search", None) for pattern in declared.patterns)]
+    functions += [getattr(pattern, "pattern", None) for pattern in declared.patterns]
+    texts = (inspect.getdoc(function) for function in functions if inspect.isroutine(function))
+    return next((text.splitlines()[0] for text in texts if text), "")
+
+
+def _device_json(device: Device | None) -> dict[str, str] | None:
+    return None if device is None else {"name": device.name, "plugin": str(device.plugin)}
+
+
+def _print(rows: Sequence[Mapping[str, Any]], device: Device | None, switches: str) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from core.cli.output import console
+
+    out = console()
+    out.print(f"{'every device' if device is None else str(device)}; {switches}", markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", "pass", "owner", "stage", "mechanism", "order", "guards", "expect", "uuid", "what it does"):
+        table.add_column(column, no_wrap=column in ("pass", "uuid"), overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        constraints = [f"{key} {', '.join(row[key])}" for key in ("after", "before") if row[key]]
+        guards = "; ".join(f"{name} {_brief(value)}" for name, value in row["guards"].items())
+        expect = "·" if row["expect"] is None else str(row["expect"])
+        cells = [str(number), row["name"] if row["enabled"] else f"{row['name']} (off)", row["owner"], row["stage"]]
+        cells += [row["mechanism"], "; ".join(constraints) or "·", guards or "·", expect, row["uuid"][:8], row["does"]]
+        table.add_row(*map(Text, cells), style="" if row["enabled"] else "dim")
+    out.print(table)
+    if not rows:
+        out.print("there are none")
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={item}" for name, item in value.items())
+    return ", ".join("any" if item is None else str(item) for item in value) if isinstance(value, list) else str(value)

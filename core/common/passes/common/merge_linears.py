@@ -1,0 +1,259 @@
+"""Merge linear layers that read one input (query, key and value; gate and up) into one over their joined weights.
+
+One large product instead of several small ones: fewer launches, and fewer passes over the input. The results become
+slices of the merged one. Weights keep their identity and become views of the joined weight, so that nothing is held
+twice (core/common/passes/common/packing.py). A kernel may round otherwise at another width: equal by the criterion of
+core.common.numerics, not bit by bit.
+
+Merged are linears of the innermost module that has several of the same input, such as an attention or an MLP.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from core.common.passes import view
+from core.common.passes.common import LIFTS
+from core.common.passes.common.fresh import fresh, reread
+from core.common.passes.common.packing import Owners, Packing
+from core.common.passes.common.relayout import Relayout
+from core.common.passes.context import PassContext, value_of
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.rewrite import near_miss, site_name
+from core.common.passes.sites import MADE_BY, Made, Refused
+from core.common.passes.writes import Writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One linear layer: the node, its operands, and the path of its module."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    path: str
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its result's last dimension."""
+        return int(value_of(self.weight).shape[0])
+
+
+_Key = tuple[str, int, torch.dtype, torch.dtype, torch.device]
+_KEY_NAMES = ("module", "writes into the input", "dtype of the weight", "dtype of the result", "device")
+
+
+def run(context: PassContext) -> PassResult:
+    """Merge every group of linears of one input that can be merged."""
+    merger = _Merger(context)
+    by_input: dict[fx.Node, list[_Linear]] = defaultdict(list)
+    for node in context.graph.nodes:
+        linear = _read(node)
+        if linear is not None:
+            by_input[linear.x].append(linear)
+    for linears in by_input.values():
+        if len(linears) > 1:
+            merger.merge_all(linears)
+    return PassResult(matched=len(merger.sites), sites=tuple(merger.sites), near_misses=tuple(merger.misses))
+
+
+def _read(node: fx.Node) -> _Linear | None:
+    if view.kind(node) != "linear":
+        return None
+    x, weight, bias = (view.operand(node, i, name) for i, name in enumerate(("input", "weight", "bias")))
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    return _Linear(node, x, weight, bias if isinstance(bias, fx.Node) else None, site_name(node))
+
+
+class _Merger:
+    """Merges the groups of one graph, one after another: each frees the memory of its weights before the next."""
+
+    def __init__(self, context: PassContext) -> None:
+        assert context.constants is not None  # the guard has seen to it
+        self._context, self._constants = context, context.constants
+        self._writes: Writes = context.analysis("writes")
+        self._order: Mapping[fx.Node, int] = context.analysis("order")
+        self._relayout = Relayout(self._order)
+        self._owners = Owners(self._constants.tensors())
+        self._returned = self._writes.of(*context.graph.output_node().all_input_nodes)
+        self._joined: dict[tuple[fx.Node | None, ...], fx.Node] = {}
+        self.sites: list[str] = []
+        self.misses: list[NearMiss] = []
+
+    def merge_all(self, linears: Sequence[_Linear]) -> None:
+        """Merge the linears of one input, in as many groups as it takes."""
+        fit = []
+        for linear in linears:
+            reason = self._unfit(linear)
+            if reason:
+                self.misses.append(near_miss(linear.node, reason))
+            else:
+                fit.append(linear)
+        groups = self._groups(fit)
+        for key, group in groups.items():
+            if len(group) == 1:
+                if len(groups) > 1:
+                    self.misses.append(near_miss(group[0].node, _differs(key, groups)))
+                continue
+            try:
+                self._merge(group)
+            except Refused as refused:
+                self.misses.append(
+                    NearMiss(site=site_name(group[0].node), reason=refused.reason, node=refused.node.name)
+                )
+
+    def _unfit(self, linear: _Linear) -> str:
+        """Return why a linear can be merged with no other, or ""."""
+        for operand in filter(None, (linear.weight, linear.bias)):
+            if self._constants.value(operand) is None:
+                return f"{operand.name} is no constant of the graph"
+            if self._writes.writers(operand):
+                return f"{operand.name} is written by the graph"
+        value, weight = value_of(linear.node), value_of(linear.weight)
+        if not isinstance(value, FakeTensor) or not isinstance(weight, FakeTensor) or not value.is_contiguous():
+            return "its result has no known, contiguous value"
+        if weight.ndim != 2 or linear.num_rows == 0:
+            return f"its weight has shape {tuple(weight.shape)}"
+        alignment = int(self._context.params["alignment_bytes"])
+        if linear.num_rows * value.element_size() % alignment:
+            return f"its {linear.num_rows} results would put those after it off {alignment} bytes"
+        memory = self._writes.of(linear.node)
+        if memory & self._returned:
+            return "its result is returned"
+        return "its result is written later" if self._writes.writers(linear.node) else ""
+
+    def _groups(self, linears: Sequence[_Linear]) -> Mapping[_Key, list[_Linear]]:
+        """Divide linears of one input: by module, dtype, device, and by what was written into the input before."""
+        groups: dict[_Key, list[_Linear]] = defaultdict(list)
+        known: dict[_Key, set[fx.Node]] = defaultdict(set)
+        for linear in linears:
+            weight = value_of(linear.weight)
+            before = sum(self._order[w] < self._order[linear.node] for w in self._writes.writers(linear.x))
+            module = _common_module(linear, linears)
+            key = (module, before, weight.dtype, value_of(linear.node).dtype, weight.device)
+            if linear.weight in known[key]:
+                self.misses.append(near_miss(linear.node, f"{linear.weight.name} is used twice on one input"))
+                continue
+            known[key].add(linear.weight)
+            groups[key].append(linear)
+        return groups
+
+    def _merge(self, group: Sequence[_Linear]) -> None:
+        """Merge one group; raise `Refused` where it can't be, with nothing changed."""
+        first = group[0]
+        weights, biases = self._packings(group)
+        for packing in filter(None, (weights, biases)):
+            reason = self._owners.refusal(packing)
+            if reason:
+                names = ", ".join(linear.weight.name for linear in group)
+                raise Refused(first.node, f"the weights {names} can't be joined: {reason}")
+        sizes = [linear.num_rows for linear in group]
+        whole, parts = _fakes(value_of(first.node), sizes)
+        changed = {linear.node: part for linear, part in zip(group, parts, strict=True)}
+        values = self._relayout.consequences(changed)
+        names = "_".join(linear.path.rpartition(".")[2] for linear in group)
+        prefix = re.sub(r"\W+", "_", f"merged_{_common_module(group[0], group)}_{names}")
+        weight = self._join(f"{prefix}_weight", [linear.weight for linear in group], weights, first)
+        bias = None
+        if biases is not None:
+            bias = self._join(f"{prefix}_bias", [linear.bias for linear in group], biases, first)
+        self._rewrite(group, (weight, bias), (whole, parts), values)
+
+    def _packings(self, group: Sequence[_Linear]) -> tuple[Packing, Packing | None]:
+        sizes = tuple(linear.num_rows for linear in group)
+        weights = tuple(self._constants.value(linear.weight) for linear in group)
+        # A linear without a bias gets one of zeros where the others have one.
+        biases = tuple(self._constants.value(linear.bias) for linear in group)
+        has_bias = any(bias is not None for bias in biases)
+        return Packing(weights, sizes), Packing(biases, sizes) if has_bias else None
+
+    def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing, like: _Linear) -> fx.Node:
+        key = tuple(nodes)
+        if key not in self._joined:  # layers may share their weights
+            self._joined[key] = self._constants.add(self._context.graph, name, packing.pack(), like.weight)
+        return self._joined[key]
+
+    def _rewrite(
+        self,
+        group: Sequence[_Linear],
+        operands: tuple[fx.Node, fx.Node | None],
+        fakes: tuple[Any, tuple[Any, ...]],
+        values: Mapping[fx.Node, Any],
+    ) -> None:
+        """Put the merged linear before the first of the group, and slices of it in the place of each."""
+        graph, first = self._context.graph, group[0].node
+        path = _common_module(group[0], group)
+        made = Made(pass_name=self._context.name, owner=self._context.owner, site=path)
+        meta: dict[str, Any] = {key: first.meta[key] for key in ("stack_trace", "custom") if key in first.meta}
+        stack = list(first.meta.get("nn_module_stack", {}).items())
+        if len(stack) > 1:
+            meta["nn_module_stack"] = dict(stack[:-1])
+        for node, value in values.items():
+            _set_value(node, value)
+        sizes = [linear.num_rows for linear in group]
+        with graph.inserting_before(first):
+            merged = graph.call_function(first.target, (group[0].x, *operands))  # type: ignore[arg-type]
+            parts = graph.call_function(torch.split, (merged, sizes, -1))
+            slices = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
+        for node, value in zip((merged, parts, *slices), (fakes[0], fakes[1], *fakes[1]), strict=True):
+            node.meta |= meta | {MADE_BY: made}
+            _set_value(node, value, like=first)
+        for linear, part in zip(group, slices, strict=True):
+            part.meta[MADE_BY] = Made(
+                pass_name=made.pass_name, owner=made.owner, site=path, replaced=(linear.node.name,)
+            )
+            linear.node.replace_all_uses_with(part)
+            graph.erase_node(linear.node)
+        self.sites.append(path or site_name(merged))
+
+
+def _common_module(linear: _Linear, linears: Sequence[_Linear]) -> str:
+    """Return the path of the innermost module that holds this linear and another one; "" for the whole model."""
+    path = linear.path
+    while path and sum(f"{other.path}.".startswith(f"{path}.") for other in linears) < 2:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _fakes(like: FakeTensor, sizes: Sequence[int]) -> tuple[FakeTensor, tuple[FakeTensor, ...]]:
+    """Return the fake values of the merged result, contiguous, and of its slices."""
+    width = sum(sizes)
+    rows = [stride // like.shape[-1] * width for stride in like.stride()[:-1]]
+    whole = fresh(like, (*like.shape[:-1], width), (*rows, 1))
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    pairs = zip(starts, sizes, strict=True)
+    return whole, tuple(reread(whole, (*like.shape[:-1], size), (*rows, 1), start) for start, size in pairs)
+
+
+def _differs(key: _Key, groups: Mapping[_Key, Sequence[_Linear]]) -> str:
+    """Say in what the linear of a group of its own differs from one that reads the same input."""
+    other, linears = next(item for item in groups.items() if item[0] != key)
+    found = [name for name, ours, theirs in zip(_KEY_NAMES, key, other, strict=True) if ours != theirs]
+    return f"{linears[0].node.name} reads {linears[0].x.name} too, and differs in: {', '.join(found)}"
+
+
+def _set_value(node: fx.Node, value: Any, like: fx.Node | None = None) -> None:
+    meta = node.meta if like is None else like.meta
+    node.meta["val" if "val" in meta and "example_value" not in meta else "example_value"] = value
+
+
+MERGE_LINEARS = Pass(
+    name="merge_linears",
+    run=run,
+    after=("eliminate_common_subexpressions", *LIFTS),
+    guards=Guards(constants=True),
+    # Rows of a merged result begin at multiples of this, and so do the slices: kernels read in units of that size.
+    params=MappingProxyType({"alignment_bytes": 16}),
+)

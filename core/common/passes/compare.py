@@ -1,0 +1,124 @@
+"""Judging the values of a run by the numeric criterion: tensors of any size and dtype, and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from core.common.numerics import MIN_ELEMENTS, judge
+from core.common.passes.execution import error_line
+
+_INF = float("inf")
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What comparing two runs has shown so far.
+
+    num_values: tensors and numbers judged. worst: the largest error over its bound. reason, ratio: of the first value
+    that fails, empty and 0 while none does. unjudged: why no fp64 reference could be had for values that differ.
+    """
+
+    num_values: int = 0
+    worst: float = 0.0
+    reason: str = ""
+    ratio: float = 0.0
+    unjudged: str = ""
+
+    @property
+    def outcome(self) -> Literal["fault", "unjudged", "ok", "nothing"]:
+        """The whole in a word; "nothing" where no value was compared."""
+        if self.reason:
+            return "fault"
+        return "unjudged" if self.unjudged else "ok" if self.num_values else "nothing"
+
+    def add(
+        self, names: Sequence[str], results: Sequence[Any], olds: Sequence[Any], exact: Callable[[], Sequence[Any]]
+    ) -> list[tuple[str, str, float]]:
+        """Judge results by the values they should be and return name, reason and ratio of each that fails.
+
+        exact: gives all fp64 values; it is called at most once, and only if something differs in a bit.
+        """
+        if len(results) != len(olds):
+            return [self.fail("the results", f"{len(results)} instead of {len(olds)}")]
+        reference = _Reference(exact)
+        failed = []
+        for index, (name, result, old) in enumerate(zip(names, results, olds, strict=True)):
+            outcome = compare(result, old, lambda index=index: reference.value(index))  # type: ignore[misc]
+            if outcome is None:
+                continue
+            reason, ratio = outcome
+            self.num_values += 1
+            self.worst = max(self.worst, ratio)
+            if reason:
+                failed.append((name, reason, ratio))
+                self.reason, self.ratio = (self.reason, self.ratio) if self.reason else (f"{name}: {reason}", ratio)
+        self.unjudged = self.unjudged or reference.error
+        return failed
+
+    def fail(self, name: str, reason: str) -> tuple[str, str, float]:
+        """Note something that failed without a value to compare."""
+        self.worst = _INF
+        self.reason, self.ratio = (self.reason, self.ratio) if self.reason else (f"{name}: {reason}", _INF)
+        return name, reason, _INF
+
+
+class _Reference:
+    """The fp64 values, computed when first asked for; error: why they could not be."""
+
+    def __init__(self, exact: Callable[[], Sequence[Any]]) -> None:
+        self._exact = exact
+        self._values: Sequence[Any] | None = None
+        self.error = ""
+
+    def value(self, index: int) -> Any:
+        if self._values is None and not self.error:
+            try:
+                self._values = self._exact()
+            except Exception as error:  # a kernel without fp64 or without a CPU form: whose fault, can't be told
+                self.error = f"the fp64 run failed with {error_line(error)}"
+        return None if self._values is None else self._values[index]
+
+
+def compare(result: Any, old: Any, reference: Callable[[], Any]) -> tuple[str, float] | None:
+    """Judge a result by T0 and T1; return the reason why it fails ("" if it does not) and its error over the bound.
+
+    reference: gives the fp64 value, and is asked for only where a floating result differs in a bit; None if there is
+    none, and then None is returned.
+    """
+    if not isinstance(old, Tensor) or not isinstance(result, Tensor):
+        return ("", 0.0) if type(result) is type(old) and result == old else (f"{result!r} instead of {old!r}", _INF)
+    if result.shape != old.shape or result.dtype != old.dtype:
+        kinds = [f"{tuple(t.shape)} {t.dtype}" for t in (result, old)]
+        return f"{kinds[0]} instead of {kinds[1]}", _INF
+    if result.device != old.device:
+        return f"on {result.device} instead of {old.device}", _INF
+    if torch.equal(result, old):
+        return "", 0.0
+    if not old.dtype.is_floating_point:
+        return f"{int((result != old).sum())} of {old.numel()} elements differ", _INF
+    exact = reference()
+    if exact is None:
+        return None
+    if exact.shape != old.shape:
+        return f"{tuple(old.shape)}, where the fp64 run has {tuple(exact.shape)}", _INF
+    if old.numel() < MIN_ELEMENTS:
+        return _few(result, old, exact)
+    verdict = judge(result, old, exact)
+    return verdict.reason, max(verdict.rms_ratio, verdict.max_ratio)
+
+
+def _few(result: Tensor, old: Tensor, reference: Tensor) -> tuple[str, float]:
+    """Judge a value too small for T1 by its largest error, with a floor of four roundings of its size."""
+    g, e, r = (t.detach().to("cpu", torch.float64) for t in (result, old, reference))
+    if not torch.equal(g.isfinite(), r.isfinite()):
+        return "NaN or infinity where the reference has none, or the reverse", _INF
+    keep = r.isfinite() & e.isfinite()
+    errors = [float((t - r)[keep].abs().max()) if keep.any() else 0.0 for t in (g, e)]
+    bound = 3 * errors[1] + 4 * torch.finfo(old.dtype).eps * (float(r[keep].pow(2).mean().sqrt()) if keep.any() else 0)
+    ratio = errors[0] / bound if bound else (_INF if errors[0] else 0.0)
+    return (f"error over bound: max {ratio:.3g} (1 passes)" if ratio > 1 else ""), ratio

@@ -1,0 +1,62 @@
+"""The tensors bound to a graph's placeholders, for passes that prepare weights once and bind the result as one more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from core.common.passes.common.fresh import fresh
+
+
+class Constants:
+    """What the placeholders of one graph are bound to, by name, and what passes have added to them.
+
+    values: weights, buffers and other constants; declared inputs are not among them. The holder of the graph binds
+    `added`, in this order, after the placeholders that the graph had.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = dict(values)
+        self._added: dict[str, Tensor] = {}
+        self._last: fx.Node | None = None
+
+    @property
+    def added(self) -> tuple[tuple[str, Tensor], ...]:
+        """The placeholders that passes have appended to the graph, each with its tensor, in the graph's order."""
+        return tuple(self._added.items())
+
+    def value(self, node: object) -> Tensor | None:
+        """Return the tensor that a placeholder is bound to, or None for inputs, sizes and all other nodes."""
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            return None
+        return self._added.get(node.name, self._values.get(node.name))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor bound, each once."""
+        found = {id(tensor): tensor for tensor in (*self._values.values(), *self._added.values())}
+        return tuple(found.values())
+
+    def add(self, graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
+        """Append a placeholder bound to the tensor and return it.
+
+        like: a node whose fake value is of the tensor's dtype and device; the new one's is made like it.
+        """
+        if self._last is None or self._last.graph is not graph:
+            self._last = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(self._last):
+            self._last = node = graph.placeholder(name)
+        node.target = node.name  # the graph may know that name already
+        key = "val" if "val" in like.meta and "example_value" not in like.meta else "example_value"
+        fake: Any = like.meta.get(key)
+        if isinstance(fake, FakeTensor):
+            node.meta[key] = fresh(fake, tensor.shape, tensor.stride())
+        self._added[node.name] = tensor
+        return node
+
+    def forget(self, num_kept: int) -> None:
+        """Forget what was added after the first num_kept tensors: the graph was brought back to what it was then."""
+        self._added = dict(list(self._added.items())[:num_kept])
+        self._last = None

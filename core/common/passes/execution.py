@@ -1,0 +1,257 @@
+"""Running graphs on real values for verification, each time on tensors of their own.
+
+Large models fit: only what a graph writes into is copied, and the fp64 run widens a weight where it is used and drops
+it again. What a graph decides by comparing floats (the experts of a token) can be pinned: then a run is told what was
+decided in another one, and rounding that tips a decision does not hide or fake a fault elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from core.common.numerics import Fp64Mode
+from core.common.passes.writes import find_writes
+
+if TYPE_CHECKING:
+    from core.common.passes.constants import Constants
+
+NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run gave. written: by placeholder name, each input whose storage the graph writes; inputs: all of them.
+
+    decided: by node name, integers and booleans that the graph computed from floats.
+    """
+
+    outputs: list[Any]
+    inputs: Mapping[str, Any]
+    written: Mapping[str, Any]
+    decided: Mapping[str, Any]
+
+
+class Watcher(Protocol):
+    """Looks on during a run."""
+
+    def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+        """Take note that a node is about to run; env holds the values that are still needed."""
+        ...
+
+    def after(self, node: fx.Node, value: Any) -> None:
+        """Take note of a node's value."""
+        ...
+
+
+class ReferenceMode(Fp64Mode):
+    """Compute in fp64 on the CPU, whatever dtype and device the graph names, also what torch has no fp64 kernel for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func` with every device among its arguments replaced."""
+        name = getattr(func, "__name__", "")
+        if name in ("_grouped_mm", "grouped_mm"):
+            return _grouped_mm(*args, **(kwargs or {}))
+        if name == "histc" and not args[0].is_floating_point():  # an accelerator counts integers, the CPU does not
+            counts: Tensor = func(args[0].double(), *args[1:], **(kwargs or {}))
+            return counts.to(args[0].dtype)
+        moved = {name: _cpu(value) for name, value in (kwargs or {}).items()}
+        if "device" in moved:  # may be a string
+            moved["device"] = torch.device("cpu")
+        return super().__torch_function__(func, types, tuple(map(_cpu, args)), moved)
+
+
+def _grouped_mm(
+    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Multiply rows (T, K) up to offs[e] (E,) by matrices (E, K, N)[e], in order; without offs both have E groups."""
+    if offs is None or rows.ndim != 2 or matrices.ndim != 3:
+        if offs is not None:
+            raise NotImplementedError(f"grouped products of rank {rows.ndim} by {matrices.ndim} in fp64")
+        return rows @ matrices
+    out = rows.new_zeros(rows.shape[0], matrices.shape[-1])
+    bounds = [0, *offs.tolist()]
+    for index, matrix in enumerate(matrices):
+        group = slice(bounds[index], bounds[index + 1])
+        out[group] = rows[group] @ matrix + (0 if bias is None else bias[index])
+    return out
+
+
+def _cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+@dataclass(slots=True)
+class Copies:
+    """Copies tensors so that those sharing memory still do."""
+
+    fp64: bool = False
+    bases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def of(self, value: Any) -> Any:
+        """Return the value's copy; what is no tensor is returned as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        key = (value.untyped_storage()._cdata, value.dtype)
+        if key not in self.bases:
+            size = value.untyped_storage().nbytes() // value.element_size()
+            base = value.detach().as_strided((size,), (1,), 0)
+            self.bases[key] = widened(base, copy=True) if self.fp64 else base.clone()
+        return self.bases[key].as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def widened(value: Any, *, copy: bool = False) -> Any:
+    """Return a tensor on the CPU, floats as fp64 and complex numbers as complex128; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    wide = value.dtype
+    if value.is_floating_point() and value.element_size() > 1:  # fp8 tensors are codes
+        wide = torch.float64
+    elif value.is_complex():
+        wide = torch.complex128
+    return value.detach().to("cpu", wide, copy=copy)
+
+
+def run_graph(
+    module: fx.GraphModule,
+    values: Sequence[Any],
+    *,
+    fp64: bool = False,
+    watchers: Sequence[Watcher] = (),
+    pinned: Mapping[str, Any] = NOTHING,
+    written: frozenset[str] | None = None,
+) -> Run:
+    """Run a graph on one value per placeholder; what it writes is copied, and all the rest is only read.
+
+    fp64: compute on the CPU in fp64. pinned: node name -> integers or booleans that are taken instead of the node's.
+    written: what `written_inputs` says, for graphs whose own targets do not tell.
+    """
+    written = written_inputs(module) if written is None else written
+    inputs = own_inputs(module, values, fp64=fp64, written=written)
+    lazy = frozenset(name for name, value in zip(inputs, values, strict=True) if fp64 and inputs[name] is value)
+    attributes = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    interpreter = _Interpreter(module, Copies(fp64), lazy | (attributes if fp64 else written), watchers, pinned)
+    with torch.no_grad(), ReferenceMode() if fp64 else nullcontext():
+        result = interpreter.run(*inputs.values())
+    kept = {name: inputs[name] for name in inputs if name in written}
+    return Run(pytree.tree_leaves(result), inputs, kept, interpreter.decided)
+
+
+def written_inputs(module: fx.GraphModule) -> frozenset[str]:
+    """Return the names of the placeholders and attributes that a graph writes into."""
+    writes = find_writes(module)
+    nodes = [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    return frozenset(
+        node.name if node.op == "placeholder" else str(node.target) for node in nodes if writes.writers(node)
+    )
+
+
+def own_inputs(
+    module: fx.GraphModule, values: Sequence[Any], *, fp64: bool = False, written: frozenset[str]
+) -> dict[str, Any]:
+    """Return inputs for one run by placeholder name, those that the graph writes copied; fp64: the copies widened."""
+    nodes = module.graph.find_nodes(op="placeholder")
+    # Inputs may share memory without the graph showing it: what is next to a written one is copied with it.
+    shared = {_memory(value) for node, value in zip(nodes, values, strict=True) if node.name in written}
+    copies = Copies(fp64)
+    return {
+        node.name: copies.of(value) if node.name in written or _memory(value) in shared - {None} else value
+        for node, value in zip(nodes, values, strict=True)
+    }
+
+
+def bind(module: fx.GraphModule, values: Sequence[Any], constants: Constants | None = None) -> dict[str, Any]:
+    """Return the value of each placeholder by name, in order.
+
+    values: of the placeholders that the graph was traced with; those that passes have appended take theirs from
+    constants.
+    """
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    added = {} if constants is None else dict(constants.added)
+    return {**dict(zip(names, values, strict=False)), **{name: added[name] for name in names[len(values) :]}}
+
+
+def _memory(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph. own: placeholders whose values are widened at each use, attributes that are copied."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        copies: Copies,
+        own: frozenset[str],
+        watchers: Sequence[Watcher],
+        pinned: Mapping[str, Any],
+    ) -> None:
+        super().__init__(module)
+        self._copies, self._own, self._watchers, self._pinned = copies, own, watchers, pinned
+        self.decided: dict[str, Any] = {}
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        if not self._copies.fp64:
+            return super().map_nodes_to_values(args, n)
+        return fx.map_arg(args, self._wide)
+
+    def _wide(self, node: fx.Node) -> Any:
+        value = self.env[node]
+        return widened(value) if node.op == "placeholder" and node.name in self._own else value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self._copies.of(value) if target in self._own else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        for watcher in self._watchers:
+            watcher.before(n, self.env)
+        value = super().run_node(n)
+        if n.op.startswith("call_") and self._decides(n, value):
+            if n.name in self._pinned:
+                value = _pin(value, self._pinned[n.name])
+            self.decided[n.name] = pytree.tree_map(lambda leaf: leaf.clone() if _is_exact(leaf) else None, value)
+        for watcher in self._watchers:
+            watcher.after(n, value)
+        return value
+
+    def _decides(self, node: fx.Node, value: Any) -> bool:
+        """Tell whether a node makes integers or booleans of floats."""
+        leaves = (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value)
+        return any(map(_is_exact, leaves)) and any(
+            isinstance(given, Tensor) and given.is_floating_point()
+            for source in node.all_input_nodes
+            for given in pytree.tree_leaves(self.env.get(source))
+        )
+
+
+def _is_exact(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _pin(value: Any, decided: Any) -> Any:
+    """Return the value with what was decided elsewhere in place of its own integers and booleans."""
+
+    def chosen(own: Any, other: Any) -> Any:
+        fits = _is_exact(own) and _is_exact(other) and own.shape == other.shape and own.dtype == other.dtype
+        return other.to(own.device) if fits else own
+
+    leaves, spec = pytree.tree_flatten(value)
+    others = pytree.tree_leaves(decided)
+    if len(others) != len(leaves):  # a node of that name that does something else
+        return value
+    return pytree.tree_unflatten([chosen(own, other) for own, other in zip(leaves, others, strict=True)], spec)
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error's type and text as one line, without what fx appends."""
+    text = " ".join(str(error).split("While executing %")[0].split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,251 @@
+"""`explain`: what the passes do to a model's graphs on a device, site by site, and why they leave the rest alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
+from core._version import __version__
+from core.common.ops.lower import OpChoice, lower_ops
+from core.common.passes.declaration import Pass, Stage
+from core.common.passes.manager import PassReport
+from core.common.passes.snapshot import Snapshot
+from core.common.passes.standard import COMMON_PASSES
+from core.common.passes.switches import PassSwitches
+from core.common.traced import TracedGraph
+from core.device import Device
+from core.explanation_changes import Change, ChangeNotes, made_by, removed_by
+from core.explanation_layers import LayerKind, MissGroup, layers_of, miss_groups
+from core.explanation_nodes import NodeRecord, input_labels, input_texts, records
+from core.rewriting import Rewriter, device_passes
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from core.engine.graphs import PhaseGraph
+
+ALL_PASSES = PassSwitches()
+
+
+def passes_for(device: Device | None) -> tuple[Pass, ...]:
+    """Return the passes that a run on the device has to choose from, as registered; without a device those of all."""
+    return COMMON_PASSES if device is None else device_passes(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageExplanation:
+    """What the passes of one stage did to one graph.
+
+    before, after: its nodes. passes: a report of each enabled pass, in the order of execution. changes: what each took
+    out and put in.
+    """
+
+    stage: Stage
+    before: tuple[NodeRecord, ...]
+    after: tuple[NodeRecord, ...]
+    passes: tuple[PassReport, ...]
+    changes: tuple[Change, ...]
+
+    @cached_property
+    def layers(self) -> dict[str, LayerKind]:
+        """Counts of ops, sites and near-misses of each layer."""
+        return layers_of(self.before, self.after, self.passes)
+
+    @cached_property
+    def near_misses(self) -> tuple[MissGroup, ...]:
+        """All near-misses, grouped by pass and reason."""
+        return miss_groups(self.passes, frozenset(node.name for node in (*self.before, *self.after)))
+
+    def to_json(self, *, nodes: bool = True) -> dict[str, object]:
+        """Return the fields as JSON-ready values; nodes: the graphs too."""
+        graphs = {"before": [asdict(n) for n in self.before], "after": [asdict(n) for n in self.after]}
+        return {
+            "stage": self.stage,
+            "num_nodes": {"before": len(self.before), "after": len(self.after)},
+            "passes": [report.to_json() for report in self.passes],
+            "changes": [asdict(change) for change in self.changes],
+            "layers": [
+                {"layer": name, "before": dict(layer.before), "after": dict(layer.after)}
+                | {"matched": dict(layer.matched), "near_misses": dict(layer.missed)}
+                for name, layer in self.layers.items()
+            ],
+            "nodes": graphs if nodes else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseExplanation:
+    """What became of one phase's graph.
+
+    stages: the traced graph and, where an enabled pass needs it, the one of ATen ops that it was lowered to. ops: what
+    each canonical op became for the device. inputs: shape of each input, as traced. aten_s: 0 where there is no such
+    stage.
+    """
+
+    phase: str
+    stages: tuple[StageExplanation, ...]
+    ops: tuple[OpChoice, ...]
+    inputs: Mapping[str, str]
+    trace_s: float
+    passes_s: float
+    aten_s: float
+    lower_s: float
+
+    def to_json(self, *, nodes: bool = True) -> dict[str, object]:
+        """Return the fields as JSON-ready values; nodes: the graphs too."""
+        return {
+            "phase": self.phase,
+            "inputs": dict(self.inputs),
+            "trace_s": self.trace_s,
+            "passes_s": self.passes_s,
+            "aten_s": self.aten_s,
+            "lower_s": self.lower_s,
+            "stages": [stage.to_json(nodes=nodes) for stage in self.stages],
+            "ops": [choice.to_json() for choice in self.ops],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What the passes do to a model's graphs on a device; for a terminal by `str`, and as JSON or one HTML page.
+
+    model: facts about the model by name, the first one its title. left_out: passes that the switches leave out.
+    """
+
+    device: str
+    product: str
+    plugin: str
+    versions: Mapping[str, str]
+    switches: str
+    left_out: tuple[str, ...]
+    phases: tuple[PhaseExplanation, ...]
+    model: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def undone(self) -> tuple[PassReport, ...]:
+        """Reports of passes that failed, so that the model would run without them."""
+        stages = (stage for phase in self.phases for stage in phase.stages)
+        return tuple(report for stage in stages for report in stage.passes if report.error)
+
+    def to_json(self, *, nodes: bool = True) -> dict[str, Any]:
+        """Return the fields of core.explain/1 (docs/json.md) as JSON-ready values; nodes: the graphs too."""
+        return {
+            "device": {"name": self.device, "product": self.product, "plugin": self.plugin},
+            "model": dict(self.model),
+            "versions": dict(self.versions),
+            "switches": self.switches,
+            "left_out": list(self.left_out),
+            "phases": [phase.to_json(nodes=nodes) for phase in self.phases],
+        }
+
+    def __str__(self) -> str:
+        from core.explanation_text import to_text
+
+        return to_text(self)
+
+    def to_html(self) -> str:
+        """Return one page that needs nothing else: neither files nor a network."""
+        from core.explanation_html import to_html
+
+        return to_html(self)
+
+
+def explain(
+    graphs: Sequence[PhaseGraph],
+    device: Device,
+    *,
+    switches: PassSwitches = ALL_PASSES,
+    strict: bool = False,
+    model: Mapping[str, str] | None = None,
+) -> Explanation:
+    """Run the passes of a device on copies of the graphs and account for all they do; the graphs stay as they are.
+
+    strict: as in `PassManager`. model: facts about the model, shown as they are. Raises `UsageError` for switches that
+    name no pass, `PassError` when strict, and `LoweringError` where an implementation cannot say whether it applies.
+    """
+    rewriter = Rewriter(device, switches, strict=strict)
+    chosen = {declared.name for declared in rewriter.manager.passes}
+    return Explanation(
+        device=device.name,
+        product=device.capabilities.device_name,
+        plugin=str(device.plugin),
+        versions={"core": __version__, "torch": torch.__version__} | _transformers(),
+        switches=str(switches),
+        left_out=tuple(declared.name for declared in device_passes(device) if declared.name not in chosen),
+        phases=tuple(_explain(graph, device, rewriter) for graph in graphs),
+        model=dict(model or {}),
+    )
+
+
+def _explain(graph: PhaseGraph, device: Device, rewriter: Rewriter) -> PhaseExplanation:
+    watched = _Watched(graph.traced)
+    rewritten = rewriter.rewrite(_copy(graph.traced), watcher=watched)
+    lowered = Snapshot(rewritten.traced.module).module()
+    start = time.perf_counter()
+    ops = lower_ops(lowered, device.ops)
+    return PhaseExplanation(
+        phase=graph.phase,
+        stages=tuple(watched.stages),
+        ops=ops,
+        inputs={name: str(list(tensor.shape)) for name, tensor in graph.examples[0].items()},
+        trace_s=graph.traced.elapsed_s,
+        passes_s=sum(report.elapsed_ms for report in rewritten.passes) / 1e3,  # without the time of writing it down
+        aten_s=rewritten.aten_s,
+        lower_s=time.perf_counter() - start,
+    )
+
+
+def _copy(traced: TracedGraph) -> TracedGraph:
+    return replace(traced, module=Snapshot(traced.module).module())
+
+
+class _Watched:
+    """Writes down what happens to a graph; a `core.rewriting.Watcher`."""
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self.stages: list[StageExplanation] = []
+        # Of the trace itself: a copy no longer knows where its inputs come from.
+        self._labels, self._inputs = input_labels(traced), input_texts(traced)
+        self._before: tuple[NodeRecord, ...] = ()
+        self._notes = ChangeNotes()
+
+    def begin(self, stage: Stage, traced: TracedGraph) -> None:
+        self._before = records(traced.module, self._labels, self._inputs)
+        self._notes = ChangeNotes()
+
+    def note(self, report: PassReport, before: Snapshot, after: fx.GraphModule) -> None:
+        self._notes.note(report, before, after)
+
+    def end(self, stage: Stage, traced: TracedGraph, reports: tuple[PassReport, ...]) -> None:
+        changes = self._notes.changes()
+        after = records(traced.module, self._labels, self._inputs)
+        self.stages.append(
+            StageExplanation(
+                stage=stage,
+                before=_attributed(self._before, removed_by(changes)),
+                after=_attributed(after, made_by(changes)),
+                passes=reports,
+                changes=changes,
+            )
+        )
+
+
+def _attributed(nodes: Sequence[NodeRecord], changed: Mapping[str, tuple[int, str]]) -> tuple[NodeRecord, ...]:
+    """Return the nodes, each with the change and the pass that it is due to."""
+    unchanged = (-1, "")
+    found = ((node, *changed.get(node.name, unchanged)) for node in nodes)
+    return tuple(replace(node, change=change, by=by) if change >= 0 else node for node, change, by in found)
+
+
+def _transformers() -> dict[str, str]:
+    try:
+        return {"transformers": version("transformers")}
+    except PackageNotFoundError:
+        return {}

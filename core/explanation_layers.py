@@ -1,0 +1,168 @@
+"""Explanations by layer: which layers are alike, what each holds before and after, and near-misses by reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.common.passes.manager import PassReport
+from core.explanation_nodes import NodeRecord
+
+OUTSIDE = "outside layers"
+_LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
+_NUMBER = re.compile(r"\d+")
+_WORD = re.compile(r"\b[A-Za-z_]\w*\b")
+
+
+def layer_of(path: str) -> str:
+    """Return the part of a module path up to its first number (`model.layers.3`), or "" where there is none."""
+    match = _LAYER.match(path)
+    return match[1] if match else ""
+
+
+def compact(names: Iterable[str]) -> str:
+    """Write names that differ in their first number as one, `model.layers.0-15,17.mlp`; join several by commas."""
+    families: dict[tuple[str, str], list[int]] = {}
+    for name in dict.fromkeys(names):
+        match = _NUMBER.search(name)
+        key = (name[: match.start()], name[match.end() :]) if match else (name, "")
+        families.setdefault(key, []).extend([int(match[0])] if match else [])
+    return ", ".join(f"{head}{_ranges(numbers)}{tail}" for (head, tail), numbers in families.items())
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """Layers with equal counts. before, after: number of nodes by op. matched, missed: sites by pass."""
+
+    layers: tuple[str, ...]
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    matched: Mapping[str, int]
+    missed: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """The layers in short, `model.layers.0-15,17`."""
+        return compact(self.layers)
+
+    @property
+    def changed_ops(self) -> tuple[str, ...]:
+        """Ops whose number differs, the most changed first."""
+        names = {*self.before, *self.after}
+        change = {name: abs(self.after.get(name, 0) - self.before.get(name, 0)) for name in names}
+        return tuple(sorted((name for name in names if change[name]), key=lambda name: (-change[name], name)))
+
+
+def layers_of(
+    before: Sequence[NodeRecord], after: Sequence[NodeRecord], reports: Sequence[PassReport]
+) -> dict[str, LayerKind]:
+    """Return each layer on its own, in order of appearance; what belongs to none comes first, as "outside layers"."""
+    ops_before, ops_after = count_ops(before), count_ops(after)
+    matched = _sites({report.name: report.sites for report in reports})
+    missed = _sites({report.name: [miss.site for miss in report.near_misses] for report in reports})
+    names = dict.fromkeys([OUTSIDE, *ops_before, *ops_after, *matched, *missed])
+    return {
+        name: LayerKind(
+            layers=(name,),
+            before=ops_before.get(name, {}),
+            after=ops_after.get(name, {}),
+            matched=matched.get(name, {}),
+            missed=missed.get(name, {}),
+        )
+        for name in names
+    }
+
+
+def layer_kinds(layers: Mapping[str, LayerKind]) -> tuple[LayerKind, ...]:
+    """Join layers with equal counts."""
+    kinds: dict[tuple[object, ...], list[LayerKind]] = {}
+    for layer in layers.values():
+        key = tuple(tuple(sorted(part.items())) for part in (layer.before, layer.after, layer.matched, layer.missed))
+        kinds.setdefault((layer.layers == (OUTSIDE,), *key), []).append(layer)
+    return tuple(
+        LayerKind(
+            layers=tuple(layer.layers[0] for layer in alike),
+            before=alike[0].before,
+            after=alike[0].after,
+            matched=alike[0].matched,
+            missed=alike[0].missed,
+        )
+        for alike in kinds.values()
+    )
+
+
+def count_ops(nodes: Iterable[NodeRecord]) -> dict[str, Counter[str]]:
+    """Return the number of nodes by layer and op."""
+    counts: dict[str, Counter[str]] = {}
+    for node in nodes:
+        if node.is_call:
+            counts.setdefault(layer_of(node.path) or OUTSIDE, Counter())[node.op] += 1
+    return counts
+
+
+def _sites(sites: Mapping[str, Iterable[str]]) -> dict[str, Counter[str]]:
+    counts: dict[str, Counter[str]] = {}
+    for name, paths in sites.items():
+        for path in paths:
+            counts.setdefault(layer_of(path) or OUTSIDE, Counter())[name] += 1
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MissGroup:
+    """Near-misses of one pass for one reason, node names aside. example: index of the first in the pass's report."""
+
+    pass_name: str
+    reason: str
+    sites: tuple[str, ...]
+    nodes: tuple[str, ...]
+    reasons: tuple[str, ...]
+    claimant: str = ""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.sites)
+
+
+def miss_groups(reports: Iterable[PassReport], names: frozenset[str]) -> tuple[MissGroup, ...]:
+    """Group all near-misses, the most frequent of each pass first. names: of nodes, whose numbers mean nothing."""
+    groups: list[MissGroup] = []
+    for report in reports:
+        alike: dict[tuple[str, str], list[int]] = {}
+        for index, miss in enumerate(report.near_misses):
+            alike.setdefault((_general(miss.reason, names), miss.claimant), []).append(index)
+        for (reason, claimant), indices in sorted(alike.items(), key=lambda item: -len(item[1])):
+            misses = [report.near_misses[index] for index in indices]
+            groups.append(
+                MissGroup(
+                    pass_name=report.name,
+                    reason=reason if len(misses) > 1 else misses[0].reason,
+                    sites=tuple(miss.site for miss in misses),
+                    nodes=tuple(miss.node for miss in misses),
+                    reasons=tuple(miss.reason for miss in misses),
+                    claimant=claimant,
+                )
+            )
+    return tuple(groups)
+
+
+def _general(reason: str, names: frozenset[str]) -> str:
+    """Return the reason with node names cut to what they have in common: `silu_3` becomes `silu`."""
+
+    def cut(match: re.Match[str]) -> str:
+        return re.sub(r"_\d+$", "", match[0]) if match[0] in names else match[0]
+
+    return _WORD.sub(cut, reason)

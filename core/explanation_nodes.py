@@ -1,0 +1,172 @@
+"""The nodes of a graph as records for readers: what each computes, of which shape, in which module and source line."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from core.common.ops.declaration import find_op
+from core.common.passes.effects import value_of
+from core.common.passes.sites import site_name
+from core.common.traced import ConstantSlot, InputSlot, SizeSlot, TracedGraph
+
+# How Dynamo spells a member: `._modules['norm']`, `._parameters['weight']`, `.layers[0]`.
+_MEMBER = re.compile(r"(?:\.?\b_modules|\.?\b_parameters|\.?\b_buffers)?\[(?:'([^']*)'|(\d+))\]")
+_ORIGIN = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*\.?")
+_FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
+_SHORT = 120
+_ADDED = "bound once, added by a pass"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRecord:
+    """One node. op: what it computes, for counting (`core::rms_norm`, `mul`, `.to`); empty for inputs and the output.
+
+    text: the call, its arguments by label. value: dtype and shape of the result. path: of its module, may be empty.
+    source: file, line and text of the model's code. change: index of the change that made it (in a graph after the
+    passes) or that took it away (in the one before), -1 for none; by: the pass of that change.
+    """
+
+    name: str
+    label: str
+    op: str
+    text: str
+    value: str
+    path: str
+    source: str
+    change: int = -1
+    by: str = ""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the node computes something: neither an input nor the output."""
+        return bool(self.op)
+
+    @property
+    def line(self) -> str:
+        """The node as one line of text."""
+        named = f"{self.label}: {self.value}" if self.value else self.label
+        return f"{named} = {self.text}" if self.op else f"{named}  ({self.text})" if self.value else self.text
+
+
+def input_labels(traced: TracedGraph) -> dict[str, str]:
+    """Return for each placeholder a name that says what it is bound to: an input, or a path such as `norm.weight`."""
+    nodes = traced.module.graph.find_nodes(op="placeholder")
+    taken = {node.name for node in traced.module.graph.nodes}
+    labels: dict[str, str] = {}
+    for node, slot in zip(nodes, traced.slots, strict=True):
+        label = slot.name if isinstance(slot, InputSlot) else _source_name(node)
+        labels[node.name] = label if label and label not in taken else node.name
+        taken.add(labels[node.name])
+    return labels
+
+
+def input_texts(traced: TracedGraph) -> dict[str, str]:
+    """Return for each placeholder what it is bound to, in words."""
+    nodes = traced.module.graph.find_nodes(op="placeholder")
+    return {node.name: _slot_text(slot) for node, slot in zip(nodes, traced.slots, strict=True)}
+
+
+def _slot_text(slot: InputSlot | ConstantSlot | SizeSlot) -> str:
+    if isinstance(slot, InputSlot):
+        return "input"
+    return f"size of {slot.name}, dimension {slot.dim}" if isinstance(slot, SizeSlot) else "bound once"
+
+
+def _source_name(node: fx.Node) -> str:
+    """Return where Dynamo says that a placeholder comes from, in the words of the model; "" where it does not say."""
+    source: Any = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = name() if callable(name) else name  # a method before torch 2.12
+    path = _MEMBER.sub(lambda match: f".{match[1] or match[2]}", _ORIGIN.sub("", str(name)))
+    return path.strip(".")
+
+
+def records(module: fx.GraphModule, labels: Mapping[str, str], inputs: Mapping[str, str]) -> tuple[NodeRecord, ...]:
+    """Return a record of each node, in order. labels, inputs: by placeholder, its name and what it is bound to."""
+    return tuple(
+        NodeRecord(
+            name=node.name,
+            label=labels.get(node.name, node.name),
+            op=op_name(node),
+            text=inputs.get(node.name, _ADDED) if node.op == "placeholder" else _text(node, labels),
+            value=_value(value_of(node)),
+            path="" if node.op == "placeholder" else path_of(node),
+            source="" if node.op == "placeholder" else _source_line(node.meta.get("stack_trace")),
+        )
+        for node in module.graph.nodes
+    )
+
+
+def path_of(node: fx.Node) -> str:
+    """Return the path of the node's module, "" for what belongs to none."""
+    return site_name(node) if node.meta.get("nn_module_stack") and site_name(node) != node.name else ""
+
+
+def op_name(node: fx.Node) -> str:
+    """Return what a call computes, as reports count it: a canonical op's name, a function's, or `.method`."""
+    if not node.op.startswith("call_"):
+        return node.op if node.op == "get_attr" else ""
+    if node.op != "call_function":
+        return f".{node.target}" if node.op == "call_method" else str(node.target)
+    op = find_op(node.target)
+    if op is not None:
+        return op.qualified_name
+    target: Any = node.target
+    return str(target) if hasattr(target, "_schema") else str(getattr(target, "__name__", target))
+
+
+def _text(node: fx.Node, labels: Mapping[str, str]) -> str:
+    args = [_argument(arg, labels) for arg in node.args]
+    if node.op == "output":
+        return f"output {', '.join(args)}"
+    if node.op == "get_attr":
+        return str(node.target)
+    args += [f"{name}={_argument(arg, labels)}" for name, arg in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{args[0]}.{node.target}({', '.join(args[1:])})"
+    if node.target is operator.getitem:
+        return f"{args[0]}[{args[1].removeprefix('(').removesuffix(')')}]"
+    return f"{op_name(node)}({', '.join(args)})"
+
+
+def _argument(value: Any, labels: Mapping[str, str]) -> str:
+    if isinstance(value, fx.Node):
+        return labels.get(value.name, value.name)
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(_argument(item, labels) for item in value)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    if isinstance(value, slice):
+        ends = ["" if end is None else _argument(end, labels) for end in (value.start, value.stop)]
+        return ":".join(ends) + ("" if value.step is None else f":{_argument(value.step, labels)}")
+    if value is Ellipsis:
+        return "..."
+    plain = isinstance(value, (torch.dtype, torch.device))
+    return str(value).removeprefix("torch.") if plain else repr(value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (tuple, list)):
+        inner = [_value(item) for item in value]
+        return f"({', '.join(inner)})" if any(inner) else ""
+    return "int" if isinstance(value, torch.SymInt) else ""
+
+
+def _source_line(trace: str | None) -> str:
+    """Return the innermost line of the model's code, `modeling.py:66: return …`."""
+    *_, innermost = (trace or "").rpartition('File "')
+    frame = _FRAME.match(f'File "{innermost}')
+    if frame is None:
+        return ""
+    file, line, code = frame.groups()
+    text = f"{file.replace(os.sep, '/').rpartition('/')[2]}:{line}: {code.strip()}"
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"

@@ -1,0 +1,249 @@
+"""An explanation for a terminal: passes with counts and times, ops by layer, op choices, near-misses by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from core.common.ops.lower import ORIGINAL_NODES, REFERENCE
+from core.common.passes.manager import PassReport
+from core.explanation_layers import LayerKind, compact, layer_kinds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from core.explanation import Explanation, PhaseExplanation, StageExplanation
+    from core.explanation_nodes import NodeRecord
+
+NO_IMPLEMENTATION = "the device brings none"
+_COLUMNS = 160
+_MAX_KINDS = 6
+_MAX_OPS = 16
+
+
+def to_text(explanation: Explanation, *, full: bool = False, width: int = _COLUMNS) -> str:
+    """Return what `renderables` gives as plain text."""
+    from rich.console import Console
+
+    file = StringIO()
+    console = Console(file=file, width=width, highlight=False, color_system=None)
+    for item in renderables(explanation, full=full):
+        console.print(item)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[Any]:
+    """Yield tables and lines for a rich console. full: the graphs too, as one list of nodes that stay, go and come."""
+    from rich.text import Text
+
+    for name, value in header(explanation):
+        yield Text.assemble((f"{name:<9}", "bold"), value)
+    for phase in explanation.phases:
+        yield Text()
+        yield Text.assemble((phase.phase, "bold"), f": {phase_summary(phase)}")
+        for stage in phase.stages:
+            yield Text.assemble((f"stage {stage.stage}", "bold"), f": {stage_summary(stage)}")
+            yield _passes(stage)
+            yield _layers(stage, None if full else _MAX_OPS)
+            yield from _misses(stage)
+            if full:
+                yield Text("graph: - taken out, + put in", style="bold")
+                yield from (_graph_line(sign, node) for sign, node in difference(stage.before, stage.after))
+        yield from _ops(phase)
+
+
+def header(explanation: Explanation) -> list[tuple[str, str]]:
+    """Return name and value of each fact above the phases."""
+    versions = ", ".join(f"{name} {version}" for name, version in explanation.versions.items())
+    left_out = f"; left out: {', '.join(explanation.left_out)}" if explanation.left_out else ""
+    return [
+        *explanation.model.items(),
+        ("device", f"{explanation.device}: {explanation.product}; plugin {explanation.plugin}"),
+        ("versions", versions),
+        ("passes", f"{explanation.switches}{left_out}"),
+    ]
+
+
+def phase_summary(phase: PhaseExplanation) -> str:
+    """Return one line about a phase: its inputs and what each step took."""
+    shapes = ", ".join(f"{name} {shape}" for name, shape in phase.inputs.items())
+    aten = f"lowered to ATen ops in {phase.aten_s:.2f} s, " if phase.aten_s else ""
+    return (
+        f"{shapes}; traced in {phase.trace_s:.2f} s, passes {phase.passes_s * 1e3:.1f} ms, {aten}"
+        f"implementations chosen in {phase.lower_s * 1e3:.1f} ms"
+    )
+
+
+def stage_summary(stage: StageExplanation) -> str:
+    """Return one line about a stage: ops, sites and near-misses."""
+    sites = sum(report.matched for report in stage.passes)
+    misses = sum(len(report.near_misses) for report in stage.passes)
+    return (
+        f"{num_calls(stage.before)} ops become {num_calls(stage.after)}; {sites} sites rewritten, {misses} near-misses"
+    )
+
+
+def num_calls(nodes: Sequence[NodeRecord]) -> int:
+    """Return how many nodes compute something."""
+    return sum(node.is_call for node in nodes)
+
+
+def note(report: PassReport) -> str:
+    """Return what a reader must know of a pass besides its counts, "" for nothing."""
+    if report.error:
+        return f"UNDONE: {' '.join(report.error.split())}"
+    if report.skipped:
+        return f"skipped: {report.skipped}"
+    if report.expected is not None and report.expected != report.matched:
+        return f"PROMISE BROKEN: {report.expected} expected"
+    conflicts = sum(bool(miss.claimant) for miss in report.near_misses)
+    if conflicts:
+        return f"CONFLICT: {conflicts} sites are claimed by other passes too"
+    return "" if report.matched else "matched nothing"
+
+
+def is_alarm(report: PassReport) -> bool:
+    """Return whether something is wrong: the pass was undone, broke its promise, or is in conflict with another."""
+    return note(report).partition(":")[0].isupper()
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == "pass")
+    return table
+
+
+def _passes(stage: StageExplanation) -> Table:
+    from rich.text import Text
+
+    table = _table("pass", "owner", "stage", "matched", "expected", "near-misses", "ms", "note")
+    for index in range(3, 7):
+        table.columns[index].justify = "right"
+    for report in stage.passes:
+        text = note(report)
+        expected = "" if report.expected is None else str(report.expected)
+        counts = (str(report.matched), expected, str(len(report.near_misses)), f"{report.elapsed_ms:.1f}")
+        style = "red" if is_alarm(report) else "dim" if not report.matched else ""
+        table.add_row(report.name, report.owner, report.stage, *counts, Text(text), style=style)
+    if not stage.passes:
+        table.add_row("none is enabled", style="dim")
+    return table
+
+
+def _layers(stage: StageExplanation, max_ops: int | None) -> Table:
+    """Tabulate ops whose number changes, by layers that are alike: canonical ops, then the most changed."""
+    from rich.text import Text
+
+    kinds = layer_kinds(stage.layers)
+    shown = kinds[:_MAX_KINDS]
+    table = _table("ops", *(kind.name for kind in shown))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("all", *(_counts(_total(kind.before), _total(kind.after)) for kind in shown), style="bold")
+    names = dict.fromkeys(name for kind in shown for name in kind.changed_ops)
+    ordered = sorted(names, key=lambda name: ("::" not in name, -max(_change(kind, name) for kind in shown), name))
+    for name in ordered[:max_ops]:
+        table.add_row(Text(name), *(_counts(kind.before.get(name, 0), kind.after.get(name, 0)) for kind in shown))
+    captions = []
+    if max_ops is not None and len(ordered) > max_ops:
+        captions.append(f"{len(ordered) - max_ops} more ops change (--full): {', '.join(ordered[max_ops:])}")
+    if len(kinds) > len(shown):
+        rest = [layer for kind in kinds[_MAX_KINDS:] for layer in kind.layers]
+        captions.append(f"{len(kinds) - len(shown)} more kinds of layers (--json, --html): {compact(rest)}")
+    table.caption = Text("\n".join(captions), justify="left") if captions else None
+    return table
+
+
+def _change(kind: LayerKind, name: str) -> int:
+    return abs(kind.after.get(name, 0) - kind.before.get(name, 0))
+
+
+def _total(counts: Mapping[str, int]) -> int:
+    return sum(counts.values())
+
+
+def _counts(before: int, after: int) -> str:
+    if before == after:
+        return str(before) if before else "·"
+    return f"{before} -> {after}"
+
+
+def _ops(phase: PhaseExplanation) -> Iterator[Any]:
+    from rich.text import Text
+
+    groups = op_groups(phase)
+    if not groups:
+        return
+    table = _table("canonical op", "calls", "becomes", "not chosen, and why")
+    known = {node.name for node in phase.stages[-1].after}
+    for (op, implementation, refused), names in groups.items():
+        own = implementation not in (REFERENCE, ORIGINAL_NODES)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused) or ("" if own else NO_IMPLEMENTATION)
+        table.add_row(op, calls_text(names, known), implementation, Text(reasons))
+    yield table
+
+
+def calls_text(names: Sequence[str], known: Set[str]) -> str:
+    """Return how many calls of an op there are; apart, those that came back where a fused op became its original."""
+    num_inside = sum(name not in known for name in names)
+    return f"{len(names) - num_inside}" + (f" + {num_inside} in ops put back" if num_inside else "")
+
+
+def op_groups(phase: PhaseExplanation) -> dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]]:
+    """Return the node names by op, implementation, and refused implementations with reasons."""
+    groups: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]] = {}
+    for choice in phase.ops:
+        groups.setdefault((choice.op, choice.implementation, choice.refused), []).append(choice.node)
+    return groups
+
+
+def _misses(stage: StageExplanation) -> Iterator[Any]:
+    from rich.text import Text
+
+    if not stage.near_misses:
+        return
+    table = _table("near-misses of", "count", "reason", "sites", "e.g.")
+    nodes = {node.name: node for node in (*stage.after, *stage.before)}
+    for group in stage.near_misses:
+        reason = f"{group.reason} (claimed by {group.claimant})" if group.claimant else group.reason
+        example = nodes.get(group.nodes[0])
+        where = (example.source or example.line) if example is not None else group.nodes[0]
+        cells = (group.pass_name, str(group.count), reason, compact(group.sites), where)
+        table.add_row(*map(Text, cells))
+    yield table
+
+
+def difference(before: Sequence[NodeRecord], after: Sequence[NodeRecord]) -> Iterator[tuple[str, NodeRecord]]:
+    """Yield the nodes of both graphs in order: "-" with those that went, "+" with new ones, " " with the others."""
+    made = {node.name for node in after if node.change >= 0}
+    position = {node.name: index for index, node in enumerate(before) if node.change < 0}
+    following = iter(before)
+    for node in after:
+        if node.name in position and node.name not in made:
+            yield from (("-", old) for old in _until(following, node.name))
+            yield " ", node
+        else:
+            yield "+", node
+    yield from (("-", old) for old in following if old.change >= 0)
+
+
+def _until(nodes: Iterator[NodeRecord], name: str) -> Iterator[NodeRecord]:
+    """Yield the nodes that went, up to the one of that name."""
+    for node in nodes:
+        if node.name == name:
+            return
+        if node.change >= 0:
+            yield node
+
+
+def _graph_line(sign: str, node: NodeRecord) -> Any:
+    from rich.text import Text
+
+    where = f"  # {node.path}" if node.path else ""
+    by = f"  [{node.by}]" if node.by and sign != " " else ""
+    return Text(f"{sign} {node.line}{where}{by}", style={"-": "red", "+": "green"}.get(sign, ""), overflow="fold")

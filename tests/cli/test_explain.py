@@ -1,0 +1,116 @@
+"""`core explain` through the command line: the tables, the page, the document, and each way to be refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.cli import main
+
+EXPLAIN = ["explain", "--device", "cpu", "--phase", "decode"]
+InstallVendor = Callable[..., Any]
+
+BROKEN = """
+from core.common.passes.declaration import Pass
+
+def run(context):
+    raise ValueError("out of cheese")
+
+@hookimpl
+def core_open_device(context):
+    return parts()
+
+@hookimpl
+def core_register_passes(context):
+    return (Pass(name="acme_broken", run=run),)
+"""
+
+
+def test_the_tables_tell_passes_layers_and_ops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPLAIN, "llama", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM, llama, built tiny with random weights" in out
+    assert re.search(r"lift_rms_norm +core +torch +5 ", out)
+    assert re.search(r"^ ops +outside layers +model.layers.0", out, re.M)
+    assert re.search(r"^ core::rms_norm +[1-9]\d* ", out, re.M)
+    assert "prefill" not in out
+
+
+def test_the_document_has_the_documented_fields_and_the_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert main([*EXPLAIN, "--html", str(page), "--full", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    document = json.loads(out)
+    assert document["schema"] == "core.explain/1"
+    assert document["model"]["model"].startswith("LlamaForCausalLM, the embedded model")
+    assert document["html"] == str(page)
+    (phase,) = document["phases"]
+    stage = phase["stages"][0]
+    matched = {report["name"]: report["matched"] for report in stage["passes"]}
+    layers = [layer["layer"] for layer in stage["layers"] if layer["layer"] != "outside layers"]
+    assert matched["lift_rms_norm"] == 2 * len(layers) + 1
+    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    section = text.partition("## core.explain/1")[2].partition("\n## ")[0]
+    objects = [document, document["device"], document["model"], phase, phase["ops"][0], stage, stage["passes"][0]]
+    objects += [stage["changes"][0], stage["layers"][0], stage["nodes"]["before"][0], stage["num_nodes"]]
+    named = {name for item in objects for name in item} - {"schema", "core"}
+    assert not [name for name in sorted(named) if f"`{name}`" not in section]
+    html = page.read_text(encoding="utf-8")
+    assert html.startswith("<!DOCTYPE html>")
+    assert html.count('<p id="') >= stage["num_nodes"]["before"]
+
+
+def test_full_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPLAIN, "llama", "--full", "--only-pass", "lift_rms_norm"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^- rsqrt.* = rsqrt\(.*\[lift_rms_norm\]$", out, re.M)
+    assert re.search(r"^\+ .*core::rms_norm\(", out, re.M)
+    assert "left out: " in out
+
+
+def test_a_pass_that_was_undone_is_a_failure(install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]) -> None:
+    install_vendor(plugin=BROKEN)
+    arguments = ["explain", "llama", "--device", "acme", "--phase", "decode", "--only-pass", "acme_broken"]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "UNDONE" in out and "out of cheese" in out
+    assert main([*arguments, "--strict"]) == 2
+    assert "acme_broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("lama",), "did you mean the type 'llama'?"),
+        (("./nowhere",), "nowhere"),
+        (("llama", "--dtype", "int8"), "the choices are auto"),
+        (("llama", "--phase", "training"), "the phases are prefill, decode"),
+        (("llama", "--no-pass", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
+        (("llama", "--html", "/nowhere/page.html"), "there is no folder '/nowhere'"),
+        (("llama", "--html", "/"), "it is a folder"),
+    ],
+)
+def test_wrong_wishes_are_refused(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert text in " ".join(err.split())
+    assert not out and "Traceback" not in err
+
+
+def test_a_folder_of_that_name_wins_over_a_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main([*EXPLAIN, "llama"]) == 2
+    assert "config.json" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""`core passes`: the order of execution, whose passes, what they ask for, and which are enabled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.cli import main
+from core.common.passes.manager import PassManager
+from core.common.passes.standard import COMMON_PASSES
+
+InstallVendor = Callable[..., Any]
+
+VENDOR = """
+from core.common.passes.declaration import Guards, Pass, PassResult
+
+def run(context):
+    '''Does [nothing] at all.
+
+    And at length.
+    '''
+    return PassResult(matched=0)
+
+@hookimpl
+def core_open_device(context):
+    return parts()
+
+@hookimpl
+def core_register_passes(context):
+    guards = Guards(dtypes=frozenset({torch.float32}), tokens=(1, None), capabilities={"simd": 4})
+    return (
+        Pass(name="acme_late", run=run, stage="aten", expect=3),
+        Pass(name="acme_first", run=run, before=("lift_rms_norm",), guards=guards, expect=lambda context: 2),
+    )
+"""
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["passes", *arguments, "--json"])
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, document
+
+
+def test_without_a_device_the_passes_of_all_are_listed_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = run_json(capsys)
+    assert (code, document["schema"], document["device"]) == (0, "core.passes/1", None)
+    assert [item["name"] for item in document["passes"]] == [p.name for p in PassManager(COMMON_PASSES).passes]
+    assert all(item["enabled"] and item["owner"] == "core" and item["does"] for item in document["passes"])
+
+
+def test_a_device_adds_its_own_in_the_order_of_execution(
+    install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_vendor(plugin=VENDOR)
+    _, document = run_json(capsys, "--device", "acme", "--no-pass", "lift_rotary")
+    passes = {item["name"]: item for item in document["passes"]}
+    names = list(passes)
+    assert names.index("acme_first") < names.index("lift_rms_norm")
+    assert names[-1] == "acme_late"  # after all of stage torch, although registered first
+    first = passes["acme_first"]
+    assert first["owner"] == "acme-device"
+    assert first["guards"] == {"dtypes": ["float32"], "capabilities": {"simd": 4}, "tokens": [1, None]}
+    assert (first["expect"], passes["acme_late"]["expect"]) == ("computed per graph", 3)
+    assert first["does"] == "Does [nothing] at all."
+    assert [name for name, item in passes.items() if not item["enabled"]] == ["lift_rotary"]
+    assert document["device"] == {"name": "acme", "plugin": "acme-device 1.0"}
+
+
+def test_the_table_shows_order_guards_and_what_is_off(
+    install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_vendor(plugin=VENDOR)
+    assert main(["passes", "--device", "acme", "--only-pass", "acme_first"]) == 0
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if "acme_first" in line and "before" in line)
+    for text in ("acme-device", "before lift_rms_norm", "dtypes float32", "Does [nothing] at all."):
+        assert text in line
+    assert "tokens 1, any" in out
+    assert "lift_rms_norm (off)" in out
+
+
+def test_no_passes_turns_all_off(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_json(capsys, "--no-passes")
+    assert not any(item["enabled"] for item in document["passes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--no-pass", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
+        (("--no-passes", "--no-pass", "lift_rms_norm"), "give one of the two"),
+        (("--device", "acm"), "no installed plugin"),
+    ],
+)
+def test_wrong_wishes_are_refused(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_every_field_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_json(capsys)
+    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    section = text.partition("## core.passes/1")[2].partition("\n## ")[0]
+    named = {name for item in (document, *document["passes"]) for name in item} - {"schema", "core"}
+    assert not [name for name in sorted(named) if f"`{name}`" not in section]
+
+
+def test_another_process_tells_the_same_identities(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_json(capsys)
+    command = [sys.executable, "-m", "core", "passes", "--json"]
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True)
+    ours, theirs = ({item["name"]: item["uuid"] for item in d["passes"]} for d in (document, json.loads(run.stdout)))
+    assert ours == theirs != {}

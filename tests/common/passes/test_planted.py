@@ -1,0 +1,129 @@
+"""core/common/passes/planted.py: each in-tree pass has a mistake that `verify` and `bisect` find, and is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.bisection import bisect, injected
+from core.common.passes.declaration import Pass
+from core.common.passes.manager import PassManager, PassReport
+from core.common.passes.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
+from core.common.passes.snapshot import Snapshot
+from core.common.passes.standard import COMMON_PASSES
+from core.common.passes.verify import Verification, failure, verify
+from core.engine.graphs import PhaseGraph, phase_graphs
+from core.engine.loading import build_model
+from core.engine.tiny import tiny_config
+from core.errors import UsageError
+from core.rewriting import bound_constants
+from tests.support import cpu, refused
+
+# Where Llama has nothing that a mistake spoils: a model that has.
+MODELS: Mapping[str, str] = {
+    "norm-offset": "gemma3_text",
+    "gate-half": "phi3",
+    "qk-norm-eps": "qwen3_moe",
+    "qk-norm-weights": "qwen3_moe",
+    "route-weights": "qwen3_moe",
+    "route-scale": "qwen3_moe",
+    "experts-kind": "qwen3_moe",
+    "layer-norm-eps": "gpt2",
+    "layer-norm-bias": "gpt2",
+}
+
+
+@cache
+def _traced(model_type: str, dtype: torch.dtype) -> PhaseGraph:
+    loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
+    (graph,) = phase_graphs(loaded, cpu(), phases=("decode",))
+    return graph
+
+
+def decode_of(model_type: str, dtype: torch.dtype = torch.float32) -> PhaseGraph:
+    """Return a tiny model's decode on a graph of its own, not yet rewritten."""
+    graph = _traced(model_type, dtype)
+    return replace(graph, traced=replace(graph.traced, module=Snapshot(graph.traced.module).module()))
+
+
+def up_to(name: str) -> tuple[Pass, ...]:
+    """Return the passes that run before the one of that name, and it."""
+    ordered = PassManager(COMMON_PASSES).passes
+    return ordered[: [declared.name for declared in ordered].index(name) + 1]
+
+
+def verified(graph: PhaseGraph, passes: tuple[Pass, ...], name: str) -> tuple[PassReport, Verification]:
+    found: dict[str, tuple[PassReport, Verification]] = {}
+    constants = bound_constants(graph.traced)
+
+    def check(report: PassReport, before: Any, after: Any) -> None:
+        if report.name == name:
+            found[name] = (report, verify(report, before, after, graph.values(), constants=constants))
+
+    PassManager(passes, strict=True).run(graph.traced.module, constants=constants, check=check)
+    return found[name]
+
+
+def test_every_pass_has_a_mistake_and_every_mistake_a_pass() -> None:
+    names = {declared.name for declared in COMMON_PASSES}
+    assert names == {mistake.of for mistake in mistakes()}
+    assert {mistake.of for mistake in MISTAKES} - names == set(), "mistakes of passes that are gone"
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", mistakes(), ids=lambda mistake: mistake.name)
+def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) -> None:
+    model = MODELS.get(mistake.name, "llama")
+    passes = injected(up_to(mistake.of), planted(mistake.name))
+    graph = decode_of(model)
+    report, found = verified(graph, passes, mistake.of)
+    assert report.matched > 0 and not any("nothing to spoil" in miss.reason for miss in report.near_misses)
+    assert not found.passed and found.worst_ratio > 1 and found.fault is not None
+    message = str(failure(report, found))
+    assert f"verifying pass {mistake.of!r}" in message and found.fault.where in message
+    outcome = bisect([replace(decode_of(model), function=None)], cpu(), passes, lowering="inline")
+    assert not outcome.passed
+    first = outcome.faults[0]
+    assert (first.kind, first.name, first.site) == ("pass", mistake.of, found.fault.where)
+    assert first.nodes and mistake.name in first.owner and str(first) in outcome.headline()
+    # What comes after the pass at fault is judged without it, and is right.
+    assert [fault.name for fault in outcome.faults] == [mistake.of]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("llama", torch.bfloat16), *((name, torch.float32) for name in sorted({"llama", *MODELS.values()}))],
+    ids=str,
+)
+def test_the_passes_themselves_are_accepted(model: str, dtype: torch.dtype) -> None:
+    outcome = bisect([decode_of(model, dtype)], cpu(), COMMON_PASSES, lowering="inline")
+    assert outcome.passed, outcome.headline()
+    judged = {step.name: step for step in outcome.steps if step.kind == "pass"}
+    for name in {mistake.of for mistake in mistakes() if MODELS.get(mistake.name, "llama") == model}:
+        step = judged[name]
+        assert step.outcome == "ok" and step.matched > 0 and step.num_values > 0, f"{name} judged nothing"
+
+
+def test_a_mistake_without_a_site_says_so() -> None:
+    lift = next(declared for declared in COMMON_PASSES if declared.name == "lift_rms_norm")
+    nowhere = Mistake(name="none", of="lift_rms_norm", what="", spoil=argument("layer_norm", "eps", lambda eps: 1.0))
+    (report,) = PassManager([spoiled(lift, nowhere)]).run(decode_of("llama").traced.module)
+    assert report.matched > 0 and report.near_misses[-1].reason == "the planted mistake 'none' found nothing to spoil"
+
+
+def test_the_planted_pass_has_an_identity_of_its_own() -> None:
+    lift = next(declared for declared in COMMON_PASSES if declared.name == "lift_rms_norm")
+    assert planted("norm-eps").uuid() != lift.uuid() == replace(lift).uuid()
+    assert planted("norm-eps").uuid() != planted("norm-weight").uuid()
+
+
+def test_an_unknown_mistake_lists_the_known_ones() -> None:
+    with refused(UsageError, "planting 'norm-ep'", "norm-weight", "did you mean 'norm-eps'?"):
+        planted("norm-ep")

@@ -1,0 +1,55 @@
+"""core/engine/graphs: the graphs of both phases, and inputs that each of them serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.common.passes.regions import run_graph
+from core.engine.graphs import phase_graphs
+from core.engine.loading import LoadedModel, build_model
+from core.engine.tiny import tiny_config
+from core.errors import ModelError
+from core.host import select_device
+
+
+@pytest.fixture(scope="module")
+def llama() -> LoadedModel:
+    return build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_each_phase_serves_inputs_of_another_order_and_prefill_of_another_length(llama: LoadedModel) -> None:
+    prefill, decode = phase_graphs(llama, select_device("cpu"))
+    assert (prefill.phase, decode.phase) == ("prefill", "decode")
+    lengths = [[inputs["input_ids"].shape[1] for inputs in graph.examples] for graph in (prefill, decode)]
+    assert lengths == [[7, 5], [1, 1]]
+    for graph in (prefill, decode):
+        first, second = graph.values()
+        for inputs in graph.examples:
+            assert graph.traced.holds_for(inputs) is None
+        # Running copies what is written, so that the caches are as they were for the next run.
+        (logits,) = run_graph(graph.traced.module, first).outputs
+        (again,) = run_graph(graph.traced.module, first).outputs
+        (other,) = run_graph(graph.traced.module, second).outputs
+        assert torch.equal(logits, again)
+        if graph is prefill:
+            torch.testing.assert_close(other.flip(0), logits[:, : other.shape[1]], rtol=1e-4, atol=1e-5)
+        else:  # each token now follows the other sequence
+            assert not torch.allclose(other.flip(0), logits, atol=1e-2)
+
+
+def test_only_the_phases_asked_for_are_traced(llama: LoadedModel) -> None:
+    assert [graph.phase for graph in phase_graphs(llama, select_device("cpu"), phases=("decode",))] == ["decode"]
+
+
+def test_a_model_without_a_static_cache_is_refused(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("no such cache")
+
+    monkeypatch.setattr("core.engine.graphs.static_phases", refuse)
+    with pytest.raises(ModelError, match="ValueError: no such cache"):
+        phase_graphs(llama, select_device("cpu"))
