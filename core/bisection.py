@@ -1,0 +1,248 @@
+"""Naming what breaks the numeric criterion: the first pass, op implementation or part of a lowered graph that does.
+
+Each stage of the way from a traced graph to a callable is judged against the one before it, on real inputs: every pass,
+every implementation of a canonical op, the lowering of the whole, and at last the callable against the model itself.
+What is at fault is left out, so that later stages are judged on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
+from core.bisection_lowering import judge_lowering
+from core.bisection_model import judge_model
+from core.bisection_ops import judge_ops, op_targets
+from core.bisection_report import Bisection, Fault, Outcome, Progress, Step
+from core.common.aten import to_aten
+from core.common.ops.lower import inline_unimplemented, lower_ops
+from core.common.passes.declaration import Pass
+from core.common.passes.execution import bind
+from core.common.passes.manager import PassManager, PassReport
+from core.common.passes.snapshot import Snapshot
+from core.common.passes.verify import Verification, failure, verify
+from core.errors import CoreError
+from core.rewriting import bound_constants
+
+if TYPE_CHECKING:
+    from core.common.config import Verify
+    from core.device import Device
+    from core.engine.graphs import PhaseGraph
+
+__all__ = ["Bisection", "Fault", "Step", "bisect", "injected"]
+
+
+def bisect(
+    graphs: Iterable[PhaseGraph],
+    device: Device,
+    passes: Sequence[Pass],
+    *,
+    level: Verify = "full",
+    lowering: str | None = None,
+    progress: Progress = lambda what: None,
+) -> Bisection:
+    """Judge every stage of every phase and name what is at fault; the graphs are rewritten in place.
+
+    passes: what would run on this device, not yet ordered. level: "full" judges every site on every set of examples,
+    "sample" a third of them on the first. lowering: of the device, None for its default. progress: told what is being
+    judged. Raises `CoreError` where the question itself is wrong, not where an answer is.
+    """
+    manager = PassManager(passes, capabilities=device.capabilities)
+    name, _ = device.lowerings.resolve(lowering)
+    steps: list[Step] = []
+    faults: list[Fault] = []
+    for graph in graphs:
+        phase = _Phase(graph, device, manager, level, name, progress)
+        phase.run()
+        steps += phase.steps
+        faults += phase.faults
+    return Bisection(steps=tuple(steps), faults=tuple(faults))
+
+
+def injected(passes: Sequence[Pass], wrong: Pass) -> tuple[Pass, ...]:
+    """Return the passes with one put in the place of that of its name, or after all others."""
+    if any(declared.name == wrong.name for declared in passes):
+        return tuple(wrong if declared.name == wrong.name else declared for declared in passes)
+    return (*passes, wrong)
+
+
+class _Phase:
+    """The stages of one phase."""
+
+    def __init__(
+        self,
+        graph: PhaseGraph,
+        device: Device,
+        manager: PassManager,
+        level: Verify,
+        lowering: str,
+        progress: Progress,
+    ) -> None:
+        self.graph, self.device, self.manager, self.level = graph, device, manager, level
+        self.lowering, self.progress = lowering, progress
+        self.module = graph.traced.module
+        self.inputs = graph.values() if level == "full" else graph.values()[:1]
+        self.steps: list[Step] = []
+        self.faults: list[Fault] = []
+        self.verifications: dict[str, Verification] = {}
+        self.constants = bound_constants(graph.traced)
+
+    def run(self) -> None:
+        original = Snapshot(self.module).module()
+        self._passes()
+        module = Snapshot(self.module).module()
+        choices = lower_ops(module, self.device.ops)
+        inputs = [list(bind(module, values, self.constants).values()) for values in self.inputs]
+        self.progress(f"{self.graph.phase}: {len(choices)} canonical ops")
+        sample = self.level == "sample"
+        found = judge_ops(
+            self.graph.phase,
+            module,
+            choices,
+            self.device.ops,
+            inputs,
+            owner=self._device_owner,
+            sample=sample,
+        )
+        self.steps += found[0]
+        self.faults += found[1]
+        self.progress(f"{self.graph.phase}: lowering {self.lowering}")
+        step, fault, outputs = judge_lowering(
+            self.graph.phase,
+            module,
+            self.lowering,
+            self.device.lowerings.available[self.lowering],
+            inputs,
+            ops=op_targets(choices),
+            owner=self._device_owner,
+            progress=self.progress,
+        )
+        self.steps.append(step)
+        self.faults += [fault] if fault is not None else []
+        self.progress(f"{self.graph.phase}: the model itself")
+        step, fault = judge_model(self.graph, original, outputs, owner=self._device_owner)
+        self.steps.append(step)
+        self.faults += [fault] if fault is not None else []
+
+    @property
+    def _device_owner(self) -> str:
+        return self.device.plugin.distribution
+
+    def _passes(self) -> None:
+        tokens = self._tokens()
+        reports = self.manager.run(self.module, tokens=tokens, constants=self.constants, check=self._check)
+        self._note(reports)
+        if any(declared.stage == "aten" for declared in self.manager.passes):
+            self.progress(f"{self.graph.phase}: to ATen ops")
+            inline_unimplemented(self.module, self.device.ops)
+            before = Snapshot(self.module).module()
+            self.module = to_aten(self.module)
+            self._judge_aten(before)
+            reports = self.manager.run(self.module, "aten", tokens=tokens, constants=self.constants, check=self._check)
+            self._note(reports)
+
+    def _tokens(self) -> tuple[int, int] | None:
+        """Return the least and most tokens of the examples, for passes with a token range."""
+        counts = [inputs["input_ids"].numel() for inputs in self.graph.examples if "input_ids" in inputs]
+        return (min(counts), max(counts)) if counts else None
+
+    def _check(self, report: PassReport, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        self.progress(f"{self.graph.phase}: pass {report.name}, {report.matched} sites")
+        found = verify(report, before, after, self.inputs, level=self.level, constants=self.constants)
+        self.verifications[report.name] = found
+        if not found.passed:
+            raise failure(report, found)
+
+    def _judge_aten(self, before: fx.GraphModule) -> None:
+        report = PassReport(
+            name="to_aten",
+            owner="core",
+            stage="aten",
+            matched=0,
+            expected=None,
+            elapsed_ms=0.0,
+            sites=(),
+            near_misses=(),
+        )
+        with suppress(CoreError):  # told below, from what was found
+            self._check(report, before, self.module)
+        self._note([report])
+
+    def _note(self, reports: Sequence[PassReport]) -> None:
+        for report in reports:
+            found = self.verifications.get(report.name)
+            fault = self._fault(report, found)
+            self.faults += [fault] if fault is not None else []
+            self.steps.append(self._step(report, found, fault))
+
+    def _fault(self, report: PassReport, found: Verification | None) -> Fault | None:
+        site, ratio = "", float("inf")
+        nodes: tuple[str, ...] = ()
+        if found is not None and found.fault is not None:
+            finding = found.fault
+            site, reason, ratio = finding.where, finding.reason, finding.ratio
+            nodes = (finding.node,) if finding.node else ()
+        elif report.error:
+            reason = _found(report.error)
+        else:
+            return None
+        return Fault(
+            phase=self.graph.phase,
+            kind="pass",
+            name=report.name,
+            owner=report.owner,
+            site=site,
+            nodes=nodes,
+            reason=reason,
+            ratio=ratio,
+        )
+
+    def _step(self, report: PassReport, found: Verification | None, fault: Fault | None) -> Step:
+        outcome, note = _outcome(report, found, fault)
+        step = Step(
+            phase=self.graph.phase,
+            kind="pass",
+            name=report.name,
+            owner=report.owner,
+            outcome=outcome,
+            matched=report.matched,
+            note=note,
+        )
+        if found is None:
+            return step
+        return replace(
+            step,
+            # An undone pass reports none of its matches.
+            matched=report.matched or found.num_sites + found.num_whole,
+            num_sites=found.num_sites,
+            num_whole=found.num_whole,
+            num_values=found.num_values,
+            worst_ratio=found.worst_ratio,
+        )
+
+
+def _outcome(report: PassReport, found: Verification | None, fault: Fault | None) -> tuple[Outcome, str]:
+    if fault is not None:
+        return "fault", "it was undone, and what follows was judged without it"
+    if report.skipped:
+        return "skipped", report.skipped
+    if found is None:
+        return "skipped", "it matched nothing, and left the graph as it was"
+    if found.unjudged:
+        return "unjudged", found.unjudged
+    owed = report.expected is not None and report.expected != report.matched
+    notes = [f"it owes {report.expected} matches"] if owed else []
+    # A near-miss without a place is about the graph as a whole.
+    note = "; ".join([*notes, *(miss.reason for miss in report.near_misses if not miss.site)])
+    return ("ok", note) if found.num_values else ("nothing", "the graph has no output and writes nothing")
+
+
+def _found(error: str) -> str:
+    """Return what an error of the tree found, as one line."""
+    lines = error.split("\n  to do: ")[0].split("\n  found: ")
+    return " ".join(lines[-1].split())

@@ -1,0 +1,190 @@
+"""Each chosen implementation of a canonical op against the op's reference, on the values of a real run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from core.bisection_report import Fault, Step
+from core.common.ops.declaration import CanonicalOp, declared_ops
+from core.common.ops.implementation import OpImplementation
+from core.common.ops.lower import ORIGINAL_NODES, OpChoice
+from core.common.passes.compare import Comparison
+from core.common.passes.execution import Copies, ReferenceMode, error_line, run_graph
+from core.common.passes.sites import site_name
+from core.common.passes.snapshot import Snapshot
+
+OpTargets = Mapping[str, Any]
+"""Canonical ops (`torch._ops.OpOverload`) by the names of their nodes in a lowered graph."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was judged of one implementation."""
+
+    implementation: OpImplementation
+    calls: int = 0
+    sites: set[str] = field(default_factory=set)
+    compared: Comparison = field(default_factory=Comparison)
+    fault: Fault | None = None
+
+
+def op_targets(choices: Sequence[OpChoice]) -> OpTargets:
+    """Return by node name which canonical op a node is that runs an implementation, or the op's reference."""
+    return {
+        choice.node: declared_ops()[choice.op].overload for choice in choices if choice.implementation != ORIGINAL_NODES
+    }
+
+
+def as_ops(module: fx.GraphModule, targets: OpTargets) -> fx.GraphModule:
+    """Return a copy of a lowered graph in which these nodes are their ops again.
+
+    It says what they write, and can be run in fp64.
+    """
+    copy = Snapshot(module).module()
+    for node in copy.graph.nodes:
+        node.target = targets.get(node.name, node.target)
+    copy.recompile()
+    return copy
+
+
+def judge_ops(
+    phase: str,
+    module: fx.GraphModule,
+    choices: Sequence[OpChoice],
+    implementations: Sequence[OpImplementation],
+    inputs: Sequence[Sequence[Any]],
+    *,
+    owner: str,
+    sample: bool = False,
+) -> tuple[list[Step], list[Fault]]:
+    """Judge every implementation in a graph whose ops are lowered, each call on what it gets when all else is right.
+
+    choices: what `lower_ops` said. sample: a third of the calls of each implementation. An implementation at fault
+    gives way to the op's reference in the graph, all its calls.
+    """
+    by_name = {(each.op, each.name): each for each in implementations}
+    chosen = {each.node: each for each in choices if (each.op, each.implementation) in by_name}
+    tallies: dict[tuple[str, str], _Tally] = {}
+    watched = {}
+    for name, choice in chosen.items():
+        key = (choice.op, choice.implementation)
+        watched[name] = tally = tallies.setdefault(key, _Tally(by_name[key]))
+        tally.calls += 1
+    judged = _third(watched) if sample else watched
+    named = as_ops(module, op_targets(choices))
+    for values in inputs if judged else ():
+        run_graph(named, values, watchers=[_Watch(phase, owner, judged)])
+    for node in module.graph.nodes:
+        if node.name in watched and watched[node.name].fault is not None:
+            node.target = declared_ops()[chosen[node.name].op].reference
+    module.recompile()
+    steps = [_step(phase, owner, tally) for tally in tallies.values()]
+    steps += _unimplemented(phase, owner, [each for each in choices if each.node not in chosen])
+    return steps, [tally.fault for tally in tallies.values() if tally.fault is not None]
+
+
+def _third(watched: Mapping[str, _Tally]) -> dict[str, _Tally]:
+    kept: dict[str, _Tally] = {}
+    for tally in {id(tally): tally for tally in watched.values()}.values():
+        names = [name for name, each in watched.items() if each is tally]
+        # Seeded by the implementation: a failure is found again by the next run.
+        names = random.Random(tally.implementation.name).sample(names, max(1, len(names) // 3))
+        kept |= dict.fromkeys(names, tally)
+    return kept
+
+
+def _step(phase: str, owner: str, tally: _Tally) -> Step:
+    return Step(
+        phase=phase,
+        kind="op",
+        name=f"{tally.implementation.op} -> {tally.implementation.name}",
+        owner=owner,
+        outcome=tally.compared.outcome,
+        matched=tally.calls,
+        num_sites=len(tally.sites),
+        num_values=tally.compared.num_values,
+        worst_ratio=tally.compared.worst,
+        note=_AT_FAULT if tally.fault else tally.compared.unjudged,
+    )
+
+
+_AT_FAULT = "what follows was judged with the op's reference instead"
+
+
+def _unimplemented(phase: str, owner: str, choices: Sequence[OpChoice]) -> list[Step]:
+    counts: dict[str, int] = {}
+    for choice in choices:
+        name = f"{choice.op} -> {choice.implementation}"
+        counts[name] = counts.get(name, 0) + 1
+    note = "no implementation of the device applies: there is nothing to compare"
+    return [
+        Step(phase=phase, kind="op", name=name, owner=owner, outcome="skipped", matched=count, note=note)
+        for name, count in counts.items()
+    ]
+
+
+class _Watch:
+    """Runs implementation and reference where an op is about to run."""
+
+    def __init__(self, phase: str, owner: str, watched: Mapping[str, _Tally]) -> None:
+        self._phase, self._owner, self._watched = phase, owner, watched
+
+    def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+        """Judge the implementation chosen for this node."""
+        tally = self._watched.get(node.name)
+        if tally is None:
+            return
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        op = declared_ops()[tally.implementation.op]
+        tally.sites.add(node.name)
+        failed = self._judge(tally, op, op.bind(args, kwargs).args)
+        if failed and tally.fault is None:
+            name, reason, ratio = failed[0]
+            tally.fault = Fault(
+                phase=self._phase,
+                kind="op",
+                name=tally.implementation.name,
+                owner=self._owner,
+                site=site_name(node),
+                nodes=(node.name,),
+                reason=f"{name}: {reason}",
+                ratio=ratio,
+                op=op.qualified_name,
+            )
+
+    def after(self, node: fx.Node, value: Any) -> None:
+        """Do nothing."""
+
+    def _judge(self, tally: _Tally, op: CanonicalOp, arguments: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+        old = _call(op, op.reference, arguments)
+        try:
+            new = _call(op, tally.implementation.fn, arguments)
+        except Exception as error:
+            return [tally.compared.fail("the call", f"it raised {error_line(error)}")]
+        num_outputs = len(old) - len(op.mutates)
+        names = [*(f"output {index}" for index in range(num_outputs)), *(f"written {name}" for name in op.mutates)]
+
+        def exact() -> list[Any]:
+            with ReferenceMode():
+                return _call(op, op.reference, arguments, fp64=True)
+
+        return tally.compared.add(names, new, old, exact)
+
+
+def _call(op: CanonicalOp, fn: Any, arguments: Mapping[str, Any], *, fp64: bool = False) -> list[Any]:
+    """Run an implementation on arguments of its own; return its results, then what it has written into."""
+    copies = Copies(fp64)
+    own = {name: pytree.tree_map(copies.of, v) if fp64 or name in op.mutates else v for name, v in arguments.items()}
+    schema = op.overload._schema.arguments
+    positional = [own[each.name] for each in schema if not each.kwarg_only]
+    named = {each.name: own[each.name] for each in schema if each.kwarg_only}
+    with torch.no_grad():
+        result = fn(*positional, **named)
+    return [*pytree.tree_leaves(result), *(own[name] for name in op.mutates)]
