@@ -44,15 +44,17 @@ def bisect(
     *,
     level: Verify = "full",
     lowering: str | None = None,
+    asked: Sequence[str] = (),
     progress: Progress = lambda what: None,
 ) -> Bisection:
     """Judge every stage of every phase and name what is at fault; the graphs are rewritten in place.
 
     passes: what would run on this device, not yet ordered. level: "full" judges every site on every set of examples,
-    "sample" a third of them on the first. lowering: of the device, None for its default. progress: told what is being
-    judged. Raises `CoreError` where the question itself is wrong, not where an answer is.
+    "sample" a third of them on the first. lowering: of the device, None for its default. asked: passes to run although
+    the device finds them unprofitable. progress: told what is being judged. Raises `CoreError` where the question
+    itself is wrong, not where an answer is.
     """
-    manager = PassManager(passes, capabilities=device.capabilities)
+    manager = PassManager(passes, enable=asked, capabilities=device.capabilities)
     name, _ = device.lowerings.resolve(lowering)
     steps: list[Step] = []
     faults: list[Fault] = []

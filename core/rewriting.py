@@ -90,6 +90,7 @@ class Rewriter:
             disable=switches.disable,
             enable=switches.enable,
             capabilities=device.capabilities,
+            implemented=frozenset(implementation.op for implementation in device.ops),
         )
 
     def rewrite(

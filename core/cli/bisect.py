@@ -98,7 +98,10 @@ def _bisect(
         loaded, title = resolve_model(model, resolved, dtype)
         progress("tracing")
         graphs = phase_graphs(loaded, resolved, phases=PHASES if phase is None else (phase,))
-        found = run(graphs, resolved, passes, level=level, lowering=name, progress=progress)  # type: ignore[arg-type]  # checked above
+        # What is asked for by name is judged also where the device finds it unprofitable.
+        asked = (*switches.asked, *(() if wrong is None else (wrong.name,)))
+        options: dict[str, Any] = {"level": level, "lowering": name, "asked": asked, "progress": progress}
+        found = run(graphs, resolved, passes, **options)
     facts = {
         "device": resolved.name,
         "plugin": str(resolved.plugin),

@@ -118,16 +118,31 @@ def measure_type(
             try:
                 yield variant, measure(sites[variant.phase], phase, passes, dynamic=variant.dynamic)
             except TraceError as error:
-                yield variant, Untraced(error=error, num_sites=_counts(sites[variant.phase]))
+                masked = _measure_masked(model_type, variant, sites[variant.phase], passes)
+                yield variant, masked or Untraced(error=error, num_sites=_counts(sites[variant.phase]))
                 seen = {phase.name: phase for phase in _phases(model_type, dtype, attention)[1]}
 
 
-def _phases(model_type: str, dtype: str, attention: str) -> tuple[Any, tuple[StaticPhase, ...]]:
+def _measure_masked(
+    model_type: str, variant: Variant, sites: Sequence[Site], passes: Sequence[Pass]
+) -> Coverage | None:
+    """Measure with a mask given to a model that can't be traced while it makes its own; None where that is no help."""
+    try:
+        phases = _phases(model_type, variant.dtype, variant.attention, masked=True)[1]
+        phase = next(phase for phase in phases if phase.name == variant.phase)
+        return measure(sites, phase, passes, dynamic=variant.dynamic)
+    except Exception:  # the error of the plain form is told; this was an attempt
+        return None
+
+
+def _phases(
+    model_type: str, dtype: str, attention: str, *, masked: bool = False
+) -> tuple[Any, tuple[StaticPhase, ...]]:
     config = tiny_config(model_type)
     if attention == "eager":
         config._attn_implementation = "eager"
     model = build_model(config, torch_device=torch.device("cpu"), dtype=getattr(torch, dtype)).model
-    return model, static_phases(model)
+    return model, static_phases(model, masked=masked)
 
 
 def _counts(sites: Sequence[Site]) -> dict[str, int]:

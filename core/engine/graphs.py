@@ -12,7 +12,7 @@ from torch import Tensor
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
 from core.engine.static_cache import StaticPhase, static_phases
-from core.errors import ModelError
+from core.errors import ModelError, TraceError
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -45,7 +45,15 @@ def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] =
     static cache for the model and `TraceError` where a phase is not one graph.
     """
     with torch.inference_mode(False):
-        return tuple(_trace(phase) for phase in _static_phases(loaded, device) if phase.name in phases)
+        try:
+            return tuple(_trace(phase) for phase in _static_phases(loaded, device) if phase.name in phases)
+        except TraceError:
+            try:
+                found = static_phases(loaded.model, masked=True)
+                return tuple(_trace(phase) for phase in found if phase.name in phases)
+            except Exception:  # the error of the plain form is told; this was an attempt
+                pass
+            raise
 
 
 def _static_phases(loaded: LoadedModel, device: Device) -> tuple[StaticPhase, ...]:

@@ -15,8 +15,9 @@ from core.device import Device
 from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
 from core.engine.runner import EngineConfig
 from core.engine.sequence import Sequence as EngineSequence
-from core.engine.static_cache import cache_name, static_cache
-from core.errors import ModelError
+from core.engine.static_cache import cache_name, full_mask, static_cache
+from core.errors import ModelError, TraceError
+from core.program import Program
 
 
 class StaticRunner:
@@ -43,14 +44,28 @@ class StaticRunner:
         self.max_prefill_tokens = max_model_len
         self._owner: EngineSequence | None = None
         self._positions = False
+        self._mask_len = 0
         self._prepare_cache(max_model_len)
+        try:
+            self._program = self._compile(config, progress)
+        except TraceError as error:
+            # Some models make a mask of a length that is data unless they are given one.
+            self._mask_len = max_model_len
+            try:
+                self._prepare_cache(max_model_len)
+                self._program = self._compile(config, progress)
+            except (ModelError, TraceError):
+                raise error from None
+        self._cache.reset()
+
+    def _compile(self, config: EngineConfig, progress: Progress | None) -> Program:
         shapes = {"input_ids": InputSpec((1,), torch.int64, padding="copy")}
         if self._positions:
             shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
         mode = config.mode if config.mode is None or isinstance(config.mode, str) else config.mode.get("decode")
-        self._program = compile(
+        return compile(
             self._decode,
-            device,
+            self._device,
             inputs=shapes,
             buckets={"decode": [{}]},
             mode=mode,
@@ -63,7 +78,6 @@ class StaticRunner:
             examples=[self._example(shapes)],
             progress=progress,
         )
-        self._cache.reset()
 
     def _example(self, shapes: dict[str, InputSpec]) -> dict[str, Tensor]:
         """Return the inputs of the decode step that follows what the self-check left in the cache."""
@@ -147,5 +161,7 @@ class StaticRunner:
         arguments: dict[str, Any] = {self._cache_name: self._cache, "use_cache": True, "return_dict": True}
         if self._positions and position_ids is not None:
             arguments["position_ids"] = position_ids[None]
+        if self._mask_len:
+            arguments["attention_mask"] = full_mask(input_ids[None], self._mask_len)
         logits: Tensor = self._model(input_ids=input_ids[None], **arguments).logits
         return logits[:, -1]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.engine.probe import counts_from_zero, probe_tokens
+from core.engine.probe import counts_from_zero, probe_tokens, relative_difference
 from core.engine.runner import accepted_arguments
 
-__all__ = ["StaticPhase", "cache_name", "static_cache", "static_phases"]
+__all__ = ["StaticPhase", "cache_name", "full_mask", "static_cache", "static_phases"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,23 @@ def static_cache(model: Any, max_len: int) -> Any:
     return _full_length(StaticCache(config=model.config, max_cache_len=max_len), max_len)
 
 
+def full_mask(input_ids: Tensor, max_len: int) -> Tensor:
+    """Return an attention mask (B, max_len) that hides nothing.
+
+    A model that is given none may make one as long as its cache is filled, a number that is data and can't be traced.
+    What is not filled yet, the causal mask hides.
+    """
+    return torch.ones(input_ids.shape[0], max_len, dtype=torch.int64, device=input_ids.device)
+
+
 def static_phases(
-    model: Any, *, batch_size: int = 2, num_tokens: int = 7, max_len: int = 24
+    model: Any, *, batch_size: int = 2, num_tokens: int = 7, max_len: int = 24, masked: bool = False
 ) -> tuple[StaticPhase, StaticPhase]:
     """Return prefill of num_tokens tokens per sequence and decode of one more, each ready to be traced or called.
 
-    The model runs eagerly to allocate the caches and, for decode, to fill its own. Raises what the model or
-    transformers raises where it has no static cache.
+    masked: give the model a `full_mask`, for one that can't be traced without. The model runs eagerly to allocate the
+    caches and, for decode, to fill its own. Raises what the model or transformers raises where it has no static cache,
+    and ValueError where the mask changes a result.
     """
     positions = counts_from_zero(model)
     prompts = [probe_tokens(model, num_tokens, first=3 + 5 * index) for index in range(batch_size)]
@@ -55,9 +65,11 @@ def static_phases(
     functions = []
     for filled in (False, True):
         cache = static_cache(model, max_len)
-        function = _bound(model, cache_name(model), cache)
+        function = _bound(model, cache_name(model), cache, mask_len=max_len if masked else 0)
         with torch.no_grad():
-            function(**prefill)  # the layers allocate here, on first use
+            logits = function(**prefill)  # the layers allocate here, on first use
+            if masked:
+                _check_mask(_bound(model, cache_name(model), static_cache(model, max_len)), prefill, logits)
         if not filled:
             cache.reset()
         functions.append(function)
@@ -67,9 +79,17 @@ def static_phases(
     )
 
 
-def _bound(model: Any, name: str, cache: Any) -> Callable[..., Tensor]:
+def _check_mask(unmasked: Callable[..., Tensor], inputs: Mapping[str, Tensor], logits: Tensor) -> None:
+    difference = relative_difference(logits, unmasked(**inputs))
+    if not difference < 1e-4:
+        raise ValueError(f"with an attention mask that hides nothing its logits differ by {difference:.2g}")
+
+
+def _bound(model: Any, name: str, cache: Any, *, mask_len: int = 0) -> Callable[..., Tensor]:
     def forward(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         arguments: dict[str, Any] = {name: cache, "use_cache": True, "return_dict": True}
+        if mask_len:
+            arguments["attention_mask"] = full_mask(input_ids, mask_len)
         if position_ids is not None:
             arguments["position_ids"] = position_ids
         logits: Tensor = model(input_ids=input_ids, **arguments).logits

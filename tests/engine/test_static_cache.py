@@ -13,6 +13,7 @@ from core.common.tracing import trace
 from core.engine.loading import build_model
 from core.engine.static_cache import static_phases
 from core.engine.tiny import tiny_config
+from core.errors import TraceError
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2"])
@@ -32,3 +33,21 @@ def test_both_phases_trace_whole_and_prefill_at_any_length() -> None:
     graph = trace(prefill.function, prefill.inputs, dynamic=prefill.dynamic)
     assert {slot.name for slot in graph.symbols.values()} >= {"input_ids"}
     assert not trace(decode.function, decode.inputs, dynamic=decode.dynamic).symbols
+
+
+def test_a_model_that_makes_a_mask_of_unknown_length_is_given_one() -> None:
+    model: Any = build_model(tiny_config("megatron-bert"), torch_device=torch.device("cpu"), dtype=torch.float32).model
+    with pytest.raises(TraceError):
+        trace(static_phases(model)[1].function, static_phases(model)[1].inputs)
+    plain, masked = static_phases(model), static_phases(model, masked=True)
+    for bare, given in zip(plain, masked, strict=True):
+        with torch.no_grad():
+            assert torch.equal(bare.function(**bare.inputs), given.function(**given.inputs))
+        trace(given.function, given.inputs, dynamic=given.dynamic)
+
+
+def test_a_mask_that_changes_a_result_is_refused() -> None:
+    # It counts its positions by the mask.
+    model: Any = build_model(tiny_config("biogpt"), torch_device=torch.device("cpu"), dtype=torch.float32).model
+    with pytest.raises(ValueError, match="hides nothing its logits differ"):
+        static_phases(model, masked=True)

@@ -31,7 +31,8 @@ class CanonicalOp:
     schema: the torch schema without namespace. reference: plain torch; it is the semantics, the default kernel and the
     test oracle, computes in at least fp32 and keeps fp64 as fp64. fake: checks arguments and returns output metadata.
     samples: `(dtype, device)` -> arguments worth testing, deterministic, weights and caches never constant.
-    break_point: piecewise capture may cut the graph here.
+    break_point: piecewise capture may cut the graph here. costly: the reference is much slower than what models write
+    in its place, so a device without an implementation gets the op only where that can be put back.
     """
 
     name: str
@@ -40,6 +41,7 @@ class CanonicalOp:
     fake: Callable[..., Any]
     samples: Callable[[torch.dtype, torch.device], Iterator[Sample]]
     break_point: bool = False
+    costly: bool = False
     notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property

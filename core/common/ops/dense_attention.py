@@ -215,6 +215,12 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 DENSE_ATTENTION = declare(
     CanonicalOp(
-        name="dense_attention", schema=SCHEMA, reference=reference, fake=fake, samples=samples, break_point=True
+        name="dense_attention",
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        samples=samples,
+        break_point=True,
+        costly=True,
     )
 )

@@ -328,5 +328,6 @@ GROUPED_MLP = declare(
         reference=grouped_mlp,
         fake=grouped_mlp_fake,
         samples=grouped_mlp_samples,
+        costly=True,
     )
 )

@@ -52,13 +52,20 @@ class Original:
         What the interior reads besides may be placeholders, and sizes computed from any of these. None where it reads
         more: it could not be put back.
         """
-        site = [_record(node) for node in interior]
-        known = dict.fromkeys((*inputs, *interior))
-        sizes: dict[fx.Node, None] = {}
-        for record in site:
-            if not all(_is_at_hand(source, known, sizes) for source in node_arguments(record.args, record.kwargs)):
-                return None
-        return cls((*map(_record, sizes), *site), tuple(inputs), _literals(op), results)
+        sizes = missing_sizes(interior, inputs)
+        if sizes is None:
+            return None
+        return cls(tuple(map(_record, (*sizes, *interior))), tuple(inputs), _literals(op), results)
+
+
+def missing_sizes(interior: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[fx.Node, ...] | None:
+    """Return the sizes that an interior reads besides its inputs; None if it reads more and can't be put back."""
+    known = dict.fromkeys((*inputs, *interior))
+    sizes: dict[fx.Node, None] = {}
+    for record in map(_record, interior):
+        if not all(_is_at_hand(source, known, sizes) for source in node_arguments(record.args, record.kwargs)):
+            return None
+    return tuple(sizes)
 
 
 def _record(node: fx.Node) -> _Record:

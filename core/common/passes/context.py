@@ -69,7 +69,8 @@ class PassContext:
     name, owner: of the pass. after: passes that this one is ordered after on purpose, and may build on. params: those
     of the declaration. capabilities: of the device, or None for a graph without one. tokens: least and most tokens that
     the graph serves, or None where unknown. constants: the tensors bound to the graph's placeholders, to which a pass
-    may add; None where the caller has not given them.
+    may add; None where the caller has not given them. implemented: names of the canonical ops that the device brings an
+    implementation of; None where that is unknown, and every op may be lifted to.
     """
 
     module: fx.GraphModule
@@ -83,6 +84,7 @@ class PassContext:
     world_size: int = 1
     tokens: tuple[int, int] | None = None
     constants: Constants | None = None
+    implemented: frozenset[str] | None = None
     analyses: Analyses | None = None
 
     @property

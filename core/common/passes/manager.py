@@ -75,8 +75,10 @@ class PassManager:
     """Runs a fixed, ordered list of passes over graphs; the same list for every graph of a program.
 
     strict: a failing pass, a broken promise and two passes claiming one node are errors; else the pass is undone with a
-    warning and the model runs without it. only, disable: names to run, or to leave out. capabilities: of the device the
-    graphs are for. world_size: None asks torch.distributed. dump_dir: each changed graph is written there as text.
+    warning and the model runs without it. only, disable: names to run, or to leave out. enable: names to run although
+    the device finds them unprofitable. capabilities: of the device the graphs are for. implemented: the canonical ops
+    that it implements; None lifts to all of them. world_size: None asks torch.distributed. dump_dir: each changed graph
+    is written there as text.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PassManager:
         disable: Sequence[str] = (),
         enable: Sequence[str] = (),
         capabilities: Capabilities | None = None,
+        implemented: frozenset[str] | None = None,
         world_size: int | None = None,
         dump_dir: Path | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class PassManager:
         self._after = predecessors(self.passes)
         self._strict = strict
         self._capabilities = capabilities
+        self._implemented = implemented
         self._world_size = _world_size() if world_size is None else world_size
         self._dump_dir = dump_dir
         self._num_runs = 0
@@ -149,6 +153,7 @@ class PassManager:
             world_size=self._world_size,
             tokens=run.tokens,
             constants=run.constants,
+            implemented=self._implemented,
             analyses=run.analyses,
         )
 

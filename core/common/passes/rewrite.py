@@ -52,7 +52,7 @@ def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[Ne
     _erase(context.graph, plans)
     return PassResult(
         matched=len(plans),
-        sites=tuple(site_name(plan.site.anchor) for plan in plans),
+        sites=tuple(site_name(plan.site.origin) for plan in plans),
         near_misses=(*misses, *(item for item in planned if isinstance(item, NearMiss))),
     )
 
@@ -83,7 +83,7 @@ def _insert(
     context: PassContext, site: Site, before: fx.Node, values: Mapping[str, Any], replaced: dict[fx.Node, fx.Node]
 ) -> None:
     """Put the new op before a node and let it take over the uses; values: fake values by node name, "" for the op's."""
-    made = Made(pass_name=context.name, owner=context.owner, site=site_name(site.anchor))
+    made = Made(pass_name=context.name, owner=context.owner, site=site_name(site.origin))
     args, kwargs = fx.map_arg((site.args, dict(site.kwargs)), lambda node: replaced.get(node, node))
     with context.graph.inserting_before(before):
         if isinstance(site.target, fx.GraphModule):
@@ -102,7 +102,7 @@ def _insert(
 def _call(context: PassContext, site: Site, args: Any, kwargs: Any, value: Any, made: Made) -> list[fx.Node]:
     graph = context.graph
     node = graph.call_function(site.target, args, kwargs)
-    _describe(node, site.anchor, value, made)
+    _describe(node, site.origin, value, made)
     if find_op(site.target) is not None:
         interior = sorted(site.nodes, key=context.analysis("order").__getitem__)
         node.meta[ORIGINAL] = Original.of(interior, node, node_arguments(args, kwargs), site.replaced)
@@ -122,7 +122,7 @@ def _inline(graph: fx.Graph, site: Site, args: Any, values: Mapping[str, Any], m
     for old, new in copied.items():
         if isinstance(new, fx.Node) and old.op != "placeholder":
             new.meta = {}
-            _describe(new, site.anchor, values.get(old.name), made)
+            _describe(new, site.origin, values.get(old.name), made)
     found: list[fx.Node] = list(results) if isinstance(results, (tuple, list)) else [results]  # type: ignore[list-item]
     given: Any = values.get("")
     for new, value in zip(found, given if len(found) > 1 else (given,), strict=True):

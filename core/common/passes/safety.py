@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from core.common.ops.declaration import find_op
+from core.common.ops.original import missing_sizes
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss
 from core.common.passes.effects import is_impure, value_of, written_by
@@ -75,6 +77,7 @@ class _Checked:
 
     def plan(self) -> Plan:
         self._guarded()
+        self._affordable()
         before = self._place()
         positions = [self.order[node] for node in (*self.interior, before)]
         span = (min(positions), max(positions))
@@ -101,6 +104,21 @@ class _Checked:
             if made is not None and made.pass_name != self.context.name and made.pass_name not in self.context.after:
                 claimant = f"{made.pass_name!r} of {made.owner}"
                 raise Refused(node, f"node {node.name} was made by pass {claimant}", claimant)
+
+    def _affordable(self) -> None:
+        """Refuse an op whose reference would run on this device in place of something faster."""
+        implemented, target = self.context.implemented, self.site.target
+        if implemented is None:
+            return
+        inlined = isinstance(target, fx.GraphModule)
+        targets = [node.target for node in target.graph.nodes] if isinstance(target, fx.GraphModule) else [target]
+        for op in filter(None, map(find_op, targets)):
+            if not op.costly or op.qualified_name in implemented:
+                continue
+            interior = sorted(self.interior, key=self.order.__getitem__)
+            if inlined or missing_sizes(interior, self.inputs) is None:
+                reason = f"the device does not implement {op.qualified_name}, and this form could not be put back"
+                raise Refused(self.site.anchor, reason)
 
     def _place(self) -> fx.Node:
         """Return the node before which the new op goes: the anchor, or an earlier use of another output."""

@@ -51,6 +51,12 @@ class Site:
         return dict.fromkeys((*self.interior, *self.replaced))
 
     @property
+    def origin(self) -> fx.Node:
+        """The node whose module the new op belongs to: the anchor, unless it lies outside of every module."""
+        known = (node for node in (self.anchor, *reversed(self.interior)) if node.meta.get("nn_module_stack"))
+        return next(known, self.anchor)
+
+    @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """The nodes among the arguments."""
         found: list[fx.Node] = []

@@ -39,6 +39,8 @@ MODELS: Mapping[str, str] = {
     "layer-norm-bias": "gpt2",
 }
 
+ALL = [declared.name for declared in COMMON_PASSES]
+
 
 @cache
 def _traced(model_type: str, dtype: torch.dtype) -> PhaseGraph:
@@ -88,7 +90,13 @@ def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) 
     assert not found.passed and found.worst_ratio > 1 and found.fault is not None
     message = str(failure(report, found))
     assert f"verifying pass {mistake.of!r}" in message and found.fault.where in message
-    outcome = bisect([replace(decode_of(model), function=None)], cpu(), passes, lowering="inline")
+    outcome = bisect(
+        [replace(decode_of(model), function=None)],
+        cpu(),
+        passes,
+        lowering="inline",
+        asked=[each.name for each in passes],
+    )
     assert not outcome.passed
     first = outcome.faults[0]
     assert (first.kind, first.name, first.site) == ("pass", mistake.of, found.fault.where)
@@ -103,7 +111,7 @@ def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) 
     ids=str,
 )
 def test_the_passes_themselves_are_accepted(model: str, dtype: torch.dtype) -> None:
-    outcome = bisect([decode_of(model, dtype)], cpu(), COMMON_PASSES, lowering="inline")
+    outcome = bisect([decode_of(model, dtype)], cpu(), COMMON_PASSES, lowering="inline", asked=ALL)
     assert outcome.passed, outcome.headline()
     judged = {step.name: step for step in outcome.steps if step.kind == "pass"}
     for name in {mistake.of for mistake in mistakes() if MODELS.get(mistake.name, "llama") == model}:

@@ -240,7 +240,9 @@ def test_a_site_that_writes_is_judged_apart_with_what_it_writes() -> None:
     assert found.passed and (found.num_sites, found.num_whole) == (1, 0) and found.num_values >= 3
 
 
-@pytest.mark.parametrize("wrong", [lambda cache, index, rows: PUT(cache.clone(), index, rows) * 3, "rows"], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [lambda cache, index, rows: PUT(cache.clone(), index, rows) * 3, "rows"], ids=["scaled copy", "rows"]
+)
 def test_a_wrong_write_is_found_at_its_site(wrong: Any) -> None:
     def doubled_rows(cache: Tensor, index: Tensor, rows: Tensor) -> Tensor:
         result: Tensor = PUT(cache, index, rows) * 3
