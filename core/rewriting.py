@@ -140,6 +140,6 @@ class Rewriter:
     def _check(self, examples: Sequence[tuple[Any, ...]], constants: Constants) -> Check | None:
         if self._verify == "off":
             return None
-        from core.common.passes.verify import checker  # only who verifies pays for its import
+        from core.common.verification.verify import checker  # only who verifies pays for its import
 
         return checker(examples, self._verify, constants)

@@ -40,7 +40,7 @@ def prepare() -> Callable[[str], Result]:
 def examine(model_type: str) -> Result:
     """Measure all variants of one type. stage: done, or build where none can be built and run with a static cache."""
     from core.common.passes.standard import COMMON_PASSES
-    from core.engine.coverage import VARIANTS, measure_type
+    from core.coverage.measure import VARIANTS, measure_type
 
     variants: dict[str, Any] = {}
     reasons: list[str] = []
@@ -59,7 +59,7 @@ def examine(model_type: str) -> Result:
 
 def facts(found: Any) -> dict[str, Any]:
     """Return what was measured of one variant as JSON-ready values."""
-    from core.engine.coverage import Untraced
+    from core.coverage.measure import Untraced
 
     if isinstance(found, Untraced):
         return {"untraced": one_line(found.error), "num_sites": dict(found.num_sites)}

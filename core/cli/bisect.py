@@ -14,8 +14,8 @@ from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.bisection import Bisection
-    from core.bisection_report import Progress
+    from core.bisect.bisection import Bisection
+    from core.bisect.report import Progress
     from core.common.passes.declaration import Pass
 
 _LEVELS = ("full", "sample")
@@ -74,8 +74,8 @@ def _bisect(
     switches: Any,
     quiet: bool,
 ) -> tuple[Bisection, Pass | None, dict[str, Any]]:
-    from core.bisection import bisect as run
-    from core.bisection import injected
+    from core.bisect.bisection import bisect as run
+    from core.bisect.bisection import injected
     from core.engine.graphs import PHASES, phase_graphs
     from core.host import select_device
     from core.rewriting import device_passes
@@ -124,7 +124,7 @@ def _wrong_pass(inject: str) -> Pass:
     from importlib import import_module
 
     from core.common.passes.declaration import Pass
-    from core.common.passes.planted import planted
+    from core.common.verification.planted import planted
 
     if ":" not in inject:
         return planted(inject)
@@ -145,7 +145,7 @@ def _wrong_pass(inject: str) -> Pass:
 
 
 def _list_mistakes(as_json: bool) -> int:
-    from core.common.passes.planted import mistakes
+    from core.common.verification.planted import mistakes
 
     if as_json:
         from core.cli.output import print_json

@@ -15,7 +15,7 @@ from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.common.passes.switches import PassSwitches
-    from core.explanation import Explanation
+    from core.explain.explanation import Explanation
 
 
 def explain(
@@ -55,7 +55,7 @@ def _explain(
     model: str | None, device: str, dtype: str, phase: str | None, switches: PassSwitches, strict: bool
 ) -> Explanation:
     from core.engine.graphs import PHASES, phase_graphs
-    from core.explanation import explain, passes_for
+    from core.explain.explanation import explain, passes_for
     from core.host import select_device
 
     if phase not in (None, *PHASES):
@@ -93,7 +93,7 @@ def _check_file(html: Path | None) -> None:
 
 def _print(explanation: Explanation, full: bool, html: Path | None) -> None:
     from core.cli.output import console
-    from core.explanation_text import renderables
+    from core.explain.text import renderables
 
     out = console()
     for item in renderables(explanation, full=full):

@@ -27,7 +27,7 @@ def passes(
 ) -> None:
     """List the passes that rewrite a model's graphs, in the order of execution."""
     from core.common.passes.order import order
-    from core.explanation import passes_for
+    from core.explain.explanation import passes_for
     from core.host import select_device
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)

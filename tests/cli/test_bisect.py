@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 import core
 from core.cli import main
 from core.common.passes.declaration import Pass, PassResult
-from core.common.passes.planted import mistakes, planted
+from core.common.verification.planted import mistakes, planted
 
 COMMON = ("bisect", "llama", "--device", "cpu", "--phase", "decode", "--lowering", "inline", "--dtype", "float32")
 TWO = ("--only-pass", "lift_rms_norm", "--only-pass", "fuse_add_rms_norm")

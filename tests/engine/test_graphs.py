@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.passes.regions import run_graph
+from core.common.verification.regions import run_graph
 from core.engine.graphs import phase_graphs
 from core.engine.loading import LoadedModel, build_model
 from core.engine.tiny import tiny_config

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +127,8 @@ class PassManager:
         its owner when strict; otherwise what a failing pass did is undone.
         """
         run = _Run(graph, stage, tokens, constants, check, observe, Analyses(graph), [])
-        reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
+        with _paused_gc():
+            reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
         if run.changed:
             graph.recompile()
         self._num_runs += 1
@@ -276,6 +279,18 @@ class _Run:
     def num_constants(self) -> int:
         """How many constants the passes so far have added."""
         return 0 if self.constants is None else len(self.constants.added)
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Keep the collector from walking the whole process in the middle: passes make many small objects and keep them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _world_size() -> int:

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
 from core.common.passes.common.no_ops import REMOVE_NO_OPS
-from core.common.passes.execution import Run, run_graph
 from core.common.passes.manager import PassManager, PassReport
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
+from core.common.verification.execution import Run, run_graph
 
 X = torch.linspace(-2.0, 3.0, 12).view(2, 6)
 DTYPES = [torch.float32, torch.bfloat16]

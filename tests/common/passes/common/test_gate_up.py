@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.passes.common.gate_up import FUSE_GATE_UP
 from core.common.passes.common.merge_linears import MERGE_LINEARS
-from core.common.passes.execution import run_graph
 from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.manager import PassManager, PassReport
 from core.common.tracing import trace
+from core.common.verification.execution import run_graph
 from tests.common.passes.common.merging import Decoder, constants_of, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes.common.merge_linears import MERGE_LINEARS
 from core.common.passes.common.no_ops import REMOVE_NO_OPS
-from core.common.passes.execution import run_graph
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.verify import Verification, verify
 from core.common.tracing import trace
+from core.common.verification.execution import run_graph
+from core.common.verification.verify import Verification, verify
 from core.errors import PassError
 from tests.common.passes.common.merging import Attention, Decoder, Merged, Mlp, Pair, constants_of, plain, tokens
 

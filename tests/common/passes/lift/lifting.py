@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.passes.declaration import Pass
-from core.common.passes.execution import run_graph
 from core.common.passes.manager import PassManager, PassReport
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
+from core.common.verification.execution import run_graph
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (F32, BF16)

@@ -16,12 +16,12 @@ from core.common.ops.dense_attention import DENSE_ATTENTION
 from core.common.ops.lower import lower_ops
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss
-from core.common.passes.execution import run_graph
 from core.common.passes.lift.attention import LIFT_ATTENTION
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.verify import checker
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
+from core.common.verification.execution import run_graph
+from core.common.verification.verify import checker
 from tests.common.passes.graphs import to_aten
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

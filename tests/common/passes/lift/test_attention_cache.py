@@ -15,9 +15,9 @@ from core.common.ops.lower import lower_ops
 from core.common.passes.lift.attention import LIFT_ATTENTION
 from core.common.passes.lift.attention_cache import FUSE_ATTENTION_CACHE
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.verify import checker
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
+from core.common.verification.verify import checker
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 B, H, K, T, S, D = 2, 4, 2, 3, 12, 16

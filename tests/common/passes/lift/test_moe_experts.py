@@ -21,10 +21,10 @@ from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.lift.grouped_mlp import LIFT_GROUPED_MLP
 from core.common.passes.lift.moe_route import LIFT_MOE_ROUTE
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.regions import run_graph
-from core.common.passes.verify import checker
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
+from core.common.verification.regions import run_graph
+from core.common.verification.verify import checker
 from core.engine.loading import build_model
 from core.engine.tiny import tiny_config
 

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from core.common.ops.moe import MOE_ROUTE
 from core.common.passes.lift.moe_route import LIFT_MOE_ROUTE
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.regions import run_graph
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
+from core.common.verification.regions import run_graph
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS, EXPERTS = 19, 8

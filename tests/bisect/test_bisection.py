@@ -1,4 +1,4 @@
-"""core/bisection.py and its stages: a fault of each kind is named with its place, and what is right passes."""
+"""core/bisect/bisection.py and its stages: a fault of each kind is named with its place, and what is right passes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.bisection import bisect, injected
-from core.bisection_report import Bisection, Step
+from core.bisect.bisection import bisect, injected
+from core.bisect.report import Bisection, Step
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
 from core.common.ops.attention import ATTENTION
 from core.common.ops.implementation import OpImplementation
@@ -316,5 +316,5 @@ def test_a_choice_that_rounding_tips_is_no_fault(monkeypatch: pytest.MonkeyPatch
     found = run()
     assert found.passed and 0 < step(found, "pass").worst_ratio <= 1, found.headline()
     # Left to itself the fp64 run chooses other experts, and no yardstick is left.
-    monkeypatch.setattr("core.common.passes.execution._pin", lambda value, decided: value)
+    monkeypatch.setattr("core.common.verification.execution._pin", lambda value, decided: value)
     assert "the yardstick itself is off" in run().headline()

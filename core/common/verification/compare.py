@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import MIN_ELEMENTS, judge
-from core.common.passes.execution import error_line
+from core.common.verification.execution import error_line
 
 _INF = float("inf")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.engine.observe import Observation, observe
+from core.coverage.observe import Observation, observe
 
 
 class Inner(nn.Module):

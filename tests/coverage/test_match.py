@@ -13,9 +13,9 @@ from core.common.ops.normalization import RMS_NORM
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
 from core.common.passes.manager import PassReport
-from core.engine.coverage import Coverage, measure
-from core.engine.site_match import match_sites
-from core.engine.site_oracle import Site, find_sites
+from core.coverage.match import match_sites
+from core.coverage.measure import Coverage, measure
+from core.coverage.oracle import Site, find_sites
 from core.engine.static_cache import StaticPhase
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from core.bisection_report import Fault, Step
+from core.bisect.report import Fault, Step
 from core.common.ops.declaration import CanonicalOp, declared_ops
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.lower import ORIGINAL_NODES, OpChoice
-from core.common.passes.compare import Comparison
-from core.common.passes.execution import Copies, ReferenceMode, error_line, run_graph
 from core.common.passes.sites import site_name
 from core.common.passes.snapshot import Snapshot
+from core.common.verification.compare import Comparison
+from core.common.verification.execution import Copies, ReferenceMode, error_line, run_graph
 
 OpTargets = Mapping[str, Any]
 """Canonical ops (`torch._ops.OpOverload`) by the names of their nodes in a lowered graph."""

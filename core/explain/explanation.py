@@ -21,9 +21,9 @@ from core.common.passes.standard import COMMON_PASSES
 from core.common.passes.switches import PassSwitches
 from core.common.traced import TracedGraph
 from core.device import Device
-from core.explanation_changes import Change, ChangeNotes, made_by, removed_by
-from core.explanation_layers import LayerKind, MissGroup, layers_of, miss_groups
-from core.explanation_nodes import NodeRecord, input_labels, input_texts, records
+from core.explain.changes import Change, ChangeNotes, made_by, removed_by
+from core.explain.layers import LayerKind, MissGroup, layers_of, miss_groups
+from core.explain.nodes import NodeRecord, input_labels, input_texts, records
 from core.rewriting import Rewriter, device_passes
 
 if TYPE_CHECKING:
@@ -146,13 +146,13 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        from core.explanation_text import to_text
+        from core.explain.text import to_text
 
         return to_text(self)
 
     def to_html(self) -> str:
         """Return one page that needs nothing else: neither files nor a network."""
-        from core.explanation_html import to_html
+        from core.explain.html import to_html
 
         return to_html(self)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.common.passes.manager import PassReport
-from core.explanation_nodes import NodeRecord
+from core.explain.nodes import NodeRecord
 
 OUTSIDE = "outside layers"
 _LAYER = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes.compare import compare
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass
-from core.common.passes.execution import run_graph
 from core.common.passes.manager import PassManager
 from core.common.passes.snapshot import Snapshot
 from core.common.traced import ConstantSlot, TracedGraph
 from core.common.tracing import trace
+from core.common.verification.compare import compare
+from core.common.verification.execution import run_graph
+from core.coverage.match import Missed, disagreements, match_sites, signatures
+from core.coverage.oracle import KINDS, Site, find_sites
 from core.engine.loading import build_model
-from core.engine.site_match import Missed, disagreements, match_sites, signatures
-from core.engine.site_oracle import KINDS, Site, find_sites
 from core.engine.static_cache import StaticPhase, static_phases
 from core.engine.tiny import tiny_config
 from core.errors import TraceError

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.engine.site_oracle import Site, find_sites
+from core.coverage.oracle import Site, find_sites
 
 H = 8
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from core.bisection_report import Fault, Outcome, Step
-from core.common.passes.compare import Comparison
-from core.common.passes.execution import Run, own_inputs, run_graph, written_inputs
+from core.bisect.report import Fault, Outcome, Step
+from core.common.verification.compare import Comparison
+from core.common.verification.execution import Run, own_inputs, run_graph, written_inputs
 
 if TYPE_CHECKING:
     from core.engine.graphs import PhaseGraph

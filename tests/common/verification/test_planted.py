@@ -1,4 +1,4 @@
-"""core/common/passes/planted.py: each in-tree pass has a mistake that `verify` and `bisect` find, and is right."""
+"""core/common/verification/planted.py: each in-tree pass has a mistake that `verify` and `bisect` find."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.bisection import bisect, injected
+from core.bisect.bisection import bisect, injected
 from core.common.passes.declaration import Pass
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
 from core.common.passes.snapshot import Snapshot
 from core.common.passes.standard import COMMON_PASSES
-from core.common.passes.verify import Verification, failure, verify
+from core.common.verification.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
+from core.common.verification.verify import Verification, failure, verify
 from core.engine.graphs import PhaseGraph, phase_graphs
 from core.engine.loading import build_model
 from core.engine.tiny import tiny_config

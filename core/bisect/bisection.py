@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
-from core.bisection_lowering import judge_lowering
-from core.bisection_model import judge_model
-from core.bisection_ops import judge_ops, op_targets
-from core.bisection_report import Bisection, Fault, Outcome, Progress, Step
+from core.bisect.lowering import judge_lowering
+from core.bisect.model import judge_model
+from core.bisect.ops import judge_ops, op_targets
+from core.bisect.report import Bisection, Fault, Outcome, Progress, Step
 from core.common.aten import to_aten
 from core.common.ops.lower import inline_unimplemented, lower_ops
 from core.common.passes.declaration import Pass
-from core.common.passes.execution import bind
 from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.snapshot import Snapshot
-from core.common.passes.verify import Verification, failure, verify
+from core.common.verification.execution import bind
+from core.common.verification.verify import Verification, failure, verify
 from core.errors import CoreError
 from core.rewriting import bound_constants
 

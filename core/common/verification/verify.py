@@ -2,7 +2,7 @@
 
 Two checks. The whole graph: its outputs and every tensor it writes into, which also finds a rewrite that moved past a
 write. And each site on its own, both sides fed with the values of the run before the pass: it says where the fault is.
-Where the whole is wrong and no site is, the first value that differs says it (core/common/passes/divergence.py). What
+Where the whole is wrong and no site is, the first value that differs says it (divergence.py). What
 is equal in every bit needs no reference: the fp64 runs are made only where something differs.
 """
 
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from core.common.passes.compare import Comparison
-from core.common.passes.divergence import first_divergence
-from core.common.passes.execution import Run, bind, error_line, run_graph, widened
-from core.common.passes.regions import Feed, Region, find_regions
 from core.common.passes.sites import MADE_BY
+from core.common.verification.compare import Comparison
+from core.common.verification.divergence import first_divergence
+from core.common.verification.execution import Run, bind, error_line, run_graph, widened
+from core.common.verification.regions import Feed, Region, find_regions
 from core.errors import PassError
 
 if TYPE_CHECKING:

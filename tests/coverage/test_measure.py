@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.common.passes.standard import COMMON_PASSES
-from core.engine.coverage import VARIANTS, Coverage, Untraced, Variant, measure_type
+from core.coverage.measure import VARIANTS, Coverage, Untraced, Variant, measure_type
 
 FILE = Path(__file__).parents[1] / "data" / "coverage.json"
 EXPECTED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))

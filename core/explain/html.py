@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from core.common.ops.lower import ORIGINAL_NODES, REFERENCE
-from core.explanation_layers import OUTSIDE, LayerKind, compact, layer_kinds, layer_of
-from core.explanation_text import (
+from core.explain.layers import OUTSIDE, LayerKind, compact, layer_kinds, layer_of
+from core.explain.text import (
     NO_IMPLEMENTATION,
     calls_text,
     header,
@@ -27,8 +27,8 @@ from core.explanation_text import (
 )
 
 if TYPE_CHECKING:
-    from core.explanation import Explanation, PhaseExplanation, StageExplanation
-    from core.explanation_nodes import NodeRecord
+    from core.explain.explanation import Explanation, PhaseExplanation, StageExplanation
+    from core.explain.nodes import NodeRecord
 
 _GOLDEN_ANGLE = 137.5
 _INLINED = (REFERENCE, ORIGINAL_NODES)

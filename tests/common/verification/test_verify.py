@@ -1,4 +1,4 @@
-"""core/common/passes/verify.py and regions.py: a wrong rewrite is found and placed, a right one passes."""
+"""core/common/verification/verify.py and regions.py: a wrong rewrite is found and placed, a right one passes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from core.common.passes.constants import Constants
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.regions import find_regions
 from core.common.passes.rewrite import Finder, Site
 from core.common.passes.sites import MADE_BY, Made
 from core.common.passes.snapshot import Snapshot
-from core.common.passes.verify import Verification, checker, verify
 from core.common.tracing import trace
+from core.common.verification.regions import find_regions
+from core.common.verification.verify import Verification, checker, verify
 from core.errors import PassError
 from tests.common.passes.graphs import PUT, Stack, calls, find_add_rms, find_rms, fusion, rms, traced_graph
 from tests.support import refused

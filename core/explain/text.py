@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from core.common.ops.lower import ORIGINAL_NODES, REFERENCE
 from core.common.passes.manager import PassReport
-from core.explanation_layers import LayerKind, compact, layer_kinds
+from core.explain.layers import LayerKind, compact, layer_kinds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from core.explanation import Explanation, PhaseExplanation, StageExplanation
-    from core.explanation_nodes import NodeRecord
+    from core.explain.explanation import Explanation, PhaseExplanation, StageExplanation
+    from core.explain.nodes import NodeRecord
 
 NO_IMPLEMENTATION = "the device brings none"
 _COLUMNS = 160

@@ -24,9 +24,9 @@ from core.common.tracing import trace
 from core.device import Device
 from core.engine.graphs import PhaseGraph
 from core.errors import PassError, UsageError
-from core.explanation import Explanation, StageExplanation, explain
-from core.explanation_layers import compact, layer_kinds, layer_of
-from core.explanation_text import difference, to_text
+from core.explain.explanation import Explanation, StageExplanation, explain
+from core.explain.layers import compact, layer_kinds, layer_of
+from core.explain.text import difference, to_text
 from core.host import select_device
 from tests.common.passes.graphs import Stack
 

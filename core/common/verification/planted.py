@@ -345,7 +345,7 @@ MISTAKES: tuple[Mistake, ...] = (
         made=False,
     ),
 )
-"""All planted mistakes; tests/common/passes/test_planted.py owes each in-tree pass at least one."""
+"""All planted mistakes; tests/common/verification/test_planted.py owes each in-tree pass at least one."""
 
 
 def mistakes() -> tuple[Mistake, ...]:

@@ -1,0 +1,1 @@
+"""`bisect`: the first pass, op implementation or region that breaks the numbers."""
