@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import DTYPE, MODEL, resolve_model
+from core.cli.model_argument import CACHE, DTYPE, MODEL, check_choice, resolve_model
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
 
@@ -26,6 +26,7 @@ def bisect(
     device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
     dtype: str = DTYPE,
     phase: str | None = typer.Option(None, help="decode or prefill; default: both."),
+    cache: str = CACHE,
     inject: str | None = typer.Option(
         None, metavar="MISTAKE", help="Plant a mistake, or a pass of yours as module:attribute; `help` lists them."
     ),
@@ -48,6 +49,7 @@ def bisect(
         device,
         dtype,
         phase,
+        cache,
         inject,
         level,
         lowering,
@@ -68,6 +70,7 @@ def _bisect(
     device: str,
     dtype: str,
     phase: str | None,
+    cache: str,
     inject: str | None,
     level: str,
     lowering: str | None,
@@ -76,12 +79,13 @@ def _bisect(
 ) -> tuple[Bisection, Pass | None, dict[str, Any]]:
     from core.bisect.bisection import bisect as run
     from core.bisect.bisection import injected
-    from core.engine.graphs import PHASES, phase_graphs
+    from core.engine.graphs import CACHES, PHASES, engine_graphs
     from core.host import select_device
     from core.rewriting import device_passes
 
-    _check_choice("--phase", phase, PHASES)
-    _check_choice("--level", level, _LEVELS)
+    check_choice("--phase", phase, PHASES)
+    check_choice("--cache", cache, CACHES)
+    check_choice("--level", level, _LEVELS)
     resolved = select_device(device)
     name, _ = resolved.lowerings.resolve(lowering)
     passes = device_passes(resolved)
@@ -97,26 +101,22 @@ def _bisect(
         progress("loading")
         loaded, title = resolve_model(model, resolved, dtype)
         progress("tracing")
-        graphs = phase_graphs(loaded, resolved, phases=PHASES if phase is None else (phase,))
-        # What is asked for by name is judged also where the device finds it unprofitable.
-        asked = (*switches.asked, *(() if wrong is None else (wrong.name,)))
-        options: dict[str, Any] = {"level": level, "lowering": name, "asked": asked, "progress": progress}
-        found = run(graphs, resolved, passes, **options)
+        with engine_graphs(loaded, resolved, cache=cache, phases=PHASES if phase is None else (phase,)) as graphs:
+            # What is asked for by name is judged also where the device finds it unprofitable.
+            asked = (*switches.asked, *(() if wrong is None else (wrong.name,)))
+            options: dict[str, Any] = {"level": level, "lowering": name, "asked": asked, "progress": progress}
+            found = run(graphs, resolved, passes, **options)
     facts = {
         "device": resolved.name,
         "plugin": str(resolved.plugin),
         "model": title,
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "cache": graphs[0].cache,
         "level": level,
         "lowering": name,
         "examples": {graph.phase: len(graph.examples) if level == "full" else 1 for graph in graphs},
     }
     return found, wrong, facts
-
-
-def _check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
-    if given is not None and given not in known:
-        raise UsageError(f"{option} {given}", found=f"the choices are {', '.join(known)}", remedy="name one of these")
 
 
 def _wrong_pass(inject: str) -> Pass:
@@ -211,7 +211,8 @@ def _print(found: Bisection, wrong: Pass | None, facts: dict[str, Any]) -> None:
         out.print(f"also: {fault}", markup=False, soft_wrap=True)
     examples = ", ".join(f"{count} of {phase}" for phase, count in facts["examples"].items())
     out.print(
-        f"\n{facts['model']}, {facts['dtype']}, on {facts['device']} ({facts['plugin']}); level {facts['level']}; "
+        f"\n{facts['model']}, {facts['dtype']}, on {facts['device']} ({facts['plugin']}); "
+        f"cache {facts['cache']}; level {facts['level']}; "
         f"sets of examples: {examples}\n",
         markup=False,
         soft_wrap=True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from core.cli.model_argument import DTYPE, MODEL, resolve_model
+from core.cli.model_argument import CACHE, DTYPE, MODEL, check_choice, resolve_model
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
 
@@ -23,6 +23,7 @@ def explain(
     device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
     dtype: str = DTYPE,
     phase: str | None = typer.Option(None, help="decode or prefill; default: both."),
+    cache: str = CACHE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
@@ -39,7 +40,7 @@ def explain(
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     _check_file(html)
     with _status(quiet=as_json):
-        explanation = _explain(model, device, dtype, phase, switches, strict)
+        explanation = _explain(model, device, dtype, phase, cache, switches, strict)
     if html is not None:
         html.write_text(explanation.to_html(), encoding="utf-8")
     if as_json:
@@ -52,23 +53,30 @@ def explain(
 
 
 def _explain(
-    model: str | None, device: str, dtype: str, phase: str | None, switches: PassSwitches, strict: bool
+    model: str | None,
+    device: str,
+    dtype: str,
+    phase: str | None,
+    cache: str,
+    switches: PassSwitches,
+    strict: bool,
 ) -> Explanation:
-    from core.engine.graphs import PHASES, phase_graphs
+    from core.engine.graphs import CACHES, PHASES, engine_graphs
     from core.explain.explanation import explain, passes_for
     from core.host import select_device
 
-    if phase not in (None, *PHASES):
-        raise UsageError(f"--phase {phase}", found=f"the phases are {', '.join(PHASES)}", remedy="name one of these")
+    check_choice("--phase", phase, PHASES)
+    check_choice("--cache", cache, CACHES)
     resolved = select_device(device)
     switches.select(passes_for(resolved))  # a misspelt name is refused before the model is loaded
     loaded, title = resolve_model(model, resolved, dtype)
-    graphs = phase_graphs(loaded, resolved, phases=PHASES if phase is None else (phase,))
     facts = {
         "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "
         + str(loaded.dtype).removeprefix("torch.")
     }
-    return explain(graphs, resolved, switches=switches, strict=strict, model=facts)
+    with engine_graphs(loaded, resolved, cache=cache, phases=PHASES if phase is None else (phase,)) as graphs:
+        facts["cache"] = graphs[0].cache
+        return explain(graphs, resolved, switches=switches, strict=strict, model=facts)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,10 @@ MODEL: Any = typer.Argument(
     "random weights; default: the embedded model.",
 )
 DTYPE: Any = typer.Option("auto", "--dtype", help="auto (the model's own), float32, bfloat16 or float16.")
-"""Defaults of a subcommand's parameters `model` and `dtype`."""
+CACHE: Any = typer.Option(
+    "auto", "--cache", help="Graphs on the paged or the static cache; auto is what the engine runs the model on."
+)
+"""Defaults of a subcommand's parameters `model`, `dtype` and `cache`."""
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -64,14 +68,17 @@ def resolve_model(
     return loaded, f"{model}, built tiny with random weights"
 
 
+def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
+    """Raise `UsageError` where an option has a value that is none of the known ones; None is left out."""
+    if given is not None and given not in known:
+        raise UsageError(f"{option} {given}", found=f"the choices are {', '.join(known)}", remedy="name one of these")
+
+
 def parse_dtype(name: str, device: Device) -> torch.dtype | None:
     """Return the dtype that `--dtype` names, None for auto; raises `UsageError` for one the device lacks."""
     import torch
 
-    if name not in _DTYPES:
-        raise UsageError(
-            f"--dtype {name}", found=f"the choices are {', '.join(_DTYPES)}", remedy="pass one of these or leave it out"
-        )
+    check_choice("--dtype", name, _DTYPES)
     if name == "auto":
         return None
     kind: torch.dtype = getattr(torch, name)

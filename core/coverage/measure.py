@@ -23,7 +23,7 @@ from core.common.verification.execution import run_graph
 from core.coverage.match import Missed, disagreements, match_sites, signatures
 from core.coverage.oracle import KINDS, Site, find_sites
 from core.engine.loading import build_model
-from core.engine.static_cache import StaticPhase, static_phases
+from core.engine.static_cache import CachedPhase, static_phases
 from core.engine.tiny import tiny_config
 from core.errors import TraceError
 
@@ -137,7 +137,7 @@ def _measure_masked(
 
 def _phases(
     model_type: str, dtype: str, attention: str, *, masked: bool = False
-) -> tuple[Any, tuple[StaticPhase, ...]]:
+) -> tuple[Any, tuple[CachedPhase, ...]]:
     config = tiny_config(model_type)
     if attention == "eager":
         config._attn_implementation = "eager"
@@ -150,7 +150,7 @@ def _counts(sites: Sequence[Site]) -> dict[str, int]:
     return {kind: counted[kind] for kind in KINDS}
 
 
-def measure(sites: Sequence[Site], phase: StaticPhase, passes: Sequence[Pass], *, dynamic: bool = False) -> Coverage:
+def measure(sites: Sequence[Site], phase: CachedPhase, passes: Sequence[Pass], *, dynamic: bool = False) -> Coverage:
     """Trace the phase, run the passes, count what they lifted of the sites, and judge the numbers by T1.
 
     sites: of the same phase of another model, since the oracle's run writes the caches. Raises `TraceError`.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,31 +12,74 @@ from torch import Tensor
 
 from core.common.traced import TracedGraph
 from core.common.tracing import trace
-from core.engine.static_cache import StaticPhase, static_phases
-from core.errors import ModelError, TraceError
+from core.engine.attention import NotPageable
+from core.engine.paged import PagedRunner
+from core.engine.runner import EngineConfig
+from core.engine.static_cache import CachedPhase, static_phases
+from core.errors import ModelError, TraceError, UsageError
 
 if TYPE_CHECKING:
     from core.device import Device
     from core.engine.loading import LoadedModel
 
 PHASES = ("prefill", "decode")
+CACHES = ("auto", "paged", "static")
+_CONTEXT = 64  # tokens, of the paged cache that is traced: enough for the engine's own check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseGraph:
     """One traced phase. examples: inputs by name that the trace serves, at least one set; the first was traced.
 
-    function: the model's own, which was traced; it writes the caches.
+    function: the model's own, which was traced; it writes the caches. cache: which one, "paged" or "static", and why.
     """
 
     phase: str
     traced: TracedGraph
     examples: tuple[Mapping[str, Tensor], ...]
     function: Callable[..., Any] | None = None
+    cache: str = ""
 
     def values(self) -> list[tuple[Any, ...]]:
         """Return the graph's placeholder values for each set of examples; weights and caches are the model's own."""
         return [self.traced.values(inputs) for inputs in self.examples]
+
+
+@contextmanager
+def engine_graphs(
+    loaded: LoadedModel, device: Device, *, cache: str = "auto", phases: Sequence[str] = PHASES
+) -> Iterator[tuple[PhaseGraph, ...]]:
+    """Trace a model's prefill and decode as the engine runs them; their functions work inside the context only.
+
+    cache: "paged" or "static"; "auto" is the engine's choice, paged wherever it can be. Raises `UsageError` where paged
+    is asked for and can't be, and as `phase_graphs`.
+    """
+    config = EngineConfig(max_num_seqs=2, mode="off")
+    length = min(loaded.max_position or _CONTEXT, _CONTEXT)
+    runner = None
+    reason = "asked for"
+    if cache != "static":
+        try:
+            with torch.inference_mode(False):
+                runner = PagedRunner(loaded.model, device, config, max_model_len=length)
+        except NotPageable as error:
+            reason = f"no paged cache: {error}"
+            if cache == "paged":
+                raise UsageError(
+                    f"the graphs of {type(loaded.model).__name__} on the paged cache",
+                    found=str(error),
+                    remedy="ask for cache 'static', or leave the choice to the engine",
+                ) from error
+    if runner is None:
+        found = phase_graphs(loaded, device, phases=phases)
+        yield tuple(replace(graph, cache=f"static: {reason}") for graph in found)
+        return
+    try:
+        with torch.inference_mode(False):
+            traced = [_trace(phase, _other_tokens(phase)) for phase in runner.phases() if phase.name in phases]
+        yield tuple(replace(graph, cache=f"paged: {runner.reason}") for graph in traced)
+    finally:
+        runner.close()
 
 
 def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] = PHASES) -> tuple[PhaseGraph, ...]:
@@ -46,17 +90,17 @@ def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] =
     """
     with torch.inference_mode(False):
         try:
-            return tuple(_trace(phase) for phase in _static_phases(loaded, device) if phase.name in phases)
+            return tuple(_trace(p, _other(p)) for p in _static_phases(loaded, device) if p.name in phases)
         except TraceError:
             try:
                 found = static_phases(loaded.model, masked=True)
-                return tuple(_trace(phase) for phase in found if phase.name in phases)
+                return tuple(_trace(p, _other(p)) for p in found if p.name in phases)
             except Exception:  # the error of the plain form is told; this was an attempt
                 pass
             raise
 
 
-def _static_phases(loaded: LoadedModel, device: Device) -> tuple[StaticPhase, ...]:
+def _static_phases(loaded: LoadedModel, device: Device) -> tuple[CachedPhase, ...]:
     try:
         return static_phases(loaded.model)
     except Exception as error:  # any model's code runs in there
@@ -68,15 +112,20 @@ def _static_phases(loaded: LoadedModel, device: Device) -> tuple[StaticPhase, ..
         ) from error
 
 
-def _trace(phase: StaticPhase) -> PhaseGraph:
+def _trace(phase: CachedPhase, other: Mapping[str, Tensor]) -> PhaseGraph:
     # Tracing marks dimensions on the tensors it is given: hand it aliases.
     aliases = {name: tensor.view(tensor.shape) for name, tensor in phase.inputs.items()}
     traced = trace(phase.function, aliases, dynamic=phase.dynamic)
-    others = [] if traced.holds_for(other := _other(phase)) else [other]
+    others = [] if traced.holds_for(other) else [other]
     return PhaseGraph(phase=phase.name, traced=traced, examples=(phase.inputs, *others), function=phase.function)
 
 
-def _other(phase: StaticPhase) -> Mapping[str, Tensor]:
+def _other_tokens(phase: CachedPhase) -> Mapping[str, Tensor]:
+    """Return a second set of inputs of a paged step: the same places, other tokens."""
+    return {**phase.inputs, "input_ids": phase.inputs["input_ids"].flip(0)}
+
+
+def _other(phase: CachedPhase) -> Mapping[str, Tensor]:
     """Return a second set of inputs: the sequences in another order, and fewer tokens where their number is free."""
     inputs = {name: tensor.flip(0) for name, tensor in phase.inputs.items()}
     return {

@@ -26,6 +26,7 @@ from core.engine.probe import (
 from core.engine.runner import EngineConfig, accepted_arguments, powers
 from core.engine.sequence import Sequence as EngineSequence
 from core.engine.sequence import step_inputs, step_tensors
+from core.engine.static_cache import CachedPhase
 from core.errors import ModelError
 
 
@@ -151,6 +152,15 @@ class PagedRunner:
             self._program.close()
         self._cache.close()
         self._model.set_attn_implementation(self._before)
+
+    def phases(self) -> tuple[CachedPhase, ...]:
+        """Return prefill and decode as they are compiled, with the inputs of the self-check; valid until `close`."""
+        calls, inputs = self._calls(), step_inputs(self._max_blocks)
+        dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in inputs.items()}
+        return tuple(
+            CachedPhase(name=name, function=calls[name], inputs=self._examples[name][0], dynamic=dynamic)
+            for name in ("prefill", "decode")
+        )
 
     def _inspect(self, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
         mixed = depends_on_longest(self._model.config, max_model_len)

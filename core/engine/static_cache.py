@@ -12,15 +12,15 @@ from torch import Tensor
 from core.engine.probe import counts_from_zero, probe_tokens, relative_difference
 from core.engine.runner import accepted_arguments
 
-__all__ = ["StaticPhase", "cache_name", "full_mask", "static_cache", "static_phases"]
+__all__ = ["CachedPhase", "cache_name", "full_mask", "static_cache", "static_phases"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StaticPhase:
-    """One phase of a model bound to a static cache of its own, whose memory every call reads and writes.
+class CachedPhase:
+    """One phase of a model bound to a cache, whose memory every call reads and writes.
 
-    function: called with the inputs by name, returns logits (B, T, vocabulary). dynamic: for `core.common.tracing`, the
-    token dimension of each input, empty where the phase takes one token.
+    function: called with the inputs by name, returns logits. dynamic: for `core.common.tracing`, the dimensions of each
+    input whose size is free.
     """
 
     name: str
@@ -47,8 +47,10 @@ def full_mask(input_ids: Tensor, max_len: int) -> Tensor:
 
 def static_phases(
     model: Any, *, batch_size: int = 2, num_tokens: int = 7, max_len: int = 24, masked: bool = False
-) -> tuple[StaticPhase, StaticPhase]:
+) -> tuple[CachedPhase, CachedPhase]:
     """Return prefill of num_tokens tokens per sequence and decode of one more, each ready to be traced or called.
+
+    Both return logits (B, T, vocabulary); the token dimension of prefill is free.
 
     masked: give the model a `full_mask`, for one that can't be traced without. The model runs eagerly to allocate the
     caches and, for decode, to fill its own. Raises what the model or transformers raises where it has no static cache,
@@ -74,8 +76,8 @@ def static_phases(
             cache.reset()
         functions.append(function)
     return (
-        StaticPhase(name="prefill", function=functions[0], inputs=prefill, dynamic=dict.fromkeys(prefill, (1,))),
-        StaticPhase(name="decode", function=functions[1], inputs=decode),
+        CachedPhase(name="prefill", function=functions[0], inputs=prefill, dynamic=dict.fromkeys(prefill, (1,))),
+        CachedPhase(name="decode", function=functions[1], inputs=decode),
     )
 
 

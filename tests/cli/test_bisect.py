@@ -39,6 +39,7 @@ def test_the_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) 
         "plugin": f"core {core.__version__}",
         "model": "llama, built tiny with random weights",
         "dtype": "float32",
+        "cache": "paged: all 2 attention layers go through transformers' attention interface",
         "level": "full",
         "lowering": "inline",
         "examples": {"decode": 2},

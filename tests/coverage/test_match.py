@@ -16,7 +16,7 @@ from core.common.passes.manager import PassReport
 from core.coverage.match import match_sites
 from core.coverage.measure import Coverage, measure
 from core.coverage.oracle import Site, find_sites
-from core.engine.static_cache import StaticPhase
+from core.engine.static_cache import CachedPhase
 
 
 class ToyRMSNorm(nn.Module):
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 def run(*passes: Pass, sites: Sequence[Site] | None = None) -> Coverage:
     model = Model()
-    phase = StaticPhase(name="prefill", function=lambda x: model(x), inputs={"x": torch.randn(16, 8)})
+    phase = CachedPhase(name="prefill", function=lambda x: model(x), inputs={"x": torch.randn(16, 8)})
     found = find_sites(model, phase.function, phase.inputs) if sites is None else sites
     return measure(found, phase, passes)
 

@@ -9,12 +9,15 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.common.ops.attention import ATTENTION
+from core.common.ops.declaration import find_op
 from core.common.verification.regions import run_graph
-from core.engine.graphs import phase_graphs
+from core.engine.graphs import engine_graphs, phase_graphs
 from core.engine.loading import LoadedModel, build_model
 from core.engine.tiny import tiny_config
-from core.errors import ModelError
+from core.errors import ModelError, UsageError
 from core.host import select_device
+from tests.support import refused
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +56,27 @@ def test_a_model_without_a_static_cache_is_refused(llama: LoadedModel, monkeypat
     monkeypatch.setattr("core.engine.graphs.static_phases", refuse)
     with pytest.raises(ModelError, match="ValueError: no such cache"):
         phase_graphs(llama, select_device("cpu"))
+
+
+def test_the_engines_graphs_are_those_of_the_paged_cache_where_there_is_one(llama: LoadedModel) -> None:
+    before = llama.config._attn_implementation
+    with engine_graphs(llama, select_device("cpu")) as graphs:
+        assert [graph.phase for graph in graphs] == ["prefill", "decode"]
+        for graph in graphs:
+            assert graph.cache.startswith("paged: all 2 attention layers")
+            ops = [node for node in graph.traced.module.graph.nodes if find_op(node.target) is ATTENTION]
+            assert len(ops) == 2 and len(graph.examples) == 2
+            first, second = (graph.traced.module(*values)[0] for values in graph.values())
+            assert first.shape == second.shape and not torch.equal(first, second)
+    assert llama.config._attn_implementation == before
+    with engine_graphs(llama, select_device("cpu"), cache="static", phases=("decode",)) as (decode,):
+        assert decode.cache == "static: asked for"
+
+
+def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> None:
+    model = build_model(tiny_config("mamba"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
+        assert decode.cache.startswith("static: no paged cache: ")
+    asked = engine_graphs(model, select_device("cpu"), cache="paged")
+    with refused(UsageError, "on the paged cache", "ask for cache 'static'"), asked:
+        pass

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 MADE_BY = "core_pass"
 """Key of `node.meta` under which a node that a pass made holds its `Made`."""
 
-# Dynamo writes L['model'].layers.0: the local variable it came from, and how it got there, say nothing to a reader.
-_ORIGIN = re.compile(r"^(?:G\['__import_[^']*'\]\.\w+|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
+# Dynamo writes L['model'].layers.0: the local variable it came from, and how it got there (a closure, a private
+# attribute of a wrapper), say nothing to a reader.
+_ORIGIN = re.compile(
+    r"^(?:G\['__import_[^']*'\]\.\w+|[LG]\['[^']*'\])"
+    r"(?:\.__closure__\[\d+\]\.cell_contents|\._(?!modules|parameters|buffers)\w+)*"
+)
 _INDEXED = re.compile(r"(?:\b_modules)?\['?([^'\]]+)'?\]")
 
 

@@ -195,6 +195,8 @@ def test_a_graph_without_values_can_be_fused() -> None:
         ("G['__import_acme_models'].llama.layers.0", "layers.0"),
         ("G['llama'].layers.0", "layers.0"),
         ("L['self'].__closure__[0].cell_contents.layers.0", "layers.0"),
+        ("L['self']._model.model.layers.0", "model.layers.0"),
+        ("L['self']._modules['layers']._modules['0']", "layers.0"),
         ("L['self']", "sin"),
         ("layers.0", "layers.0"),
     ],
