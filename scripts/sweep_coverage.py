@@ -71,9 +71,9 @@ def facts(found: Any) -> dict[str, Any]:
 def digest() -> str:
     """Return the identity of the passes and of the way of counting."""
     from core.common.passes.standard import COMMON_PASSES
-    from core.engine import coverage, observe, site_match, site_oracle
+    from core.coverage import match, measure, observe, oracle
 
-    counting = map(inspect.getsource, (coverage, observe, site_match, site_oracle))
+    counting = map(inspect.getsource, (measure, observe, match, oracle))
     identities = (declared.uuid() for declared in COMMON_PASSES)
     return hashlib.sha256("\0".join((*counting, *identities)).encode()).hexdigest()
 

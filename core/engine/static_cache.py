@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.engine.probe import counts_from_zero, probe_tokens, relative_difference
+from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
 from core.engine.runner import accepted_arguments
 
 __all__ = ["CachedPhase", "cache_name", "full_mask", "static_cache", "static_phases"]
@@ -71,7 +71,8 @@ def static_phases(
         with torch.no_grad():
             logits = function(**prefill)  # the layers allocate here, on first use
             if masked:
-                _check_mask(_bound(model, cache_name(model), static_cache(model, max_len)), prefill, logits)
+                unmasked = _bound(model, cache_name(model), static_cache(model, max_len))
+                _check_mask(unmasked(**prefill), logits, function_bound(model))
         if not filled:
             cache.reset()
         functions.append(function)
@@ -81,9 +82,9 @@ def static_phases(
     )
 
 
-def _check_mask(unmasked: Callable[..., Tensor], inputs: Mapping[str, Tensor], logits: Tensor) -> None:
-    difference = relative_difference(logits, unmasked(**inputs))
-    if not difference < 1e-4:
+def _check_mask(expected: Tensor, logits: Tensor, bound: float) -> None:
+    difference = relative_difference(logits, expected)
+    if not difference <= bound:
         raise ValueError(f"with an attention mask that hides nothing its logits differ by {difference:.2g}")
 
 

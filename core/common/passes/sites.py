@@ -57,8 +57,7 @@ class Site:
     @property
     def origin(self) -> fx.Node:
         """The node whose module the new op belongs to: the anchor, unless it lies outside of every module."""
-        known = (node for node in (self.anchor, *reversed(self.interior)) if node.meta.get("nn_module_stack"))
-        return next(known, self.anchor)
+        return next((node for node in (self.anchor, *reversed(self.interior)) if _module_path(node)), self.anchor)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -91,10 +90,15 @@ Finder = Callable[["PassContext", fx.Node], Site | NearMiss | None]
 
 def site_name(node: fx.Node) -> str:
     """Return the path of the module that the node came from (`model.layers.3.input_layernorm`), else its name."""
+    return _module_path(node) or node.name
+
+
+def _module_path(node: fx.Node) -> str:
+    """Return the path of the node's module, "" for nodes of the outermost one."""
     stack = node.meta.get("nn_module_stack")
     path = str(list(stack.values())[-1][0]) if stack else ""
     path = _INDEXED.sub(r".\1", _ORIGIN.sub("", path))
-    return ".".join(part for part in path.split(".") if part) or node.name
+    return ".".join(part for part in path.split(".") if part)
 
 
 def near_miss(node: fx.Node, reason: str, *, claimant: str = "") -> NearMiss:

@@ -80,5 +80,5 @@ def run(context: PassContext) -> PassResult:
     return fuse(context, _Search().find)
 
 
-FUSE_ADD_RMS_NORM = Pass(name="fuse_add_rms_norm", run=run, after=("lift_rms_norm",))
+FUSE_ADD_RMS_NORM = Pass(name="fuse_add_rms_norm", run=run, after=("lift_rms_norm", "lift_rotary"))
 """The fusion of residual adds; `lift_rms_norm` comes first."""
