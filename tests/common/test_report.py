@@ -66,7 +66,7 @@ def test_the_text_says_what_was_done_and_what_it_cost() -> None:
     assert lines[0] == "acme (acme-device 1.0), lowering inline, decode: full, prefill: off"
     assert lines[1] == "trace decode: 12 nodes in 0.50 s, 1 passes in 1.5 ms, serves 1 buckets"
     assert "core::attention -> acme: 2" in lines and "core::attention -> reference: 1" in lines
-    assert "pass acme_fuse: 3 of 3 owed matched, 1 near-misses in 1.5 ms" in lines
+    assert "pass acme_fuse: 3 of 4 owed matched, 1 near-misses in 1.5 ms" in lines
     assert any(line.startswith("trace decode: 11 nodes") and line.endswith("(x has size 2)") for line in lines)
     assert "decode[8, 4]: lowered in 0.10 s, captured in 0.25 s, 2.0 MiB" in lines
     assert "note: prefill runs eagerly" in lines
