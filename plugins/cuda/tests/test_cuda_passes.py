@@ -1,4 +1,4 @@
-"""Passes on an NVIDIA GPU: whole models rewritten, verified and captured, and weights that stay where graphs read them."""
+"""Passes on an NVIDIA GPU: models rewritten, verified and captured, and weights that stay where graphs read them."""
 
 from __future__ import annotations
 
