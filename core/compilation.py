@@ -279,7 +279,12 @@ class _Compilation:
             BucketReport(key=key, lower_s=lower_s, capture_s=time.perf_counter() - start, num_bytes=max(used, 0))
         )
         return CapturedBucket(
-            key=key, inputs=inputs, traced=traced, output=traced.output, views_of_inputs=_views(outputs, inputs)
+            key=key,
+            inputs=inputs,
+            traced=traced,
+            output=traced.output,
+            views_of_inputs=_views(outputs, inputs),
+            values=values,
         )
 
     def _lower(self, key: GraphKey, traced: TracedGraph, values: tuple[Any, ...]) -> FlatCallable:

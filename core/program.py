@@ -21,13 +21,17 @@ from core.errors import CaptureError, UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedBucket:
-    """One key's static input views, the trace it came from, and how to rebuild the model's output."""
+    """One key's static input views, the trace it came from, and how to rebuild the model's output.
+
+    values: everything that the captured graph reads; kept, because a graph of the device holds addresses only.
+    """
 
     key: GraphKey
     inputs: Mapping[str, Tensor]
     traced: TracedGraph
     output: OutputTree
     views_of_inputs: tuple[int, ...] = ()
+    values: tuple[Any, ...] = ()
 
 
 MAX_PLANS = 4096
