@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,10 @@ import torch
 
 from core.common.passes.complaints import broken_promise, conflict, failed
 from core.common.passes.context import Analyses, PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult, Stage
+from core.common.passes.declaration import Pass, PassResult, Stage
 from core.common.passes.mechanisms import apply_pass
-from core.common.passes.order import choose, order, predecessors
+from core.common.passes.order import choose, order, order_without_cycles, predecessors
+from core.common.passes.report import PassReport
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.snapshot import Snapshot, interface_of, to_text
 from core.errors import PassError
@@ -31,40 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["PassManager", "PassReport", "order"]
 
 log = logging.getLogger("core.passes")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassReport:
-    """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
-
-    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. All empty if not so.
-    """
-
-    name: str
-    owner: str
-    stage: Stage
-    matched: int
-    expected: int | None
-    elapsed_ms: float
-    sites: tuple[str, ...]
-    near_misses: tuple[NearMiss, ...]
-    skipped: str = ""
-    error: str = ""
-    uuid: str = ""
-
-    def summary(self) -> str:
-        """Return one line: matches, near-misses and time, or why it was skipped or undone."""
-        if self.skipped:
-            return f"pass {self.name}: skipped, {self.skipped}"
-        if self.error:
-            return f"pass {self.name}: UNDONE, {' '.join(self.error.split())}"
-        owed = f" of {self.expected} owed" if self.expected is not None else ""
-        near = f", {len(self.near_misses)} near-misses" if self.near_misses else ""
-        return f"pass {self.name}: {self.matched}{owed} matched{near} in {self.elapsed_ms:.1f} ms"
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
 
 
 Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], None]
@@ -96,7 +63,11 @@ class PassManager:
         world_size: int | None = None,
         dump_dir: Path | None = None,
     ) -> None:
-        self.passes = order(choose(tuple(passes), only, disable, enable))
+        chosen = choose(tuple(passes), only, disable, enable)
+        self.passes, cycles = (order(chosen), {}) if strict else order_without_cycles(chosen)
+        self._left_out = [(declared, cycles[declared.name]) for declared in chosen if declared.name in cycles]
+        for declared, error in self._left_out:
+            log.warning("%s\n  the model runs without pass %r of %s", error, declared.name, declared.owner)
         self._unprofitable = dict(getattr(capabilities, "unprofitable", {}))
         for name in (*(only or ()), *enable):
             self._unprofitable.pop(name, None)
@@ -129,6 +100,10 @@ class PassManager:
         run = _Run(graph, stage, tokens, constants, check, observe, Analyses(graph), [])
         with _paused_gc():
             reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
+        for declared, error in self._left_out:
+            if declared.stage == stage:
+                nothing = PassResult(matched=0)
+                reports += (self._report(declared, nothing, time.perf_counter(), error=str(error)),)
         if run.changed:
             graph.recompile()
         self._num_runs += 1

@@ -33,7 +33,46 @@ def choose(
 
 
 def order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return the passes in an order that keeps every before/after, else as registered; raise `PassError` on a cycle."""
+    """Return the passes in an order that keeps every before/after, else as registered.
+
+    Raises `PassError` where there is none, and for two passes of one name.
+    """
+    try:
+        return _ordered(passes)
+    except _CycleError as cycle:
+        raise _contradiction(cycle) from None
+
+
+def order_without_cycles(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], Mapping[str, PassError]]:
+    """Return the ordered passes, and those left out for it: of each cycle the pass registered last, with the error."""
+    kept, left_out = list(passes), dict[str, PassError]()
+    while True:
+        try:
+            return _ordered(kept), left_out
+        except _CycleError as cycle:
+            last = max(cycle.passes, key=kept.index)
+            kept.remove(last)
+            left_out[last.name] = _contradiction(cycle)
+
+
+class _CycleError(Exception):
+    """Passes whose before/after contradict each other; the first one again at the end."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        super().__init__()
+        self.passes = passes
+
+
+def _contradiction(cycle: _CycleError) -> PassError:
+    names = " -> ".join(f"{declared.name!r} of {declared.owner}" for declared in cycle.passes)
+    return PassError(
+        "ordering the passes",
+        found=f"their before/after contradict each other: {names}",
+        remedy="drop one of these constraints",
+    )
+
+
+def _ordered(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     by_name: dict[str, Pass] = {}
     for declared in passes:
         _check(declared, by_name)
@@ -44,11 +83,7 @@ def order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     try:
         sorter.prepare()
     except CycleError as error:
-        raise PassError(
-            "ordering the passes",
-            found="their before/after contradict each other: " + " -> ".join(error.args[1]),
-            remedy="drop one of these constraints",
-        ) from None
+        raise _CycleError([by_name[name] for name in error.args[1]]) from None
     # Of the passes that may come next, the one registered first: a device's passes thus follow the common ones.
     places = {name: place for place, name in enumerate(by_name)}
     ready: list[tuple[int, str]] = []

@@ -62,7 +62,21 @@ def test_a_cycle_names_its_passes() -> None:
         order([named("a", before=("b",)), named("b", before=("a",)), named("c")])
     with pytest.raises(PassError, match="a") as caught:
         order([named("a", before=("b",)), named("b", before=("a",)), named("c")])
-    assert set(caught.value.found.partition(": ")[2].split(" -> ")) == {"a", "b"}
+    parts = set(caught.value.found.partition(": ")[2].split(" -> "))
+    assert parts == {"'a' of owner of a", "'b' of owner of b"}
+
+
+def test_the_model_runs_without_the_last_pass_of_a_cycle_unless_strict(caplog: pytest.LogCaptureFixture) -> None:
+    one = rewrite(add_to_sub, name="one", after=("late",))
+    passes = [one, named("c"), named("late", after=("one",))]
+    with refused(PassError, "ordering the passes", "'one' of acme", "'late' of owner of late"):
+        PassManager(passes, strict=True)
+    module = graph()
+    first, other, left = PassManager(passes).run(module)
+    assert "the model runs without pass 'late' of owner of late" in caplog.text
+    assert [(r.name, r.matched) for r in (first, other)] == [("one", 1), ("c", 0)]
+    assert (left.name, left.matched) == ("late", 0) and "contradict each other" in left.error
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 6.0))
 
 
 def test_one_name_twice_names_both_owners() -> None:

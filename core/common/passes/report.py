@@ -1,0 +1,41 @@
+"""The account of one pass on one graph."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from core.common.passes.declaration import NearMiss, Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassReport:
+    """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
+
+    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. All empty if not so.
+    """
+
+    name: str
+    owner: str
+    stage: Stage
+    matched: int
+    expected: int | None
+    elapsed_ms: float
+    sites: tuple[str, ...]
+    near_misses: tuple[NearMiss, ...]
+    skipped: str = ""
+    error: str = ""
+    uuid: str = ""
+
+    def summary(self) -> str:
+        """Return one line: matches, near-misses and time, or why it was skipped or undone."""
+        if self.skipped:
+            return f"pass {self.name}: skipped, {self.skipped}"
+        if self.error:
+            return f"pass {self.name}: UNDONE, {' '.join(self.error.split())}"
+        owed = f" of {self.expected} owed" if self.expected is not None else ""
+        near = f", {len(self.near_misses)} near-misses" if self.near_misses else ""
+        return f"pass {self.name}: {self.matched}{owed} matched{near} in {self.elapsed_ms:.1f} ms"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields as JSON-ready values."""
+        return asdict(self)
