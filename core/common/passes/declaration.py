@@ -87,7 +87,8 @@ class Guards:
     def _no_value(self, context: PassContext) -> str | None:
         if self.dtypes is None and self.min_rank == 0:
             return None
-        if any(self.refuses_value(value) is None for value in context.values()):
+        # Sizes are values too, and say nothing of a dtype.
+        if any(self.refuses_value(value) is None for value in context.values() if hasattr(value, "dtype")):
             return None
         wanted = [] if self.dtypes is None else sorted(map(str, self.dtypes))
         return f"no value in the graph has {' or '.join(wanted) or 'any dtype'} and rank {self.min_rank} or more"

@@ -1,4 +1,4 @@
-"""The pass removes what it says, reports it, and leaves near relatives alone."""
+"""What a pass owes: how often it matches, the numbers in fp32 and bf16, near-misses, and a planted mistake found."""
 
 from __future__ import annotations
 
@@ -6,90 +6,97 @@ from typing import Any
 
 import pytest
 import torch
-from core.common.passes.context import PassContext
-from torch import fx
+from core.common.passes.declaration import Pass
+from core.common.passes.manager import PassManager, PassReport
+from core.common.tracing import trace
+from core.common.verification.planted import Mistake, spoiled
+from core.common.verification.verify import checker
+from core.errors import PassError
+from torch import Tensor, fx, nn
 
-from core_acme.passes import declarations, drop_same_dtype_cast
+from core_acme.passes import declarations
 
-
-def _trace(fn: Any, dtype: torch.dtype) -> tuple[fx.GraphModule, torch.Tensor]:
-    """Trace `fn` with the metadata that Dynamo would record, by running it node by node."""
-    example = torch.arange(6).to(dtype)
-    module = fx.symbolic_trace(fn)
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            n.meta["example_value"] = value = super().run_node(n)
-            return value
-
-    Recorder(module).run(example)
-    return module, example
+CAPPED = torch.ops.acme.softcap.default
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_a_cast_to_the_same_dtype_goes(dtype: torch.dtype) -> None:
-    module, example = _trace(lambda x: x.to(dtype).to(dtype=dtype).clone(), dtype)
-    expected = module(example)
-    result = drop_same_dtype_cast(PassContext(module=module))
-    module.recompile()
-    assert result.matched == len(result.sites) == 2
-    assert [node.target for node in module.graph.nodes if node.op == "call_method"] == ["clone"]
-    module.graph.lint()
-    assert torch.equal(module(example), expected)
+class Head(nn.Module):
+    def __init__(self, cap: float, *, product_first: bool) -> None:
+        super().__init__()
+        self.cap, self.product_first = cap, product_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        capped = torch.tanh(x / self.cap)
+        return self.cap * capped if self.product_first else capped * self.cap
 
 
-def test_aliasing_stays_as_it_was() -> None:
-    module, example = _trace(lambda x: x.float(), torch.float32)
-    assert drop_same_dtype_cast(PassContext(module=module)).matched == 1
-    module.recompile()
-    assert module(example) is example
+class Model(nn.Module):
+    """Two soft caps of different size, spelled in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.logits = Head(50.0, product_first=True), Head(30, product_first=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.scores(x) * 7)
+
+
+def rows(dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-90, 90, 33).view(3, 11).to(dtype)
+
+
+def fused(model: Any, x: Tensor, declared: Pass | None = None, **options: Any) -> tuple[fx.GraphModule, PassReport]:
+    graph = trace(model, {"x": x}).module
+    (report,) = PassManager([declared or declarations()[0]], strict=True).run(graph, **options)
+    return graph, report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_soft_cap_is_fused_and_keeps_every_bit(dtype: torch.dtype) -> None:
+    x = rows(dtype)
+    expected = trace(Model(), {"x": x}).module(x)[0]
+    graph, report = fused(Model(), x)
+    assert (report.matched, report.sites, report.near_misses) == (2, ("scores", "logits"), ())
+    assert [node.args[1] for node in graph.graph.nodes if node.target is CAPPED] == [50.0, 30.0]
+    assert not any(node.target is torch.tanh for node in graph.graph.nodes)
+    assert torch.equal(graph(x)[0], expected)
 
 
 @pytest.mark.parametrize(
-    "fn",
+    ("model", "reason"),
     [
-        lambda x: x.to(torch.bfloat16),
-        lambda x: x.half(),
-        lambda x: x.to("cpu", torch.float32),
-        lambda x: x.to(torch.float32, memory_format=torch.contiguous_format),
+        (lambda x: 10.0 * torch.tanh(x / 20.0), "divided by 20.0 and multiplied by 10.0"),
+        (lambda x: torch.tanh(x / 20.0) + 20.0, "used otherwise than in one product"),
     ],
 )
-def test_other_conversions_stay(fn: Any) -> None:
-    module, _ = _trace(fn, torch.float32)
-    result = drop_same_dtype_cast(PassContext(module=module))
-    assert (result.matched, result.near_misses) == (0, ())
-    assert any(node.op == "call_method" for node in module.graph.nodes)
+def test_near_misses_say_why(model: Any, reason: str) -> None:
+    _, report = fused(model, rows(torch.float32))
+    assert report.matched == 0
+    assert [reason in miss.reason for miss in report.near_misses] == [True]
 
 
-def test_near_misses_say_why() -> None:
-    copied, _ = _trace(lambda x: x.to(torch.float32, copy=True), torch.float32)
-    assert "copy=True" in drop_same_dtype_cast(PassContext(module=copied)).near_misses[0].reason
-    bare = fx.symbolic_trace(lambda x: x.to(torch.float32))
-    assert "not recorded" in drop_same_dtype_cast(PassContext(module=bare)).near_misses[0].reason
+@pytest.mark.parametrize("model", [torch.tanh, lambda x: x / 20.0 * 20.0, lambda x: 2 * torch.tanh(x)])
+def test_what_is_plainly_something_else_is_passed_over(model: Any) -> None:
+    _, report = fused(lambda x: model(x), rows(torch.float32))
+    assert (report.matched, report.near_misses) == (0, ())
 
 
-def test_sites_name_the_module_that_dynamo_recorded() -> None:
-    class Block(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.to(torch.float32) + 1
+def test_a_planted_mistake_is_found() -> None:
+    def other_cap(node: fx.Node) -> bool:
+        node.args = (node.args[0], node.args[1] * 1.01)  # type: ignore[operator]  # a number
+        return True
 
-    graphs: list[fx.GraphModule] = []
-
-    def keep(graph: fx.GraphModule, _: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile(torch.nn.Sequential(Block(), Block()), backend=keep, fullgraph=True)(torch.ones(2))
-    result = drop_same_dtype_cast(PassContext(module=graphs[0]))
-    assert result.matched == 2
-    assert result.sites[0] != result.sites[1]
-    assert "0" in result.sites[0] and "1" in result.sites[1]
+    x = rows(torch.float32)
+    mistake = Mistake(name="cap", of="acme_softcap", what="a cap one per cent too large", spoil=other_cap)
+    check = checker([(x,)], "full")
+    fused(Model(), x, check=check)
+    with pytest.raises(PassError, match="verifying pass 'acme_softcap' of acme with planted 'cap'"):
+        fused(Model(), x, spoiled(declarations()[0], mistake), check=check)
 
 
 def test_the_declaration_names_its_owner() -> None:
     (declared,) = declarations()
     assert (declared.name, declared.mechanism, declared.stage, declared.owner) == (
-        "acme_drop_same_dtype_cast",
+        "acme_softcap",
         "graph",
         "torch",
         "acme",
