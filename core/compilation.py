@@ -29,6 +29,7 @@ from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
 from core.common.graphs.inputs import Buckets, BucketTable, InputSpec, StaticBuffers
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.lower import lower_ops
+from core.common.passes.manager import PassReport
 from core.common.passes.switches import PassSwitches
 from core.common.report import BucketReport, ProgramReport, TraceReport
 from core.common.traced import TracedGraph
@@ -187,7 +188,8 @@ class _Compilation:
         log.info("traced %s: %d nodes in %.2f s, serves %d buckets", phase, num_nodes, traced.elapsed_s, len(served))
         examples = self._served_examples(phase, traced, served)
         rewritten = self.rewriter.rewrite(traced, tokens=self._tokens(served), examples=examples)
-        ops = lower_ops(rewritten.traced.module, self.device.ops)
+        with _blaming(rewritten.passes):
+            ops = lower_ops(rewritten.traced.module, self.device.ops)
         self.traces.append(
             TraceReport(
                 phase=phase,
@@ -236,7 +238,8 @@ class _Compilation:
         with torch.no_grad(), _frozen_gc(), backend.capture_session():
             for done, key in enumerate(order):
                 self.progress(f"capture {key}", done, len(order))
-                captured[key] = self._capture(key, serving[key], buffers.views(key), backend, shared)
+                with _blaming(next(trace.passes for trace in self.traces if key in trace.buckets)):
+                    captured[key] = self._capture(key, serving[key], buffers.views(key), backend, shared)
             self.progress("capture", len(order), len(order))
         return captured
 
@@ -317,6 +320,20 @@ def _views(outputs: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> tuple[i
     """Return which outputs lie in the memory of an input buffer, which every bucket writes at every call."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in inputs.values()}
     return tuple(i for i, output in enumerate(outputs) if output.untyped_storage().data_ptr() in storages)
+
+
+@contextmanager
+def _blaming(reports: Sequence[PassReport]) -> Iterator[None]:
+    """Say in an error which passes of plugins have changed the graph that could not be lowered or captured."""
+    try:
+        yield
+    except (LoweringError, CaptureError) as error:
+        names = [
+            f"{report.name!r} of {report.owner}" for report in reports if report.matched and report.owner != "core"
+        ]
+        if names:
+            error.remedy += f"; or compile with disable_passes: the graph was changed by {', '.join(names)}"
+        raise
 
 
 def _no_op() -> None:

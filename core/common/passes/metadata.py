@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from core.common.passes.effects import value_of
+from core.common.passes.recipes import Recipe, call_key, expression, flat, recipe_of
 from core.common.passes.sites import Refused, Site
 from core.common.passes.writes import Writes
 
 Memo = dict[object, Any]
-"""Results of fake runs by callable and metadata of the arguments: the layers of a model are alike."""
+"""Results of fake runs, and how they are made anew, by `call_key`: the layers of a model are alike."""
 
 
 class Values:
@@ -37,7 +39,10 @@ class Values:
             return kept, {}
         args, kwargs = fx.map_arg((self.site.args, dict(self.site.kwargs)), value_of)
         inlined = isinstance(self.site.target, fx.GraphModule)
-        values = fake_values(self.site.target, args, kwargs) if inlined else self._remembered(args, kwargs)
+        try:
+            values = fake_values(self.site.target, args, kwargs) if inlined else {"": self._like_others(args, kwargs)}
+        except NewGuard as error:
+            raise Refused(self.site.anchor, f"the new op {error}") from error
         news = _members(values[""], len(olds))
         for node, old, new in zip(self.site.replaced, olds, news, strict=True):
             reason = _differs(old, new)
@@ -46,18 +51,33 @@ class Values:
         pairs = zip(olds, news, strict=True)
         if all(isinstance(old, Tensor) and _same_layout(old, new) for old, new in pairs):
             return values | kept, {}
-        if not inlined:  # what is remembered belongs to another site
-            values = fake_values(self.site.target, args, kwargs)
+        if not inlined:  # what is like others belongs to another site
+            values = {"": self._own(self.site.target, args, kwargs)}
         views: dict[fx.Node, Any] = {}
         for node, old, new in zip(self.site.replaced, olds, _members(values[""], len(olds)), strict=True):
             views |= self._new_views(node, old, new)
         return values, views
 
-    def _remembered(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        key = (self.site.target, *(_signature(leaf) for leaf in pytree.tree_leaves((args, dict(kwargs)))))
+    def _like_others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call, or that of another call of its kind: alike but for the memory."""
+        leaves = flat((args, tuple(kwargs.values())))
+        return self._known(self.site.target, args, kwargs, leaves)[0]
+
+    def _own(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call in memory of its own, or in that of its arguments."""
+        leaves = flat((args, tuple(kwargs.values())))
+        recipe = self._known(target, args, kwargs, leaves)[1]
+        return fake_values(target, args, kwargs)[""] if recipe is None else recipe.make(leaves)
+
+    def _known(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any]
+    ) -> tuple[Any, Recipe | None]:
+        key = call_key(target, args, kwargs, leaves)
         if key not in self.memo:
-            self.memo[key] = fake_values(self.site.target, args, kwargs)
-        return dict(self.memo[key])
+            value = fake_values(target, args, kwargs)[""]
+            self.memo[key] = value, recipe_of(value, leaves)
+        known: tuple[Any, Recipe | None] = self.memo[key]
+        return known
 
     def _new_views(self, node: fx.Node, old: Any, new: Any) -> Mapping[fx.Node, Any]:
         """Where the strides change, run the views of the result on the new ones: a view may be impossible there."""
@@ -68,7 +88,7 @@ class Values:
             args, kwargs = fx.map_arg((user.args, dict(user.kwargs)), lambda n: known.get(n, value_of(n)))
             target: Any = getattr(torch.Tensor, str(user.target)) if user.op == "call_method" else user.target
             try:
-                known[user] = fake_values(target, args, kwargs)[""]
+                known[user] = self._own(target, args, kwargs)
             except (RuntimeError, ValueError) as error:
                 raise Refused(user, f"strides {tuple(new.stride())} do not allow {user.name}: {error}") from error
         del known[node]
@@ -76,25 +96,64 @@ class Values:
 
     def _views(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield what is computed from the node without copying, in graph order; the site itself left out."""
-        keys, reached = self.writes.of(node), {node}
-        for user in self.order:
-            if user.op.startswith("call_f") or user.op == "call_method":
-                from_it = any(argument in reached for argument in user.all_input_nodes)
-                if from_it and self.writes.of(user) & keys and user not in self.site.nodes:
-                    reached.add(user)
-                    yield user
+        keys, seen = self.writes.of(node), set(node.users)
+        waiting = [(self.order[user], user) for user in seen]
+        heapq.heapify(waiting)
+        while waiting:
+            _, user = heapq.heappop(waiting)
+            computes = user.op.startswith("call_f") or user.op == "call_method"
+            if computes and self.writes.of(user) & keys and user not in self.site.nodes:
+                yield user
+                for following in user.users.keys() - seen:
+                    seen.add(following)
+                    heapq.heappush(waiting, (self.order[following], following))
 
 
 def fake_values(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a callable under the fake mode of its arguments; return its result as "", for a graph each node's by name."""
+    """Run a callable under the fake mode of its arguments; return its result as "", for a graph each node's by name.
+
+    Raises `NewGuard` where it asks about a symbolic size what the trace does not say: an answer would narrow down the
+    sizes that the graph serves.
+    """
     fakes = (leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, FakeTensor))
     mode = next((fake.fake_mode for fake in fakes), None)
-    with torch.no_grad(), mode or nullcontext():
+    with torch.no_grad(), _no_guards(mode), mode or nullcontext():
         if not isinstance(target, fx.GraphModule):
             return {"": target(*args, **kwargs)}
         recorder = _Recorder(target)
         result = recorder.run(*args)
     return {"": result} | recorder.values
+
+
+class NewGuard(RuntimeError):
+    """A fake run that would narrow down the sizes that the graph serves; the text says what it does."""
+
+
+@contextmanager
+def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Raise `NewGuard` on what would add a guard; after the fact with a torch that can't prevent it.
+
+    `ShapeEnv.error_on_new_guards` would not do: it raises on guards too that torch itself suppresses.
+    """
+    shape_env = None if mode is None else mode.shape_env
+    if shape_env is None:
+        yield
+        return
+
+    def refuse(kind: str, guard: object, *_: object, **__: object) -> None:
+        if "suppressed" not in kind:
+            raise NewGuard(f"asks about a symbolic size: {guard}")
+
+    num_guards, known = len(shape_env.guards), vars(shape_env).get("_log_guard")
+    vars(shape_env)["_log_guard"] = refuse  # called before a guard is added
+    try:
+        yield
+    finally:
+        del vars(shape_env)["_log_guard"]
+        if known is not None:
+            vars(shape_env)["_log_guard"] = known
+    if len(shape_env.guards) > num_guards:
+        raise NewGuard(f"asks about a symbolic size: {shape_env.guards[-1].expr}")
 
 
 class _Recorder(fx.Interpreter):
@@ -107,17 +166,6 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.values[n.name] = value = super().run_node(n)
         return value
-
-
-def _signature(value: Any) -> object:
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, _sizes(value.shape), _sizes(value.stride())
-    return type(value), repr(value)
-
-
-def _sizes(sizes: Any) -> tuple[object, ...]:
-    """Return sizes that can be compared without asking about symbols."""
-    return tuple(size if type(size) is int else str(size) for size in sizes)
 
 
 def _can_run(values: list[Any]) -> bool:
@@ -152,4 +200,9 @@ def _same_layout(old: Tensor, new: Tensor) -> bool:
 def _same(left: Any, right: Any) -> bool:
     if len(left) != len(right):
         return False
-    return all(a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True))
+    return all(_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Tell whether two sizes are always equal; expressions first, since asking about symbols takes long."""
+    return a is b or bool(expression(a) == expression(b)) or statically_known_true(a == b)

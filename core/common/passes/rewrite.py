@@ -41,7 +41,8 @@ def fuse(context: PassContext, find: Finder) -> PassResult:
 def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[NearMiss] = ()) -> PassResult:
     """Rewrite the safe ones among these sites of one graph; the part of `fuse` after the search."""
     memo: Memo = {}
-    planned = [plan_site(context, site, memo) for site in sites]
+    modes = _autocast(context.graph)
+    planned = [_split(site, modes) or plan_site(context, site, memo) for site in sites]
     plans = [item for item in planned if isinstance(item, Plan)]
     _refuse_overlaps(context, plans)
     replaced: dict[fx.Node, fx.Node] = {}
@@ -55,6 +56,33 @@ def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[Ne
         sites=tuple(site_name(plan.site.origin) for plan in plans),
         near_misses=(*misses, *(item for item in planned if isinstance(item, NearMiss))),
     )
+
+
+def _autocast(graph: fx.Graph) -> Mapping[fx.Node, tuple[object, ...]]:
+    """Return the arguments of the autocast regions around each node, outermost first; nothing where there are none."""
+    if not any(_is_switch(node) for node in graph.nodes):
+        return {}
+    found: dict[fx.Node, tuple[object, ...]] = {}
+    open_regions: list[fx.Node] = []
+    for node in graph.nodes:
+        if _is_switch(node, "_enter_autocast"):
+            open_regions.append(node)
+        elif _is_switch(node, "_exit_autocast"):
+            open_regions = [region for region in open_regions if region is not node.args[0]]
+        found[node] = tuple((region.args, tuple(region.kwargs.items())) for region in open_regions)
+    return found
+
+
+def _is_switch(node: fx.Node, *names: str) -> bool:
+    return getattr(node.target, "__name__", "") in (names or ("_enter_autocast", "_exit_autocast"))
+
+
+def _split(site: Site, modes: Mapping[fx.Node, tuple[object, ...]]) -> NearMiss | None:
+    """Refuse a site of which a part computes under another autocast: the op would compute all of it under one."""
+    for node in site.nodes if modes else ():
+        if modes[node] != modes[site.anchor]:
+            return near_miss(site.anchor, f"{node.name} computes under another autocast than {site.anchor.name}")
+    return None
 
 
 def _refuse_overlaps(context: PassContext, plans: Iterable[Plan]) -> None:

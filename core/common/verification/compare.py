@@ -97,7 +97,7 @@ def compare(result: Any, old: Any, reference: Callable[[], Any]) -> tuple[str, f
         return f"{kinds[0]} instead of {kinds[1]}", _INF
     if result.device != old.device:
         return f"on {result.device} instead of {old.device}", _INF
-    if torch.equal(result, old):
+    if torch.equal(result, old) or _both_nan(result, old):
         return "", 0.0
     if not old.dtype.is_floating_point:
         return f"{int((result != old).sum())} of {old.numel()} elements differ", _INF
@@ -122,3 +122,8 @@ def _few(result: Tensor, old: Tensor, reference: Tensor) -> tuple[str, float]:
     bound = 3 * errors[1] + 4 * torch.finfo(old.dtype).eps * (float(r[keep].pow(2).mean().sqrt()) if keep.any() else 0)
     ratio = errors[0] / bound if bound else (_INF if errors[0] else 0.0)
     return (f"error over bound: max {ratio:.3g} (1 passes)" if ratio > 1 else ""), ratio
+
+
+def _both_nan(result: Tensor, old: Tensor) -> bool:
+    """Tell whether two tensors are equal in every element, NaN where the other is NaN."""
+    return bool(((result == old) | ((result != result) & (old != old))).all())

@@ -29,6 +29,7 @@ from core.common.passes.common.packing import Owners, Packing
 from core.common.passes.common.relayout import Relayout
 from core.common.passes.context import PassContext, value_of
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.recipes import recipe_of, signatures
 from core.common.passes.rewrite import near_miss, site_name
 from core.common.passes.sites import MADE_BY, Made, Refused
 from core.common.passes.writes import Writes
@@ -86,6 +87,7 @@ class _Merger:
         self._writes: Writes = context.analysis("writes")
         self._order: Mapping[fx.Node, int] = context.analysis("order")
         self._relayout = Relayout(self._order)
+        self._recipes: dict[object, Any] = {}
         self._owners = Owners(self._constants.tensors())
         self._returned = self._writes.of(*context.graph.output_node().all_input_nodes)
         self._joined: dict[tuple[fx.Node | None, ...], fx.Node] = {}
@@ -160,7 +162,7 @@ class _Merger:
                 names = ", ".join(linear.weight.name for linear in group)
                 raise Refused(first.node, f"the weights {names} can't be joined: {reason}")
         sizes = [linear.num_rows for linear in group]
-        whole, parts = _fakes(value_of(first.node), sizes)
+        whole, parts = self._fakes(value_of(first.node), tuple(sizes))
         changed = {linear.node: part for linear, part in zip(group, parts, strict=True)}
         values = self._relayout.consequences(changed)
         names = "_".join(linear.path.rpartition(".")[2] for linear in group)
@@ -170,6 +172,19 @@ class _Merger:
         if biases is not None:
             bias = self._join(f"{prefix}_bias", [linear.bias for linear in group], biases, first)
         self._rewrite(group, (weight, bias), (whole, parts), values)
+
+    def _fakes(self, like: FakeTensor, sizes: tuple[int, ...]) -> tuple[FakeTensor, tuple[FakeTensor, ...]]:
+        """Return the fake values of the merged result and of its slices, made like those of another layer's."""
+        key = (signatures((like,)), sizes)
+        known = self._recipes.get(key)
+        if known is None:
+            whole, parts = _fakes(like, sizes)
+            recipes = recipe_of(whole, ()), recipe_of(parts, (whole,))
+            if None not in recipes:
+                self._recipes[key] = recipes
+            return whole, parts
+        made: Any = known[0].make(())
+        return made, known[1].make((made,))
 
     def _packings(self, group: Sequence[_Linear]) -> tuple[Packing, Packing | None]:
         sizes = tuple(linear.num_rows for linear in group)

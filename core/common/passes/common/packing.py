@@ -115,6 +115,9 @@ def _unfit(tensor: Tensor) -> str:
         return f"one is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor"
     if not tensor.is_contiguous():
         return "one is not contiguous"
+    # On some devices every tensor says so: then it means nothing.
+    if tensor.is_shared() and not torch.empty(1, device=tensor.device).is_shared():
+        return "one lies in memory that it shares with other processes"
     if tensor.requires_grad and torch.is_grad_enabled():
         return "one requires a gradient, and gradients are enabled"
     return "one is no leaf of autograd" if not tensor.is_leaf else ""

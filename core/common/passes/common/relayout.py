@@ -9,13 +9,10 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.common.fresh import fresh, reread
 from core.common.passes.context import value_of
 from core.common.passes.metadata import fake_values
+from core.common.passes.recipes import Recipe, call_key, flat, memory, recipe_of, signatures
 from core.common.passes.sites import Refused
-
-Signature = tuple[object, ...]
-_OWN = -1  # in place of the argument that a result is a view of: it has memory of its own
 
 
 class Relayout:
@@ -26,7 +23,7 @@ class Relayout:
 
     def __init__(self, order: Mapping[fx.Node, int]) -> None:
         self._order = order
-        self._results: dict[Signature, tuple[int, Any, Any, Any] | None] = {}
+        self._recipes: dict[object, Recipe | None] = {}  # None: the call's result stays
 
     def consequences(self, changed: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Return the new values of all nodes that change, the given ones included.
@@ -34,7 +31,7 @@ class Relayout:
         Raises `Refused` at a node that can't compute on the new strides. Nothing in the graph changes.
         """
         new = dict(changed)
-        left = {_memory(leaf) for node in changed for leaf in _tensors(value_of(node))}
+        left = {memory(leaf) for node in changed for leaf in _tensors(value_of(node))}
         waiting = [(self._order[user], user) for node in changed for user in node.users]
         heapq.heapify(waiting)
         seen: set[fx.Node] = set()
@@ -46,7 +43,7 @@ class Relayout:
             value = self._value(node, new, left)
             if value is not None:
                 new[node] = value
-                left.update(_memory(leaf) for leaf in _tensors(value_of(node)))
+                left.update(memory(leaf) for leaf in _tensors(value_of(node)))
                 for user in node.users:
                     heapq.heappush(waiting, (self._order[user], user))
         return new
@@ -54,33 +51,21 @@ class Relayout:
     def _value(self, node: fx.Node, new: Mapping[fx.Node, Any], left: set[int]) -> Any:
         """Return the node's value on the new ones, None where it stays as it is."""
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: new[n] if n in new else value_of(n))
-        leaves = _flat((args, tuple(kwargs.values())))
-        memories = [_memory(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves]
+        leaves = flat((args, tuple(kwargs.values())))
         old = value_of(node)
-        moved = any(_memory(leaf) in left for leaf in _tensors(old))
-        form = (node.op, node.target, moved, _form(args), tuple(kwargs), *map(memories.index, memories))
-        key = (form, *map(_signature, _flat(old)), *map(_signature, leaves))
-        if key in self._results:
-            known = self._results[key]
-            if known is None:
-                return None
-            index, shape, stride, offset = known
-            if index == _OWN:
-                return fresh(old, shape, stride)
-            return reread(leaves[index], shape, stride, leaves[index].storage_offset() + offset)
+        before = signatures(flat(old))
+        moved = any(memory(leaf) in left for leaf in _tensors(old))
+        key = (node.op, moved, before, call_key(node.target, args, kwargs, leaves))
+        if key in self._recipes:
+            known = self._recipes[key]
+            return None if known is None else known.make(leaves)
         value = self._run(node, args, kwargs)
-        same = [_signature(leaf) for leaf in _flat(value)] == [_signature(leaf) for leaf in _flat(old)]
-        if isinstance(value, FakeTensor) and _memory(value) in memories:
-            index = memories.index(_memory(value))
-            if not (same and not moved):
-                offset = value.storage_offset() - leaves[index].storage_offset()
-                self._results[key] = (index, tuple(value.shape), tuple(value.stride()), offset)
-                return value
-        if same and not moved:
-            self._results[key] = None
+        if not moved and signatures(flat(value)) == before:
+            self._recipes[key] = None
             return None
-        if isinstance(value, FakeTensor) and isinstance(old, FakeTensor) and value.dtype == old.dtype:
-            self._results[key] = (_OWN, tuple(value.shape), tuple(value.stride()), 0)
+        recipe = recipe_of(value, leaves)
+        if recipe is not None:
+            self._recipes[key] = recipe
         return value
 
     @staticmethod
@@ -93,29 +78,5 @@ class Relayout:
             raise Refused(node, f"{node.name} can't compute on a slice of a wider result: {text}") from error
 
 
-def _flat(value: Any) -> list[Any]:
-    if not isinstance(value, (tuple, list)):
-        return [value]
-    leaves: list[Any] = []
-    for item in value:
-        leaves += _flat(item) if isinstance(item, (tuple, list)) else (item,)
-    return leaves
-
-
-def _form(value: Any) -> object:
-    """Return how arguments are nested: `x[0, 1]` and `x[[0, 1]]` hold the same leaves."""
-    return (type(value), *map(_form, value)) if isinstance(value, (tuple, list)) else None
-
-
 def _tensors(value: Any) -> list[FakeTensor]:
-    return [leaf for leaf in _flat(value) if isinstance(leaf, FakeTensor)]
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _signature(value: Any) -> Signature:
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, str(tuple(value.shape)), str(tuple(value.stride()))
-    return type(value), repr(value)
+    return [leaf for leaf in flat(value) if isinstance(leaf, FakeTensor)]

@@ -19,7 +19,7 @@ from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.lift.rotary_features import Table
 from core.common.passes.lift.rotary_form import Rotation, find_rotation, is_seed
 from core.common.passes.lift.rotary_pairs import pair_up
-from core.common.passes.rewrite import Site, apply_sites
+from core.common.passes.rewrite import Site, apply_sites, near_miss
 
 
 def find_rotations(context: PassContext) -> tuple[list[Rotation], list[NearMiss]]:
@@ -103,8 +103,23 @@ def _with_tables(target: Any, count: int, rotation: Rotation, options: Mapping[s
 def run(context: PassContext) -> PassResult:
     """Lift every rotation of the graph, a query's and its key's together."""
     rotations, misses = find_rotations(context)
-    groups = pair_up(context, rotations)
-    return apply_sites(context, [_site(*group) for group in groups], misses)
+    sites = [_site(*group) for group in pair_up(context, rotations)]
+    refused = [miss for site in sites if (miss := _irreversible(context, site)) is not None]
+    kept = [site for site in sites if _irreversible(context, site) is None]
+    return apply_sites(context, kept, (*misses, *refused))
+
+
+def _irreversible(context: PassContext, site: Site) -> NearMiss | None:
+    """Refuse tables of one's own for a device without the op: it would run the reference, which may lay out otherwise.
+
+    Such a site can't be put back as the model wrote it, and a product may round otherwise by the layout of its factors.
+    """
+    if context.implemented is None or not isinstance(site.target, fx.GraphModule):
+        return None
+    op = ROTARY if len(site.outputs) == 2 else ROTARY_SINGLE
+    if op.qualified_name in context.implemented:
+        return None
+    return near_miss(site.anchor, f"the device does not implement {op.qualified_name}, and this form can't be put back")
 
 
 LIFT_ROTARY = Pass(name="lift_rotary", run=run)
