@@ -12,8 +12,10 @@ from core._version import __version__
 
 if TYPE_CHECKING:
     from core.common.config import CompileOptions
+    from core.common.graphs.backend import GraphKey
+    from core.common.graphs.breaks import eager_break
     from core.common.graphs.inputs import InputSpec
-    from core.compilation import compile
+    from core.compilation import capture, compile
     from core.device import Device
     from core.errors import CoreError
     from core.host import list_devices, select_device
@@ -23,9 +25,12 @@ _EXPORTS = {
     "CompileOptions": "core.common.config",
     "CoreError": "core.errors",
     "Device": "core.device",
+    "GraphKey": "core.common.graphs.backend",
     "InputSpec": "core.common.graphs.inputs",
     "Program": "core.program",
+    "capture": "core.compilation",
     "compile": "core.compilation",
+    "eager_break": "core.common.graphs.breaks",
     "list_devices": "core.host",
     "select_device": "core.host",
 }
@@ -34,10 +39,13 @@ __all__ = [
     "CompileOptions",
     "CoreError",
     "Device",
+    "GraphKey",
     "InputSpec",
     "Program",
     "__version__",
+    "capture",
     "compile",
+    "eager_break",
     "list_devices",
     "select_device",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.ops.declaration import declared_ops
 from core.device import Device, Mode
 from core.errors import PluginError, UsageError
+
+if TYPE_CHECKING:
+    from core.common.config import ModeChoice
 
 Examples = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """Input sets per phase, on which passes are verified; each a full set of the declared inputs by name."""
@@ -34,7 +37,37 @@ def models_per_phase(
     return dict(model)
 
 
-def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec]) -> None:
+def check_phases(mode: ModeChoice | Mapping[str, ModeChoice] | None, table: BucketTable) -> None:
+    """Refuse modes of phases that the buckets do not name."""
+    unknown = sorted(mode.keys() - table.phases.keys()) if isinstance(mode, Mapping) else []
+    if unknown:
+        raise UsageError(
+            f"modes for phases {unknown}",
+            found=f"the buckets name the phases {sorted(table.phases)}",
+            remedy="name only these; a phase without a mode takes the device's preferred one",
+        )
+
+
+def check_bound(bound: Mapping[str, Tensor], inputs: Mapping[str, InputSpec]) -> Mapping[str, Tensor]:
+    """Return the tensors of the inputs declared "bound", checked against their declaration."""
+    declared = {name for name, spec in inputs.items() if spec.padding == "bound"}
+    if bound.keys() != declared:
+        raise UsageError(
+            f"bound={sorted(bound)}",
+            found=f"inputs declared with padding 'bound' are: {', '.join(sorted(declared)) or 'none'}",
+            remedy="give the tensor of each of these, and of no other: bound={name: tensor}",
+        )
+    for name, tensor in bound.items():
+        if tuple(tensor.shape) != inputs[name].shape or tensor.dtype != inputs[name].dtype:
+            raise UsageError(
+                f"bound input {name!r} of {tensor.dtype} and shape {tuple(tensor.shape)}",
+                found=f"it is declared as {inputs[name].dtype} of shape {inputs[name].shape}",
+                remedy="declare the tensor's own shape, of numbers only: no bucket can pad it",
+            )
+    return bound
+
+
+def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec], guards: Mapping[str, object]) -> None:
     """Refuse input names that the model does not take, before Dynamo says so in its own words."""
     function = model.forward if isinstance(model, torch.nn.Module) else model
     if not callable(function):
@@ -44,11 +77,11 @@ def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec]) 
     except (TypeError, ValueError):  # some builtins have none
         return
     try:
-        signature.bind(**inputs)
+        signature.bind(**inputs, **guards)
     except TypeError as error:
         name = getattr(model, "__name__", type(model).__name__)
         raise UsageError(
-            f"calling {name} with the inputs {', '.join(map(repr, inputs))}",
+            f"calling {name} with the inputs {', '.join(map(repr, (*inputs, *guards)))}",
             found=f"its signature is {signature}: {error}",
             remedy="name the inputs as the model's forward names its parameters",
         ) from None
@@ -110,6 +143,7 @@ def examples_per_phase(
 
 
 def _check_example(phase: str, example: Mapping[str, Tensor], inputs: Mapping[str, InputSpec]) -> None:
+    inputs = {name: spec for name, spec in inputs.items() if spec.padding != "bound"}
     if not isinstance(example, Mapping) or example.keys() != inputs.keys():
         found = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise UsageError(

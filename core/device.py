@@ -48,11 +48,21 @@ class PluginInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInfo:
-    """Memory of one device in bytes; `total` is what the process may use, `peak` since the last reset."""
+    """Memory of one device in bytes; `total` is what the process may use, `peak` of `used` since the last reset.
+
+    used_bytes: in use by tensors. held_bytes: taken from the device, with caches of the allocator and graphs; None
+    where that is the same.
+    """
 
     used_bytes: int
     total_bytes: int
     peak_bytes: int
+    held_bytes: int | None = None
+
+    @property
+    def taken_bytes(self) -> int:
+        """Everything taken from the device."""
+        return self.used_bytes if self.held_bytes is None else self.held_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

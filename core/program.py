@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.graphs.backend import GraphBackend, GraphKey
+from core.common.graphs.backend import GraphKey, Guards
 from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.plan import Cropper, Plan, make_plan
+from core.common.graphs.runner import GraphRunner
 from core.common.report import ProgramReport
-from core.common.traced import OutputTree, TracedGraph
-from core.device import Device
-from core.errors import CaptureError, UsageError
+from core.common.traced import OutputTree
+from core.device import Device, Mode
+from core.errors import CaptureError, CoreError, UsageError
+
+log = logging.getLogger("core.program")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedBucket:
-    """One key's static input views, the trace it came from, and how to rebuild the model's output.
+    """One key's static input views, how to rebuild the model's output, and how to cut padding off it.
 
     values: everything that the captured graph reads; kept, because a graph of the device holds addresses only.
     """
 
     key: GraphKey
     inputs: Mapping[str, Tensor]
-    traced: TracedGraph
     output: OutputTree
+    cropper: Cropper
     views_of_inputs: tuple[int, ...] = ()
     values: tuple[Any, ...] = ()
 
@@ -38,48 +43,41 @@ MAX_PLANS = 4096
 """Plans kept, one per combination of input shapes; beyond that all are dropped and made anew as they are needed."""
 
 
-class _Plan(NamedTuple):
-    """All decisions about a call with inputs of given shapes, made once."""
-
-    key: GraphKey
-    copies: tuple[tuple[str, Tensor, torch.dtype], ...]
-    fills: tuple[tuple[Tensor, int | float | Tensor], ...]
-    crops: tuple[tuple[int, tuple[slice, ...]], ...]
-    views_of_inputs: tuple[int, ...]
-    output: OutputTree
-    single: int
-
-
 class Program:
-    """A compiled model; made by `core.compile`. Not thread-safe: buckets share their static buffers.
+    """A compiled model; made by `core.compile` and `core.capture`. Not thread-safe: buckets share static buffers.
 
-    Outputs are valid until the next call or replay of the same bucket; copy what must live longer. Use as a context
-    manager, or call `close()`, to return graph memory.
+    Outputs are valid until the next call or replay of any bucket; copy what must live longer. Use as a context manager,
+    or call `close()`, to return graph memory.
     """
 
     def __init__(
         self,
         *,
         device: Device,
-        eager: Mapping[str, Callable[..., Any]],
+        models: Mapping[str, Callable[..., Any]],
+        modes: Mapping[str, Mode],
         inputs: Mapping[str, InputSpec],
         table: BucketTable,
         buffers: StaticBuffers | None,
-        backend: GraphBackend,
+        runner: GraphRunner,
         captured: Mapping[GraphKey, CapturedBucket],
         report: ProgramReport,
+        strict: bool = False,
     ) -> None:
         self.device = device
-        self._eager = eager
+        self._models = dict(models)
+        self._modes = dict(modes)
         self._inputs = dict(inputs)
         self._table = table
         self._buffers = buffers
-        self._backend = backend
+        self._runner = runner
         self._captured = dict(captured)
         self._report = report
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._strict = strict
+        self._plans: dict[tuple[Any, ...], Plan | str] = {}
         # A program with one phase needs no phase in its calls.
         self._only_phase = next(iter(table.phases)) if len(table.phases) == 1 else None
+        self._bound = frozenset(name for name, spec in inputs.items() if spec.padding == "bound")
         self._closed = False
 
     @property
@@ -88,8 +86,13 @@ class Program:
         return tuple(self._captured)
 
     def report(self) -> ProgramReport:
-        """Return what the compile did and cost."""
-        return self._report
+        """Return what the compile did and cost, and what was replayed, run eagerly and compiled since."""
+        return replace(
+            self._report,
+            replays=self._runner.replays(),
+            fallbacks=dict(self._runner.fallbacks),
+            compiles=dict(self._runner.compiles.counts),
+        )
 
     def inputs(self, key: GraphKey) -> Mapping[str, Tensor]:
         """Return the static input buffers of a bucket, to be written before `replay`; they live as long as the program.
@@ -98,40 +101,57 @@ class Program:
         """
         return self._bucket(key).inputs
 
-    def replay(self, key: GraphKey, step: object = None) -> Any:
+    def source(self, key: GraphKey) -> str:
+        """Return the generated Python that replays a key captured in parts; "" for a key that is one graph."""
+        return self._runner.source(self._bucket(key).key)
+
+    def replay(self, key: GraphKey, step: Mapping[str, Any] | None = None) -> Any:
         """Run a bucket on the present content of its buffers: nothing is copied in, nothing is sliced.
 
-        Returns the model's output structure at the bucket's shapes, valid until the next replay of this key; an output
-        that is a view of an input (a cast to its own dtype is one) until any bucket's inputs are written.
+        step: host-side arguments by name, on a device whose graphs have them. Returns the model's output structure at
+        the bucket's shapes, valid until the next replay of any key; an output that is a view of an input (a cast to its
+        own dtype is one) until any bucket's inputs are written. A key that was not captured is refused.
         """
-        outputs = self._backend.replay(key, step) if key in self._captured else self._refuse(key)
-        bucket = self._captured[key]
+        bucket = self._captured.get(key) or self._bucket(key)
+        outputs = self._runner.replay(key, step)
         return bucket.output.rebuild(outputs, bucket.inputs)
 
-    def replay_session(self) -> AbstractContextManager[None]:
-        """Enter around a run of calls, for devices that prepare something for serving."""
-        return self._backend.replay_session()
+    def serving(self) -> AbstractContextManager[None]:
+        """Enter around a run of calls: captures are refused in it, and compiles by torch counted (strict: an error)."""
+        return self._runner.serving()
 
-    def __call__(self, phase: str | None = None, /, **inputs: Tensor) -> Any:
+    def __call__(
+        self,
+        phase: str | None = None,
+        /,
+        *,
+        guards: Mapping[str, Hashable] | None = None,
+        step: Mapping[str, Any] | None = None,
+        **inputs: Tensor,
+    ) -> Any:
         """Run the model on `inputs`: copy them into the smallest bucket that fits, replay, slice the padding off.
 
-        phase may be left out where the program has one only. Padding is right where the model treats the entries of a
-        bucket dimension independently or masks them itself; declaring the dimension states that. Raises `CaptureError`
-        where no bucket is large enough and `UsageError` for inputs that differ from their declaration; nothing falls
-        back to eager by itself.
+        phase may be left out where the program has one only. guards: the phase's guards by name. step: host-side
+        arguments, as for `replay`. Padding is right where the model treats the entries of a bucket dimension
+        independently or masks them itself; declaring the dimension states that.
+
+        Where no captured graph may serve the call, the model runs eagerly, which is logged once per reason and counted
+        in `report().fallbacks`; a strict program raises `CaptureError` instead. Raises `UsageError` for inputs that
+        differ from their declaration.
         """
         try:
-            signature = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
+            signature: tuple[Any, ...] = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
+            if guards:
+                signature += tuple(guards.items())
             plan = self._plans.get(signature)
         except (AttributeError, TypeError):
             raise self._wrong_call(phase, inputs) from None
         if plan is None:
-            phase = self._phase(phase)
-            if phase in self._eager:
-                return self._run_eager(phase, inputs)
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[signature] = self._plan(phase, inputs)
+            plan = self._plans[signature] = self._plan(self._phase(phase), guards or {}, inputs)
+        if isinstance(plan, str):
+            return self._run_eager(self._phase(phase), guards or {}, inputs, plan)
         for name, buffer, dtype in plan.copies:
             tensor = inputs[name]
             if tensor.dtype is not dtype:
@@ -139,7 +159,9 @@ class Program:
             buffer.copy_(tensor.detach() if tensor.requires_grad else tensor)
         for tail, value in plan.fills:
             tail.copy_(value) if isinstance(value, Tensor) else tail.fill_(value)
-        outputs: Any = self._backend.replay(plan.key)
+        if self._bound:
+            self._check_bound(plan.key, inputs)
+        outputs: Any = self._runner.replay(plan.key, step)
         if plan.crops or plan.views_of_inputs:
             outputs = list(outputs)
             for index in plan.views_of_inputs:
@@ -150,10 +172,10 @@ class Program:
 
     def close(self) -> None:
         """Drop all captured graphs and return their memory; the program can't be called afterwards."""
-        self._backend.cleanup()
+        self._runner.cleanup()
         self._captured.clear()
         self._plans.clear()
-        self._eager = {}
+        self._models = {}
         self._buffers = None
         self._closed = True
         self.device.parts.empty_cache()
@@ -181,86 +203,89 @@ class Program:
         return phase
 
     def _check_names(self, inputs: Mapping[str, Tensor]) -> None:
-        if inputs.keys() != self._inputs.keys():
+        if not self._inputs.keys() - self._bound <= inputs.keys() <= self._inputs.keys():
             raise UsageError(
                 f"inputs {sorted(inputs)}",
                 found=f"the program declares {sorted(self._inputs)}",
                 remedy="pass exactly the declared inputs, by name",
             )
 
-    def _run_eager(self, phase: str, inputs: Mapping[str, Tensor]) -> Any:
+    def _check_bound(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse another tensor in place of one whose memory the graphs read; a bound input need not be given."""
+        for name in self._bound & inputs.keys():
+            bound = self._captured[key].inputs[name]
+            if inputs[name].data_ptr() != bound.data_ptr():
+                raise CaptureError(
+                    f"input {name!r} at {inputs[name].data_ptr():#x}",
+                    found=f"it is bound: {key} reads the tensor at {bound.data_ptr():#x} that was given at compile",
+                    remedy="write into that tensor in place, or leave the input out of the call",
+                )
+
+    def _run_eager(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor], reason: str) -> Any:
+        """Run the model as it is. reason: why, where that is not what the phase's mode says."""
         self._measure(inputs)
-        for name, spec in self._inputs.items():
-            if inputs[name].dtype is not spec.dtype:
-                raise self._wrong_dtype(name, inputs[name], spec.dtype)
+        for name, tensor in inputs.items():
+            if tensor.dtype is not self._inputs[name].dtype:
+                raise self._wrong_dtype(name, tensor, self._inputs[name].dtype)
+        if reason:
+            if reason not in self._runner.fallbacks:
+                log.warning("%s runs eagerly: %s", phase, reason)
+            self._runner.fallbacks[reason] += 1
+        bound = self._buffers.bound if self._buffers is not None else {}
         with torch.no_grad():
-            return self._eager[phase](**inputs)
+            result = self._models[phase](**{**bound, **inputs}, **guards)
+        self._runner.compiles.raise_pending()
+        return result
 
     def _measure(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         self._check_names(inputs)
         sizes: dict[str, int] = {}
-        for name, spec in self._inputs.items():
-            spec.measure(name, inputs[name].shape, sizes)
+        for name, tensor in inputs.items():
+            self._inputs[name].measure(name, tensor.shape, sizes)
         return sizes
 
-    def _plan(self, phase: str, inputs: Mapping[str, Tensor]) -> _Plan:
+    def _plan(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor]) -> Plan | str:
+        """Return the plan of a call; "" where the phase's mode is "off"; the reason where there is no graph for it."""
         sizes = self._measure(inputs)
-        key = self._table.find(phase, sizes)
+        values = self._table.check_guards(phase, guards)
+        if self._modes[phase] == "off":
+            return ""
+        try:
+            return self._captured_plan(phase, values, sizes, inputs)
+        except CaptureError as error:
+            if self._strict:
+                raise
+            return f"{error.asked}: {error.found}"
+
+    def _captured_plan(
+        self, phase: str, guards: Guards, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+    ) -> Plan:
+        key = self._table.find(phase, sizes, guards)
         if key is None:
-            largest = self._table.phases[phase][-1]
             raise CaptureError(
-                f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in sizes.items()),
-                found=f"no bucket is that large; the largest is {largest}",
+                f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards)),
+                found=f"no bucket is that large; the largest is {self._table.phases[phase][-1]}",
                 remedy="compile with a larger bucket, or split the batch",
             )
-        bucket = self._captured[key]
-        copies = []
-        fills: list[tuple[Tensor, int | float | Tensor]] = []
-        for name, spec in self._inputs.items():
-            buffer, shape = bucket.inputs[name], tuple(inputs[name].shape)
-            copies.append((name, buffer[tuple(slice(n) for n in shape)], spec.dtype))
-            if tuple(buffer.shape) != shape:
-                fills += _padding(name, spec, buffer, shape)
-        crops = self._crops(bucket, inputs)
-        single = bucket.output.leaves[0].index if bucket.output.is_single else -1
-        return _Plan(key, tuple(copies), tuple(fills), crops, bucket.views_of_inputs, bucket.output, single)
-
-    def _crops(self, bucket: CapturedBucket, inputs: Mapping[str, Tensor]) -> tuple[tuple[int, tuple[slice, ...]], ...]:
-        padded = any(bucket.inputs[name].shape != inputs[name].shape for name in bucket.traced.shapes)
-        if not padded:
-            return ()
-        symbolic = {(slot.name, slot.dim) for slot in bucket.traced.symbols.values()}
-        for name in bucket.traced.shapes:
-            for dim, (have, want) in enumerate(zip(bucket.inputs[name].shape, inputs[name].shape, strict=True)):
-                if have != want and (name, dim) not in symbolic:
-                    raise CaptureError(
-                        f"padding input {name!r} from {want} to {have} in dimension {dim}",
-                        found="the model was traced for that size only, so what padding does to its outputs is unknown",
-                        remedy="pass inputs that fill a bucket exactly, or add a bucket of this size",
-                    )
-        reason = bucket.traced.branches_differ(inputs)
-        if reason is not None:
-            raise CaptureError(
-                f"padding to {bucket.key}",
-                found=f"{reason}, and takes another way at the size before padding",
-                remedy="add a bucket of this size",
-            )
-        crops = enumerate(bucket.traced.crop(inputs))
-        return tuple((index, crop) for index, crop in crops if any(part != slice(None) for part in crop))
-
-    def _bucket(self, key: GraphKey) -> CapturedBucket:
-        return self._captured[key] if key in self._captured else self._refuse(key)
-
-    def _refuse(self, key: GraphKey) -> Any:
-        if self._closed:
-            raise CaptureError(f"replaying {key}", found="it was closed", remedy="compile it again")
-        raise CaptureError(
-            f"replaying {key}",
-            found="captured are: " + (", ".join(map(str, self._captured)) or "no keys"),
-            remedy="use one of program.keys, or compile with that bucket and a capture mode",
+        bucket = self._bucket(key)
+        return make_plan(
+            key,
+            inputs,
+            specs=self._inputs,
+            buffers=bucket.inputs,
+            output=bucket.output,
+            cropper=bucket.cropper,
+            views_of_inputs=bucket.views_of_inputs,
         )
 
-    def _wrong_call(self, phase: object, inputs: Mapping[str, Any]) -> UsageError:
+    def _bucket(self, key: GraphKey) -> CapturedBucket:
+        if self._closed:
+            raise CaptureError(f"replaying {key}", found="it was closed", remedy="compile it again")
+        if key not in self._captured:
+            raise self._runner.not_captured(key)
+        return self._captured[key]
+
+    def _wrong_call(self, phase: object, inputs: Mapping[str, Any]) -> CoreError:
         """Return the error for arguments that are no tensors by name."""
         if phase is not None and not isinstance(phase, str):
             return UsageError(
@@ -269,8 +294,12 @@ class Program:
                 remedy=f"call it like program({', '.join(f'{name}=…' for name in self._inputs)})",
             )
         self._check_names(inputs)
-        name, value = next((n, v) for n, v in inputs.items() if not isinstance(v, Tensor))
-        return self._wrong_dtype(name, value, self._inputs[name].dtype)
+        wrong = [(n, v) for n, v in inputs.items() if not isinstance(v, Tensor)]
+        if not wrong:
+            return UsageError(
+                "calling a program with guards", found="a value that can't be hashed", remedy="pass plain values"
+            )
+        return self._wrong_dtype(*wrong[0], self._inputs[wrong[0][0]].dtype)
 
     @staticmethod
     def _wrong_dtype(name: str, found: object, wanted: torch.dtype) -> UsageError:
@@ -283,26 +312,3 @@ class Program:
             found=f"the program declares {wanted}",
             remedy="convert it first; a silent cast could change results",
         )
-
-
-def _padding(
-    name: str, spec: InputSpec, buffer: Tensor, shape: tuple[int, ...]
-) -> list[tuple[Tensor, int | float | Tensor]]:
-    """Return the regions of `buffer` outside `shape` with what each call writes there."""
-    if spec.padding == "copy" or (spec.padding == "edge" and 0 in shape):
-        raise CaptureError(
-            f"input {name!r} of shape {shape}",
-            found=f"its bucket holds {tuple(buffer.shape)} and its padding policy is {spec.padding!r}",
-            remedy="fill the bucket exactly, or declare another padding",
-        )
-    if spec.padding == "keep":
-        return []
-    value = spec.value if spec.padding == "sentinel" else 0
-    regions: list[tuple[Tensor, int | float | Tensor]] = []
-    # Later dimensions first: what an earlier dimension repeats then has its own padding already.
-    for dim in reversed(range(len(shape))):
-        if shape[dim] < buffer.shape[dim]:
-            real = buffer[tuple(slice(n) for n in shape[:dim])]
-            tail = real.narrow(dim, shape[dim], buffer.shape[dim] - shape[dim])
-            regions.append((tail, real.narrow(dim, shape[dim] - 1, 1) if spec.padding == "edge" else value))
-    return regions

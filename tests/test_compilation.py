@@ -186,7 +186,7 @@ def test_a_backends_own_error_is_passed_on() -> None:
 def test_a_failing_trace_cleans_up_too() -> None:
     backend = fragile(RuntimeError("unused"))
     with pytest.raises(core.CoreError, match="tracing"):
-        compiled({"graph_backend": backend}, model=lambda x: print(x) or x)  # noqa: T201  # breaks the graph
+        compiled({"graph_backend": backend}, model=lambda x: print(x) or x, mode="compile")  # noqa: T201
     assert backend.made[0].cleanups == 1
 
 

@@ -28,6 +28,7 @@ def compiled(
     lowering: str = "inline",
     **options: Any,
 ) -> Program:
+    options = {"strict": True} | options
     return core.compile(
         model, cpu(**options.pop("device", {})), inputs=inputs, buckets=buckets, lowering=lowering, **options
     )
@@ -147,7 +148,7 @@ def test_replay_runs_on_the_buffers_and_slices_nothing() -> None:
     (key,) = program.keys
     buffer = program.inputs(key)["x"]
     buffer.copy_(rows(4))
-    with program.replay_session():
+    with program.serving():
         doubled, same = program.replay(key)
     assert torch.equal(doubled, rows(4) * 2)
     assert same is buffer

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.device import Mode
 
+    ModeChoice: TypeAlias = Mode | tuple[Mode, ...]
+
 Verify = Literal["off", "sample", "full"]
-IMPLEMENTED_MODES = ("full", "compile", "off")
+MODES = ("full", "piecewise", "segmented", "compile", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOptions:
     """Everything `core.compile` decides by, besides model, device, inputs and buckets.
 
-    mode: one mode for all phases, or one per phase; None takes the device's preferred mode. lowering: name of one of
-    the device's lowerings; None takes its default. passes: names of the passes to run; None runs all, `()` none.
-    disable_passes: names to leave out of these. enable_passes: names to run although the device finds them
-    unprofitable. strict: a failing pass or a broken promise of one is an error. verify:
+    mode: for all phases, or one per phase. A single name is taken or refused; of several, the first that the device has
+    and the model allows, with a note in the report where it is not the first; None: of all that the device has, and
+    "off" in the end. lowering: name of one of the device's lowerings; None takes its default. passes: names of the
+    passes to run; None runs all, `()` none. disable_passes: names to leave out of these. enable_passes: names to run
+    although the device finds them unprofitable. break_at: ops at which "piecewise" cuts, by qualified name; None takes
+    the canonical ops that declare it. eager: modules that "segmented" runs eagerly, by path, `*` for any part; None
+    finds those that can't be captured. strict: a failing pass, a broken promise of one, a call without a graph, and a
+    compile while serving are errors. debug: check at each replay that nothing the graphs read has moved. verify:
     judge each pass on example inputs against an fp64 run; "sample" takes one input set and a third of the sites.
     """
 
-    mode: Mode | Mapping[str, Mode] | None = None
+    mode: ModeChoice | Mapping[str, ModeChoice] | None = None
     lowering: str | None = None
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
     enable_passes: tuple[str, ...] = ()
+    break_at: tuple[str, ...] | None = None
+    eager: tuple[str, ...] | None = None
     strict: bool = False
+    debug: bool = False
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        for name in ("passes", "disable_passes", "enable_passes"):
+        for name in ("passes", "disable_passes", "enable_passes", "break_at", "eager"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise UsageError(
@@ -48,16 +57,17 @@ class CompileOptions:
                 remedy=f"choose one of: {', '.join(get_args(Verify))}",
             )
 
-    def mode_of(self, phase: str, preferred: tuple[Mode, ...]) -> Mode:
-        """Return the mode of one phase; raise `UsageError` if this version or the device does not have it."""
-        mode = self.mode.get(phase) if isinstance(self.mode, Mapping) else self.mode
-        usable = tuple(m for m in preferred if m in IMPLEMENTED_MODES)
-        if mode is None:
-            return usable[0] if usable else "off"
-        if mode != "off" and mode not in usable:
+    def modes_of(self, phase: str, available: tuple[Mode, ...]) -> tuple[Mode, ...]:
+        """Return the modes that may serve a phase, best first; raise `UsageError` if the device has none of them."""
+        choice = self.mode.get(phase) if isinstance(self.mode, Mapping) else self.mode
+        if choice is None:
+            return tuple(dict.fromkeys((*available, "off")))
+        wanted = (choice,) if isinstance(choice, str) else tuple(choice)
+        found = tuple(mode for mode in wanted if mode == "off" or mode in available)
+        if not found or not set(wanted) <= set(MODES):
             raise UsageError(
-                f"mode {mode!r} for phase {phase!r}",
-                found=f"on this device this version has: {', '.join(dict.fromkeys((*usable, 'off')))}",
+                f"mode {choice!r} for phase {phase!r}",
+                found=f"this device has: {', '.join(dict.fromkeys((*available, 'off')))}",
                 remedy="choose one of these, or leave the mode out to take the first",
             )
-        return mode
+        return found

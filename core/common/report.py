@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from core.common.graphs.backend import GraphKey
     from core.common.ops.lower import OpChoice
     from core.common.passes.manager import PassReport
@@ -14,12 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketReport:
-    """One captured bucket: its lowering and capture time, and the device memory the capture kept."""
+    """One captured bucket: its lowering and capture time (warm-up included), and the device memory the capture took.
+
+    num_graphs: 1, or how many parts it was captured in. eager: what runs between these, in order.
+    """
 
     key: GraphKey
     lower_s: float
     capture_s: float
     num_bytes: int
+    num_graphs: int = 1
+    eager: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +58,12 @@ class TraceReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramReport:
-    """The account of one `core.compile` call; `str()` is for a terminal, `to_json()` for machines."""
+    """The account of one `core.compile` call; `str()` is for a terminal, `to_json()` for machines.
+
+    notes: what was done otherwise than asked or preferred, each with the reason. replays: how often each key was
+    replayed. fallbacks: reason -> how often the model ran eagerly for want of a graph. compiles: what torch compiled
+    while the program was serving, and how often.
+    """
 
     device: str
     plugin: str
@@ -61,6 +74,19 @@ class ProgramReport:
     static_bytes: int
     total_s: float
     notes: tuple[str, ...] = field(default=())
+    replays: Mapping[GraphKey, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    compiles: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that all captures took together."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds of all captures, warm-ups included."""
+        return sum(bucket.capture_s for bucket in self.buckets)
 
     @property
     def num_traces(self) -> int:
@@ -79,6 +105,7 @@ class ProgramReport:
             trace["buckets"] = [str(key) for key in source.buckets]
         for bucket, kept in zip(document["buckets"], self.buckets, strict=True):
             bucket["key"] = str(kept.key)
+        document["replays"] = {str(key): count for key, count in self.replays.items()}
         return document
 
     def __str__(self) -> str:
@@ -101,7 +128,20 @@ class ProgramReport:
             lines.append(
                 f"  {bucket.key}: lowered in {bucket.lower_s:.2f} s, captured in {bucket.capture_s:.2f} s, "
                 f"{bucket.num_bytes / 2**20:.1f} MiB"
+                + (f", {bucket.num_graphs} graphs around {_counted(bucket.eager)}" if bucket.eager else "")
+            )
+        if len(self.buckets) > 1:
+            lines.append(
+                f"  {len(self.buckets)} buckets captured in {self.capture_s:.2f} s, {self.graph_bytes / 2**20:.1f} MiB"
             )
         lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
+        lines += [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
         lines.append(f"  total {self.total_s:.2f} s, static buffers {self.static_bytes / 2**20:.2f} MiB")
         return "\n".join(lines)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return the distinct names with their counts; numbers in module paths become *."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
+    return ", ".join(f"{count} eager {name}" for name, count in counts.items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +26,26 @@ from core.errors import TraceError
 
 
 def trace(
-    model: Callable[..., Any], inputs: Mapping[str, Tensor], *, dynamic: Mapping[str, Sequence[int]] | None = None
+    model: Callable[..., Any],
+    inputs: Mapping[str, Tensor],
+    *,
+    dynamic: Mapping[str, Sequence[int]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    writable: Collection[str] = (),
 ) -> TracedGraph:
-    """Trace `model(**inputs)` as one graph, running nothing of it.
+    """Trace `model(**inputs, **constants)` as one graph, running nothing of it.
 
-    dynamic: per input, the dimensions to keep symbolic where the model allows. Raises `TraceError` with Dynamo's reason
-    and the user code's place if the model breaks the graph or returns something that is not a tree of tensors.
+    dynamic: per input, the dimensions to keep symbolic where the model allows. constants: further arguments, fixed by
+    the trace. writable: inputs that the model may write into, since their memory is the caller's own. Raises
+    `TraceError` with Dynamo's reason and the user code's place if the model breaks the graph or returns something that
+    is not a tree of tensors.
     """
     start = time.perf_counter()
-    capture = _Capture(inputs)
+    capture = _Capture(inputs, writable)
     for name, dims in (dynamic or {}).items():
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(inputs[name], dim)
-    step = _fresh_step(model)
+    step = _fresh_step(model, dict(constants or {}))
     state = Snapshot(model)
     # Without duck shaping each dimension gets a symbol of its own; sizes that are equal by chance stay independent.
     with torch.no_grad(), _SHAPES.patch(use_duck_shape=False), torch._dynamo.config.patch(_DYNAMO):
@@ -66,15 +73,15 @@ _SHAPES: Any = _config  # torch installs `patch` on its config modules at run ti
 _DYNAMO = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "suppress_errors": False}
 
 
-def _fresh_step(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `model(**kwargs)` as a function with a code object of its own.
+def _fresh_step(model: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+    """Return `model(**kwargs, **constants)` as a function with a code object of its own.
 
     Dynamo keeps compiled code and its recompile count per code object: shared ones would reach the limit after a few
     programs and keep every traced model alive.
     """
 
     def step(**inputs: Any) -> Any:
-        return model(**inputs)
+        return model(**inputs, **constants)
 
     fresh = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
     return fresh
@@ -83,8 +90,9 @@ def _fresh_step(model: Callable[..., Any]) -> Callable[..., Any]:
 class _Capture:
     """The Dynamo backend of one trace: keeps the graph and returns stand-ins instead of computing."""
 
-    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], writable: Collection[str]) -> None:
         self._tensors = inputs
+        self._writable = frozenset(writable)
         self._inputs = {id(tensor): name for name, tensor in inputs.items()}
         self.used: set[str] = set()
         self.graph: fx.GraphModule | None = None
@@ -118,8 +126,9 @@ class _Capture:
     def _refuse_written_inputs(self, nodes: Sequence[fx.Node], examples: Sequence[Any]) -> None:
         for node, example in zip(nodes, examples, strict=True):
             # A fake tensor counts writes as a real one does, those through views included.
-            if id(example) in self._inputs and node.meta["example_value"]._version > 0:
-                raise _written_input(self._inputs[id(example)])
+            name = self._inputs.get(id(example))
+            if name is not None and name not in self._writable and node.meta["example_value"]._version > 0:
+                raise _written_input(name)
 
     def _note_symbols(self, name: str, tensor: Tensor) -> None:
         # Asked of Dynamo, not read off the placeholders: a model may look at nothing but an input's size. An input it
@@ -197,7 +206,7 @@ class _Capture:
         assert self.graph is not None
         writes = find_writes(self.graph)
         for node, slot in zip(self.graph.graph.find_nodes(op="placeholder"), self.slots, strict=True):
-            if isinstance(slot, InputSlot) and writes.writers(node):
+            if isinstance(slot, InputSlot) and slot.name not in self._writable and writes.writers(node):
                 raise _written_input(slot.name)
 
     def _output_tree(self, result: Any, repeated: set[int]) -> OutputTree:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 
+Guards = tuple[tuple[str, Hashable], ...]
+"""Further conditions of a graph, sorted by name: `(("lora", False), ("sampling", "greedy"))`."""
+
+WHOLE = -1
+
+
 class GraphKey(NamedTuple):
     """What a captured graph was captured for; a key that was not captured is refused, never replayed approximately.
 
-    phase: forward mode ("decode", "prefill", …). dims: bucket dimensions in declared order, e.g. `(8, 8)`.
+    phase: forward mode ("decode", "prefill", "verify", …). dims: bucket dimensions in declared order, e.g. `(8, 8)`.
+    guards: what else was constant at capture (LoRA, which hidden states are returned, …). part: of a key that is
+    captured in parts the number of one; `WHOLE` otherwise.
     """
 
     phase: str
     dims: tuple[int, ...]
+    guards: Guards = ()
+    part: int = WHOLE
 
     def __str__(self) -> str:
-        return f"{self.phase}[{', '.join(map(str, self.dims))}]"
+        guards = "".join(f", {name}={value}" for name, value in self.guards)
+        part = "" if self.part == WHOLE else f" part {self.part}"
+        return f"{self.phase}[{', '.join(map(str, self.dims))}{guards}]{part}"
 
 
 Callback = Callable[[], None]
@@ -32,6 +44,8 @@ class GraphBackend(Protocol):
     """Captures and replays callables; one instance belongs to one program and is used by one thread at a time.
 
     The program's runner owns input buffers and buckets; the backend owns graphs, their memory pool and their outputs.
+    A backend that can end a recording in the middle of running code is a `SegmentBackend`; one whose captured ops take
+    host-side arguments is an `UpdateBackend`.
     """
 
     def capture_session(self) -> AbstractContextManager[None]:
@@ -44,10 +58,11 @@ class GraphBackend(Protocol):
         """Warm `fn` up, call `after_warmup`, capture `fn` under `key` and return its static outputs.
 
         inputs are the static buffers `fn` reads, by name: their addresses stay the same for the program's life. The
-        outputs live at fixed addresses too and are valid until the next replay of the same key. Warm-up really runs
-        `fn`; `after_warmup` undoes what that wrote, where the runner cares. Called inside `capture_session`; a key
-        captured again replaces its graph. A failed capture must leave the device usable and raise; the runner attaches
-        key and remedy.
+        outputs live at fixed addresses too and are valid until the next replay of any key: graphs of one pool may use
+        each other's memory, so a backend must not hold outputs in a way that keeps the pool from reusing theirs.
+        Warm-up really runs `fn`; `after_warmup` undoes what that wrote, where the runner cares. Called inside
+        `capture_session`; a key captured again replaces its graph. A failed capture must leave the device usable and
+        raise; the runner attaches key and remedy.
         """
         ...
 
@@ -58,7 +73,7 @@ class GraphBackend(Protocol):
     def replay(self, key: GraphKey, step: object = None) -> tuple[torch.Tensor, ...]:
         """Run the graph of `key` on the present content of its input buffers and return its static outputs.
 
-        step carries the host-side arguments of this step for devices whose capabilities declare `update`.
+        step: what `UpdateBackend.update` was given for this replay; None elsewhere.
         """
         ...
 
@@ -68,6 +83,31 @@ class GraphBackend(Protocol):
 
     def cleanup(self) -> None:
         """Drop all graphs and return their memory; the backend can capture again afterwards."""
+        ...
+
+
+class SegmentBackend(GraphBackend, Protocol):
+    """A backend that records what runs between two points; its device lists "piecewise" and "segmented" as modes."""
+
+    def segment(self, key: GraphKey) -> AbstractContextManager[None]:
+        """Record what runs inside the block under `key`, without warm-up; `replay(key)` runs it again and returns ().
+
+        The runner enters and leaves it by hand in the middle of running code, inside `capture_session`. What the block
+        allocates belongs to the graph and lives as long as it. An exception that leaves the block abandons the
+        recording and leaves the device usable.
+        """
+        ...
+
+
+class UpdateBackend(GraphBackend, Protocol):
+    """A backend whose captured ops take host-side arguments, which must be renewed before each replay."""
+
+    def host_arguments(self, key: GraphKey) -> frozenset[str]:
+        """Return the names of the host-side arguments that were captured under `key`."""
+        ...
+
+    def update(self, key: GraphKey, step: Mapping[str, Any]) -> None:
+        """Give these arguments their values for the next replay of `key`; the runner has checked their names."""
         ...
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from math import prod
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from core.common.graphs.backend import GraphKey
+from core.common.graphs.backend import GraphKey, Guards
 from core.errors import UsageError
 
-Padding = Literal["zero", "sentinel", "edge", "keep", "copy"]
+Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]
 """What the rows of a bucket past the real input hold: 0 at each call; `value` at each call; the last real row; whatever
-was there; nothing, since the input must fill its bucket exactly."""
+was there; nothing, since the input must fill its bucket exactly; nothing, since it is never copied: a "bound" input is
+one tensor of the caller's (a cache), given at compile, which graphs read and may write where it is."""
 
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
 Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
+GuardValues = Mapping[str, Sequence[Hashable]]
+"""What a phase is captured for besides its sizes: name -> values; the model gets each by name."""
+RESERVED = frozenset({"guards", "step"})
 DEFAULT_PHASE = "main"
 
 
@@ -109,15 +115,30 @@ def _parse(dim: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class BucketTable:
-    """All buckets of a program: the order of dimension names, and each phase's keys from small to large."""
+    """All buckets of a program: the order of dimension names, and each phase's keys from small to large.
+
+    guards: the values that each phase is captured for.
+    """
 
     dims: tuple[str, ...]
     phases: Mapping[str, tuple[GraphKey, ...]]
+    guards: Mapping[str, GuardValues] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
-    def build(cls, inputs: Mapping[str, InputSpec], buckets: Buckets | None) -> BucketTable:
+    def build(
+        cls,
+        inputs: Mapping[str, InputSpec],
+        buckets: Buckets | None,
+        guards: GuardValues | Mapping[str, GuardValues] | None = None,
+    ) -> BucketTable:
         """Check what the caller gave and bring it into one form; None means one bucket without dimensions."""
         for name, spec in inputs.items():
+            if name in RESERVED:
+                raise UsageError(
+                    f"an input named {name!r}",
+                    found="calls of a program have an argument of that name",
+                    remedy="give the model's parameter another name, or wrap it in a function",
+                )
             if not isinstance(spec, InputSpec):
                 raise UsageError(
                     f"input {name!r}",
@@ -135,20 +156,24 @@ class BucketTable:
             buckets = [{}]
         if not isinstance(buckets, Mapping):
             buckets = {DEFAULT_PHASE: buckets}
-        phases = {phase: cls._keys(phase, dims, entries) for phase, entries in buckets.items()}
-        if not phases:
+        if not buckets:
             raise UsageError("an empty mapping of buckets", found="no phase", remedy="name at least one phase")
-        return cls(dims, phases)
+        per_phase = _guards_per_phase(guards or {}, tuple(buckets), inputs)
+        phases = {phase: cls._keys(phase, dims, entries, per_phase[phase]) for phase, entries in buckets.items()}
+        return cls(dims, phases, per_phase)
 
     @staticmethod
-    def _keys(phase: str, dims: tuple[str, ...], entries: Sequence[int | Mapping[str, int]]) -> tuple[GraphKey, ...]:
+    def _keys(
+        phase: str, dims: tuple[str, ...], entries: Sequence[int | Mapping[str, int]], guards: GuardValues
+    ) -> tuple[GraphKey, ...]:
         if not isinstance(entries, Sequence) or not entries:
             raise UsageError(
                 f"buckets {entries!r} of phase {phase!r}",
                 found="not a list of at least one bucket",
                 remedy="give a list of sizes, or one list per phase, for example {'decode': [8, 16]}",
             )
-        keys = set()
+        conditions = [tuple(zip(sorted(guards), values, strict=True)) for values in _combinations(guards)]
+        found: set[tuple[int, ...]] = set()
         for entry in entries:
             sizes = {dims[0]: entry} if isinstance(entry, int) and len(dims) == 1 else entry
             if not isinstance(sizes, Mapping) or set(sizes) != set(dims) or not all(map(_is_size, sizes.values())):
@@ -159,27 +184,76 @@ class BucketTable:
                     if dims
                     else "leave `buckets` out: every input has a fixed shape",
                 )
-            keys.add(GraphKey(phase, tuple(sizes[d] for d in dims)))
-        return tuple(sorted(keys, key=lambda k: (prod(k.dims), k.dims)))
+            found.add(tuple(sizes[d] for d in dims))
+        ordered = sorted(found, key=lambda sizes: (prod(sizes), sizes))
+        return tuple(GraphKey(phase, sizes, condition) for sizes in ordered for condition in conditions)
 
     def sizes(self, key: GraphKey) -> dict[str, int]:
         """Return the key's dimensions by name."""
         return dict(zip(self.dims, key.dims, strict=True))
 
-    def find(self, phase: str, sizes: Mapping[str, int]) -> GraphKey | None:
-        """Return the smallest bucket of the phase that holds these sizes, or None."""
+    def find(self, phase: str, sizes: Mapping[str, int], guards: Guards = ()) -> GraphKey | None:
+        """Return the smallest bucket of the phase that holds these sizes under exactly these guards, or None."""
         wanted = tuple(sizes[d] for d in self.dims)
-        fitting = (k for k in self.phases[phase] if all(a >= b for a, b in zip(k.dims, wanted, strict=True)))
-        return next(fitting, None)
+        keys = (key for key in self.phases[phase] if key.guards == guards)
+        return next((k for k in keys if all(a >= b for a, b in zip(k.dims, wanted, strict=True))), None)
+
+    def check_guards(self, phase: str, guards: Mapping[str, Hashable]) -> Guards:
+        """Return the guards of a call as a key holds them; raise `UsageError` unless it names exactly the phase's."""
+        declared = self.guards.get(phase, {})
+        if guards.keys() != declared.keys():
+            raise UsageError(
+                f"calling phase {phase!r} with guards {sorted(guards)}",
+                found="it was compiled with: "
+                + (", ".join(f"{n} in {list(v)}" for n, v in declared.items()) or "none"),
+                remedy="give exactly these: program(phase, guards={name: value}, …)",
+            )
+        return tuple(sorted(guards.items()))
+
+
+def _combinations(guards: GuardValues) -> list[tuple[Hashable, ...]]:
+    return list(product(*(guards[name] for name in sorted(guards))))
+
+
+def _guards_per_phase(
+    guards: GuardValues | Mapping[str, GuardValues], phases: tuple[str, ...], inputs: Mapping[str, InputSpec]
+) -> dict[str, GuardValues]:
+    """Bring guards, for all phases or per phase, into one form, checked."""
+    given: Mapping[str, Any] = guards
+    nested = any(isinstance(value, Mapping) for value in given.values())
+    if nested and not given.keys() <= set(phases):
+        raise UsageError(
+            f"guards for phases {sorted(given.keys() - set(phases))}",
+            found=f"the buckets name the phases {sorted(phases)}",
+            remedy="name only these, or give one mapping for all: guards={'lora': (False, True)}",
+        )
+    found: dict[str, GuardValues] = {phase: dict(given.get(phase, {}) if nested else given) for phase in phases}
+    for values in found.values():
+        for name, each in values.items():
+            if isinstance(each, str) or not isinstance(each, Sequence) or not each or name in inputs:
+                raise UsageError(
+                    f"guard {name!r} with values {each!r}",
+                    found="an input has that name" if name in inputs else "not a sequence of at least one value",
+                    remedy="give each guard a name of its own and its values: guards={'lora': (False, True)}",
+                )
+    return found
 
 
 class StaticBuffers:
     """Owns one flat storage per input, sized for the largest bucket; every bucket reads a contiguous view of it.
 
-    Buckets share the storage, so only the bucket being run has valid content. Addresses never change.
+    Buckets share the storage, so only the bucket being run has valid content. Addresses never change. bound: the
+    caller's tensors of the inputs declared so, which are used as they are.
     """
 
-    def __init__(self, inputs: Mapping[str, InputSpec], table: BucketTable, device: torch.device) -> None:
+    def __init__(
+        self,
+        inputs: Mapping[str, InputSpec],
+        table: BucketTable,
+        device: torch.device,
+        bound: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.bound = dict(bound or {})
         self._inputs = inputs
         self._table = table
         keys = [key for keys in table.phases.values() for key in keys]
@@ -191,13 +265,17 @@ class StaticBuffers:
                 device=device,
             )
             for name, spec in inputs.items()
+            if name not in self.bound
         }
 
     def views(self, key: GraphKey) -> dict[str, Tensor]:
         """Return the buffers of one bucket by input name, each contiguous and of the bucket's shape."""
         sizes = self._table.sizes(key)
         shapes = {name: spec.resolve(sizes) for name, spec in self._inputs.items()}
-        return {name: self._flat[name][: prod(shape)].view(shape) for name, shape in shapes.items()}
+        return {
+            name: self.bound[name] if name in self.bound else self._flat[name][: prod(shape)].view(shape)
+            for name, shape in shapes.items()
+        }
 
     @property
     def num_bytes(self) -> int:

@@ -5,7 +5,7 @@ Else it becomes again what a lift made it from, and its reference where it was i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.original import restore
 from core.errors import LoweringError
 
+BREAK_POINT = "break_point"
+"""Key of a node's meta: the op that it is to the user, where piecewise capture cuts the graph."""
 REFERENCE = "reference"
 ORIGINAL_NODES = "original"
 
@@ -38,8 +40,13 @@ class OpChoice:
         return asdict(self)
 
 
-def lower_ops(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> tuple[OpChoice, ...]:
-    """Replace every canonical op in `graph`, in place; the first implementation whose condition holds wins."""
+def lower_ops(
+    graph: fx.GraphModule, implementations: Sequence[OpImplementation], *, mark: Collection[str] = ()
+) -> tuple[OpChoice, ...]:
+    """Replace every canonical op in `graph`, in place; the first implementation whose condition holds wins.
+
+    mark: qualified names of ops whose nodes get `meta["break_point"]`: what they become stays one node.
+    """
     choices = []
     pending = list(reversed(graph.graph.nodes))
     while pending:
@@ -47,6 +54,8 @@ def lower_ops(graph: fx.GraphModule, implementations: Sequence[OpImplementation]
         op = find_op(node.target) if node.op == "call_function" else None
         if op is not None:
             choice, restored = _lower(node, op, [i for i in implementations if i.op == op.qualified_name])
+            if op.qualified_name in mark and not restored:
+                node.meta[BREAK_POINT] = op.qualified_name
             choices.append(choice)
             pending += reversed(restored)  # a fused op may have been made from other canonical ops
     graph.recompile()

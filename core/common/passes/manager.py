@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from core.common.collector import paused
 from core.common.passes.complaints import broken_promise, conflict, failed
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Pass, PassResult, Stage
@@ -98,7 +97,7 @@ class PassManager:
         its owner when strict; otherwise what a failing pass did is undone.
         """
         run = _Run(graph, stage, tokens, constants, check, observe, Analyses(graph), [])
-        with _paused_gc():
+        with paused():  # passes make many small objects and keep them
             reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
         for declared, error in self._left_out:
             if declared.stage == stage:
@@ -254,18 +253,6 @@ class _Run:
     def num_constants(self) -> int:
         """How many constants the passes so far have added."""
         return 0 if self.constants is None else len(self.constants.added)
-
-
-@contextmanager
-def _paused_gc() -> Iterator[None]:
-    """Keep the collector from walking the whole process in the middle: passes make many small objects and keep them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _world_size() -> int:

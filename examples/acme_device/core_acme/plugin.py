@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
-
 import torch
 from core.common.conformance import ConformanceProfile
 from core.common.fakes import FakeOp, half_last
@@ -12,10 +9,11 @@ from core.common.graphs.backend import GraphBackendFactory
 from core.common.lowering import Lowerings
 from core.common.lowerings import INLINE
 from core.common.passes.declaration import Pass
-from core.device import Capabilities, DeviceParts, MemoryInfo
+from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import OpenContext, hookimpl
 
+from core_acme.memory import CARD
 from core_acme.passes import declarations
 from core_acme.probe import probe
 from core_acme.runner import RecordingBackend
@@ -36,9 +34,11 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         capabilities=Capabilities(
             device_name="Acme A1 (simulated)",
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-            modes=("full",),
+            modes=("full", "piecewise", "segmented"),
+            update=True,
         ),
-        memory=_memory,
+        memory=CARD.read,
+        reset_peak_memory=CARD.reset_peak,
     )
 
 
@@ -68,17 +68,5 @@ def core_register_fakes() -> tuple[FakeOp, ...]:
 
 @hookimpl
 def core_conformance() -> ConformanceProfile:
-    """Declare what the recorder cannot do."""
-    return ConformanceProfile(
-        not_supported={"capture/segmented/*": "the recorder cannot pause for an eager region; modes are ('full',)"}
-    )
-
-
-def _memory() -> MemoryInfo:
-    """Read the process's memory; a real device asks its allocator."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        used_bytes = int(statm.read().split()[1]) * page_bytes
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    total_bytes = os.sysconf("SC_PHYS_PAGES") * page_bytes
-    return MemoryInfo(used_bytes=used_bytes, total_bytes=total_bytes, peak_bytes=max(peak_bytes, used_bytes))
+    """Declare no exception: the recorder does all that its modes promise."""
+    return ConformanceProfile()

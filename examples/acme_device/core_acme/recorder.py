@@ -1,92 +1,40 @@
-"""The Acme recorder: puts the aten calls of a callable on a tape that can be run again into the same memory.
+"""The Acme recorder: puts the aten calls between two points of running code on a tape that can be run again.
 
 The rules are those of a hardware graph, so that mistakes which would corrupt results on a device show on a laptop:
-recording changes nothing that existed before it, its outputs hold no usable values until the first replay, it refuses
-to read values back to the host, and a replay writes every result to the address at which recording had put it.
+recording changes nothing that existed before it, what it allocates holds no usable values until the first replay, it
+refuses to read values back to the host, and a replay writes every result to the address at which recording had put it.
 It sees what goes through torch's dispatcher, and nothing else: compiled kernels that work on raw addresses do not.
-
-Legend: a *fresh* storage was allocated during the capture; every other storage belongs to somebody else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import threading
+from typing import Any
 
 import torch
-from core.common.graphs.backend import BoundCallable
 from core.errors import CaptureError
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from core_acme import host_arguments
+from core_acme.modes import enter_modes, leave_modes
+from core_acme.tape import Call, Landing, Tape, geometry, identify, poison
+
 # These read memory without a dispatcher call, so only the level of Python functions can see them.
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu})
 _HOST_DEPENDENT_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-
-
-class _Call(NamedTuple):
-    """One recorded call. landings: flat index of an output and the captured tensor that a replay must fill."""
-
-    op: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    landings: tuple[tuple[int, torch.Tensor], ...]
-
-
-@dataclass(slots=True)
-class Tape:
-    """The recorded calls, and what is needed to undo the writes of the recording itself, keyed by address."""
-
-    calls: list[_Call] = field(default_factory=list)
-    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """Keep the content of a storage that is about to be written, unless the capture allocated it."""
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self.fresh and address not in self.saved:
-            self.saved[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]  # torch's
-
-    def undo_writes(self) -> None:
-        """Give every storage that existed before the capture its content back."""
-        for storage, content in self.saved.values():
-            storage.copy_(content)
-        self.saved.clear()
-
-    def poison(self) -> None:
-        """Fill everything the capture allocated with values nobody can mistake for results."""
-        for tensor in self.fresh.values():
-            flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            if flat.dtype == torch.bool:
-                flat.logical_not_()
-            elif flat.is_floating_point() or flat.is_complex():
-                flat.fill_(float("nan"))
-            else:
-                flat.fill_(torch.iinfo(flat.dtype).max)
-
-    def replay(self) -> None:
-        """Run every call again on the captured tensors; in-place results land by themselves, others are copied."""
-        for call in self.calls:
-            results = call.op(*call.args, **call.kwargs)
-            if call.landings:
-                flat = tree_leaves(results)
-                for index, captured in call.landings:
-                    _land(call.op, flat[index], captured)
-
-
-def _land(op: Callable[..., Any], result: torch.Tensor, captured: torch.Tensor) -> None:
-    """Copy a replayed result to its captured address, whole storages at a time: that is exact for any strides."""
-    if _geometry(result) != _geometry(captured):
-        raise _refusal(op, "it gave another shape or layout than while recording", "give it inputs of fixed shape")
-    captured.untyped_storage().copy_(result.untyped_storage())
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    nbytes = tensor.untyped_storage().nbytes()
-    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), nbytes)
+# What these allocate has no content that a replay could renew; the memory itself stays where it is.
+_UNDEFINED = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_permuted.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -110,28 +58,44 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             func = torch.ops.aten.clone.default
         _refuse_unrecordable(func, args, kwargs)
         written = _written(func, args, kwargs)
+        before = [(tensor, geometry(tensor)) for tensor in written]
         for tensor in written:
             self.tape.save(tensor)
         out = func(*args, **kwargs)
+        self._refuse_resizing(func, before)
         landings = self._landings(func, args, kwargs, out)
         # A call that neither writes nor allocates only makes a view, and views stay valid without being made again.
-        if written or landings:
-            self.tape.calls.append(_Call(func, args, kwargs, landings))
+        if written or (landings and func not in _UNDEFINED):
+            call = Call(func, list(args), dict(kwargs), landings)
+            host_arguments.bind(func, call.args, call.kwargs, self.tape.host)
+            self.tape.calls.append(call)
         return out
 
-    def _landings(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[tuple[int, torch.Tensor], ...]:
+    def _refuse_resizing(self, func: Any, before: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+        """Let `out=` resize only memory from `torch.empty`: a replay copies nothing there that would have to fit."""
+        for tensor, (_, shape, stride, offset, nbytes) in before:
+            if geometry(tensor)[1:] == (shape, stride, offset, nbytes):
+                continue
+            if identify(tensor) in self.tape.fresh and not self.tape.lands(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            storage.resize_(nbytes)
+            tensor.set_(storage, offset, shape, stride)
+            raise _refusal(func, "it resizes its `out=` tensor", "give it an output of the right shape")
+
+    def _landings(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Landing, ...]:
         """Find the outputs in memory of their own, one per storage, and note that memory as fresh."""
-        seen = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        seen = {identify(tensor) for tensor in _tensors((args, kwargs))}
         landings = []
         for index, tensor in enumerate(tree_leaves(out)):
             if not isinstance(tensor, torch.Tensor):
                 continue
             _refuse_foreign_layout(func, tensor)
-            address = tensor.untyped_storage().data_ptr()
-            if address not in seen:
-                seen.add(address)
-                self.tape.fresh[address] = tensor
-                landings.append((index, tensor))
+            identity = identify(tensor)
+            if identity not in seen:
+                seen.add(identity)
+                self.tape.fresh[identity] = tensor
+                landings.append(Landing(index, tensor.untyped_storage(), geometry(tensor)))
         return tuple(landings)
 
 
@@ -192,17 +156,58 @@ def _host_read(op: object) -> CaptureError:
     return _refusal(op, found, "move this read (.item(), .tolist(), nonzero, a boolean index) out of the captured part")
 
 
-def record(fn: BoundCallable) -> tuple[Tape, tuple[torch.Tensor, ...]]:
-    """Run `fn` once on tape and leave no trace of that run, be it a success or not."""
-    tape = Tape()
-    random_state = torch.get_rng_state()
-    try:
-        with _Recorder(tape), _HostReadGuard():
-            outputs = fn()
-    finally:
+class _Active(threading.local):
+    """The recording under way on this thread: torch's modes are one thread's too."""
+
+    recording: Recording | None = None
+
+
+_ACTIVE = _Active()
+
+
+def refuse_while_recording(what: str) -> None:
+    """Raise `CaptureError` where this thread is recording: a device can neither capture nor replay within a capture."""
+    if _ACTIVE.recording is not None:
+        raise CaptureError(f"acme: {what}", found="this thread is recording a graph", remedy="end that recording first")
+
+
+class Recording:
+    """Records from its making until `finish` or `abandon`, on the thread that made it.
+
+    Either way nothing that existed before is changed by the recorded run, and the random state is given back. The
+    caller turns gradients off: a scope of its own that ended in the middle of running code would upset scopes there.
+    """
+
+    def __init__(self) -> None:
+        refuse_while_recording("a recording")
+        self.tape = Tape()
+        self._random_state = torch.get_rng_state()
+        self._recorder, self._guard = _Recorder(self.tape), _HostReadGuard()
+        _ACTIVE.recording = self
+        enter_modes(self._recorder, self._guard)
+
+    def finish(self) -> Tape:
+        """End the recording, poison what it allocated, and return the tape."""
+        self._stop()
         with torch.inference_mode():
-            tape.undo_writes()
-        torch.set_rng_state(random_state)
-    with torch.inference_mode():
-        tape.poison()
-    return tape, outputs
+            poison(self.tape.fresh.values())
+        self.tape.num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.tape.fresh.values())
+        return self.tape
+
+    def abandon(self) -> None:
+        """End the recording without a tape; harmless where it has ended already."""
+        if _ACTIVE.recording is self:
+            self._stop()
+
+    def _stop(self) -> None:
+        if _ACTIVE.recording is not self:
+            raise CaptureError(
+                "acme: the end of a recording",
+                found="it was abandoned before, or begun on another thread",
+                remedy="end a recording once, on its thread and within its capture session",
+            )
+        _ACTIVE.recording = None
+        leave_modes(self._recorder, self._guard)
+        with torch.inference_mode():
+            self.tape.undo_writes()
+        torch.set_rng_state(self._random_state)

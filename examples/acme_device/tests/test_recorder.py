@@ -8,9 +8,20 @@ import pytest
 import torch
 from core.errors import CaptureError
 
-from core_acme.recorder import record
+from core_acme.recorder import Recording
+from core_acme.tape import Tape
 
 Outputs = tuple[torch.Tensor, ...]
+
+
+def record(fn: Callable[[], Outputs]) -> tuple[Tape, Outputs]:
+    """Record one run of `fn`."""
+    recording = Recording()
+    try:
+        outputs = fn()
+        return recording.finish(), outputs
+    finally:
+        recording.abandon()
 
 
 @torch.library.custom_op("acme_test::append", mutates_args=("cache",))
@@ -248,3 +259,107 @@ def test_empty_tensors_are_harmless() -> None:
     tape.replay()
     assert outputs[0].shape == (0, 3)
     assert torch.equal(outputs[1], torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda x: torch.empty(3),
+        lambda x: torch.empty_like(x),
+        lambda x: x.new_empty(3),
+        lambda x: torch.empty_strided((3,), (2,)),
+        lambda x: x.new_empty_strided((3,), (1,)),
+        lambda x: torch.empty_permuted((3,), (0,)),
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_allocation_is_not_replayed_but_its_memory_is_the_graphs(
+    allocate: Callable[[torch.Tensor], torch.Tensor], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        x = torch.arange(3.0)
+
+        def fn() -> Outputs:
+            buffer = allocate(x)
+            buffer[:2] = x[:2]
+            untouched = allocate(x)
+            return buffer, buffer + untouched
+
+        tape, (buffer, total) = record(fn)
+    assert not any("empty" in str(call.op) for call in tape.calls)
+    assert buffer.isnan().all()
+    address = buffer.data_ptr()
+    for scale in (1.0, 5.0):
+        with torch.inference_mode():
+            x.fill_(scale)
+            tape.replay()
+        assert buffer[:2].tolist() == [scale, scale] and buffer.data_ptr() == address
+        assert buffer[2].isnan() and total.isnan().all(), "what was never written stays unusable"
+
+
+def test_an_empty_out_argument_may_grow() -> None:
+    x = torch.ones(3)
+    tape, (out, same) = record(lambda: (torch.add(x, 1, out=torch.empty(0)), torch.empty(0)))
+    assert out.isnan().all(), "poisoned where it lies after growing"
+    tape.replay()
+    assert out.tolist() == [2, 2, 2] and same.shape == (0,)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_other_out_arguments_keep_their_size(ours: bool) -> None:
+    x, foreign = torch.ones(3), torch.empty(0)
+    with pytest.raises(CaptureError, match="it resizes its `out=` tensor"):
+        record(lambda: (torch.add(x, 1, out=torch.zeros(0) if ours else foreign),))
+    assert foreign.shape == (0,) and foreign.untyped_storage().nbytes() == 0
+
+
+def test_two_storages_in_one_memory_are_both_restored() -> None:
+    array = torch.zeros(2).numpy()
+    one, two = torch.from_numpy(array), torch.from_numpy(array)
+    tape, _ = record(lambda: (one.add_(1), two.add_(1)))
+    assert one.tolist() == [0, 0]
+    tape.replay()
+    assert two.tolist() == [2, 2]
+
+
+def test_memory_freed_while_recording_does_not_come_back_as_another_tensors() -> None:
+    x, state = torch.ones(1000), torch.zeros(1000)
+
+    def fn() -> Outputs:
+        total = torch.zeros(1000)
+        for n in range(50):
+            torch.empty(1000)  # dropped at once, and on no tape
+            scratch = x * n
+            state.add_(scratch)
+            total += scratch
+        return (total,)
+
+    tape, (total,) = record(fn)
+    assert torch.equal(state, torch.zeros(1000)) and total.isnan().all()
+    for count in (1, 2):
+        tape.replay()
+        assert torch.equal(total, torch.full((1000,), 1225.0))
+        assert torch.equal(state, total * count)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "poison"),
+    [
+        (torch.float64, float("nan")),
+        (torch.float8_e4m3fn, float("nan")),
+        (torch.float8_e5m2, float("nan")),
+        (torch.float8_e8m0fnu, float("nan")),
+        (torch.float8_e4m3fnuz, float("nan")),
+        (torch.complex64, float("nan")),
+        (torch.int8, 127),
+        (torch.uint8, 255),
+        (torch.uint16, 2**16 - 1),
+    ],
+)
+def test_every_dtype_is_poisoned(dtype: torch.dtype, poison: float) -> None:
+    x = torch.ones(4)
+    tape, (out,) = record(lambda: (x.to(dtype),))
+    values = out.to(torch.complex128 if dtype.is_complex else torch.float64)
+    assert values.isnan().all() if poison != poison else (values == poison).all()
+    tape.replay()
+    assert torch.equal(out.to(torch.float32) if not dtype.is_complex else out.real, x)

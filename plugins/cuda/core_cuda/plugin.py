@@ -13,7 +13,7 @@ from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cuda.probe import probe
-from core_cuda.runner import CUDAGraphBackend
+from core_cuda.runner import cuda_graph_backend
 
 _BFLOAT16_CAPABILITY = (8, 0)
 
@@ -35,7 +35,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         capabilities=Capabilities(
             device_name=properties.name,
             dtypes=frozenset(dtypes),
-            modes=("full",),
+            modes=("full", "piecewise", "segmented"),
             extra={
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "multiprocessors": properties.multi_processor_count,
@@ -59,7 +59,7 @@ def core_lowering() -> Lowerings:
 @hookimpl
 def core_graph_backend(context: DeviceContext) -> GraphBackendFactory:
     """Capture with CUDA graphs, one memory pool per program."""
-    return partial(CUDAGraphBackend, context.parts.torch_device)
+    return partial(cuda_graph_backend, context.parts.torch_device)
 
 
 def _require(index: int) -> None:
@@ -89,8 +89,10 @@ def _require(index: int) -> None:
 
 
 def _memory(device: torch.device) -> MemoryInfo:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return MemoryInfo(
         used_bytes=torch.cuda.memory_allocated(device),
-        total_bytes=torch.cuda.mem_get_info(device)[1],
+        total_bytes=total_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(device),
+        held_bytes=total_bytes - free_bytes,
     )

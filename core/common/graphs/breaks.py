@@ -1,0 +1,148 @@
+"""Break points: functions that run eagerly between the graphs of a segmented capture.
+
+A break point is set from outside, by module path (`breaks_at`), by a decorator (`eager_break`), or by a piecewise
+compile at marked ops. Outside of a capture it is the function it stands for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from core.errors import UsageError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Breaker(Protocol):
+    """Who decides what happens at a break point: it runs `fn` and returns what the code around it gets to see."""
+
+    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function of the break point `name`."""
+        ...
+
+
+class _State(threading.local):
+    breaker: Breaker | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def breaking(breaker: Breaker | None) -> Iterator[None]:
+    """Let `breaker` have the break points that this thread reaches inside the block; None makes them plain calls."""
+    before, _state.breaker = _state.breaker, breaker
+    try:
+        yield
+    finally:
+        _state.breaker = before
+
+
+def call_break(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `fn` as the break point `name`."""
+    breaker = _state.breaker
+    return fn(*args, **kwargs) if breaker is None else breaker(name, fn, args, kwargs)
+
+
+def eager_break(fn: _Function) -> _Function:
+    """Mark a function to run eagerly between the graphs of a segmented capture; elsewhere it is called as it is.
+
+    It takes and returns tensors (or None, or containers of these) whose shapes and dtypes are the same at each call
+    with inputs of the same shapes; what it returns is copied into static memory.
+    """
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a trace looks through it
+            return fn(*args, **kwargs)
+        return call_break(name, fn, args, kwargs)
+
+    return call  # type: ignore[return-value]  # same signature
+
+
+@contextmanager
+def breaks_at(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Make break points of the modules whose paths match, for the block; yield these paths.
+
+    modules: by path. patterns: as in `fnmatch`, e.g. `model.layers.*.mlp`. Raises `UsageError` for one without match.
+    """
+    chosen: list[str] = []
+    for pattern in patterns:
+        found = [path for path in modules if path and fnmatchcase(path, pattern)]
+        if not found:
+            raise UsageError(
+                f"a break point at {pattern!r}",
+                found=f"none of {len(modules)} module paths matches; some are: {', '.join(list(modules)[1:6])}",
+                remedy="give paths as in model.named_modules(), with * for any part",
+            )
+        chosen += found
+    paths = tuple(dict.fromkeys(chosen))
+    touched: list[tuple[nn.Module, Any]] = []
+    try:
+        for path in paths:
+            module = modules[path]
+            touched.append((module, module.__dict__.get("forward")))
+            module.forward = _breaking_forward(path, module.forward)
+        yield paths
+    finally:
+        for module, own in reversed(touched):
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
+
+
+def _breaking_forward(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_break(path, forward, args, kwargs)
+
+    return call
+
+
+def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
+    """Return the modules that a callable runs, by path: its own if it is one, else those it holds.
+
+    Looks at attributes, a bound method's object and a closure's cells. Paths within the only model held have no prefix;
+    of several models each has its own name as prefix.
+    """
+    if isinstance(function, nn.Module):
+        return dict(function.named_modules())
+    held = {**_attributes(function), **_attributes(getattr(function, "__self__", None))}
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:  # a cell that is not filled yet
+            continue
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        held = {"": owner}
+    models = {name: value for name, value in held.items() if isinstance(value, nn.Module)}
+    if len(models) == 1:
+        return dict(next(iter(models.values())).named_modules())
+    return {path: module for name, model in models.items() for path, module in model.named_modules(prefix=name)}
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return dict(getattr(owner, "__dict__", {}))
+
+
+def blamed_module(error: BaseException, modules: Mapping[str, nn.Module]) -> str:
+    """Return the path of the innermost module whose forward raised, or "" where none but the root did."""
+    paths = {id(module): path for path, module in modules.items()}
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found = paths.get(id(owner)) or found
+        traceback = traceback.tb_next
+    return found

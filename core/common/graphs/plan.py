@@ -1,0 +1,136 @@
+"""What a call with inputs of given shapes does, decided once: bucket, copies, padding, and where outputs are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from core.common.graphs.backend import GraphKey
+from core.common.graphs.inputs import InputSpec
+from core.common.traced import OutputTree, TracedGraph
+from core.errors import CaptureError
+
+Crop = tuple[slice, ...]
+
+
+class Plan(NamedTuple):
+    """All decisions about a call with inputs of given shapes.
+
+    key: the graph that is replayed. copies: name, the part of the buffer that the input fills, its dtype. fills: what
+    is written into the rest of the buffers. crops: by output, the part that belongs to the real inputs.
+    views_of_inputs: outputs that lie in an input's buffer and are cloned. single: index of the only output, or -1.
+    """
+
+    key: GraphKey
+    copies: tuple[tuple[str, Tensor, torch.dtype], ...]
+    fills: tuple[tuple[Tensor, int | float | Tensor], ...]
+    crops: tuple[tuple[int, Crop], ...]
+    views_of_inputs: tuple[int, ...]
+    output: OutputTree
+    single: int
+
+
+class Cropper(Protocol):
+    """Knows which part of a bucket's outputs belongs to inputs smaller than the bucket."""
+
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """Names of the inputs that the graph reads; None for all."""
+        ...
+
+    def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
+        """Return the part of each output; raise `CaptureError` where it can't be told."""
+        ...
+
+
+class TracedCropper:
+    """Cuts outputs by the symbolic shapes of the trace."""
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self._traced = traced
+        self.reads: frozenset[str] | None = frozenset(traced.shapes)
+
+    def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
+        """Cut an output where its size is that of a symbolic dimension.
+
+        Raises `CaptureError` where the trace fixed a size that is padded, or takes another branch at the real sizes.
+        """
+        traced = self._traced
+        if all(buffers[name].shape == inputs[name].shape for name in traced.shapes):
+            return []
+        symbolic = {(slot.name, slot.dim) for slot in traced.symbols.values()}
+        for name in traced.shapes:
+            for dim, (have, want) in enumerate(zip(buffers[name].shape, inputs[name].shape, strict=True)):
+                if have != want and (name, dim) not in symbolic:
+                    raise CaptureError(
+                        f"padding input {name!r} from {want} to {have} in dimension {dim}",
+                        found="the model was traced for that size only, so what padding does to its outputs is unknown",
+                        remedy="pass inputs that fill a bucket exactly, or add a bucket of this size",
+                    )
+        reason = traced.branches_differ(inputs)
+        if reason is not None:
+            raise CaptureError(
+                f"padding to {key}",
+                found=f"{reason}, and takes another way at the size before padding",
+                remedy="add a bucket of this size",
+            )
+        return traced.crop(inputs)
+
+
+def make_plan(
+    key: GraphKey,
+    inputs: Mapping[str, Tensor],
+    *,
+    specs: Mapping[str, InputSpec],
+    buffers: Mapping[str, Tensor],
+    output: OutputTree,
+    cropper: Cropper,
+    views_of_inputs: tuple[int, ...],
+) -> Plan:
+    """Return the plan of a call; raise `CaptureError` where padding or cutting it would be a guess."""
+    copies = []
+    fills: list[tuple[Tensor, int | float | Tensor]] = []
+    for name, spec in specs.items():
+        if spec.padding == "bound":
+            continue
+        buffer, shape = buffers[name], tuple(inputs[name].shape)
+        if cropper.reads is None or name in cropper.reads:
+            copies.append((name, buffer[tuple(slice(n) for n in shape)], spec.dtype))
+        if tuple(buffer.shape) != shape:
+            fills += _padding(name, spec, buffer, shape)
+    crops = enumerate(cropper.crops(key, buffers, inputs))
+    return Plan(
+        key=key,
+        copies=tuple(copies),
+        fills=tuple(fills),
+        crops=tuple((index, crop) for index, crop in crops if any(part != slice(None) for part in crop)),
+        views_of_inputs=views_of_inputs,
+        output=output,
+        single=output.leaves[0].index if output.is_single else -1,
+    )
+
+
+def _padding(
+    name: str, spec: InputSpec, buffer: Tensor, shape: tuple[int, ...]
+) -> list[tuple[Tensor, int | float | Tensor]]:
+    """Return the regions of `buffer` outside `shape` with what each call writes there."""
+    if spec.padding == "copy" or (spec.padding == "edge" and 0 in shape):
+        raise CaptureError(
+            f"input {name!r} of shape {shape}",
+            found=f"its bucket holds {tuple(buffer.shape)} and its padding policy is {spec.padding!r}",
+            remedy="fill the bucket exactly, or declare another padding",
+        )
+    if spec.padding == "keep":
+        return []
+    value = spec.value if spec.padding == "sentinel" else 0
+    regions: list[tuple[Tensor, int | float | Tensor]] = []
+    # Later dimensions first: what an earlier dimension repeats then has its own padding already.
+    for dim in reversed(range(len(shape))):
+        if shape[dim] < buffer.shape[dim]:
+            real = buffer[tuple(slice(n) for n in shape[:dim])]
+            tail = real.narrow(dim, shape[dim], buffer.shape[dim] - shape[dim])
+            regions.append((tail, real.narrow(dim, shape[dim] - 1, 1) if spec.padding == "edge" else value))
+    return regions

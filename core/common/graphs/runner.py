@@ -1,0 +1,240 @@
+"""`GraphRunner`: what captures and replays graphs on any device; the device's part of it is its `GraphBackend`.
+
+One session per program: largest key first (the caller's order), warm-up, one pool, the collector frozen; then replays,
+each refused unless its key was captured. While serving nothing may be captured, and compiles are counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from core.common.collector import frozen
+from core.common.graphs.backend import BoundCallable, GraphBackend, GraphKey, SegmentBackend, UpdateBackend
+from core.common.graphs.segments import CapturedParts, capture_parts
+from core.common.graphs.watch import CompileWatch, Watched
+from core.errors import CaptureError, CoreError, UsageError
+
+if TYPE_CHECKING:
+    from core.device import Device
+
+__all__ = ["CaptureCost", "GraphRunner"]
+
+FIRST_WARMUPS, LATER_WARMUPS = 2, 1
+"""Runs before a capture in parts: of the first key also for what is allocated or compiled once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureCost:
+    """What capturing one key took: seconds with warm-up, bytes taken from the device, graphs, eager calls."""
+
+    seconds: float
+    num_bytes: int
+    num_graphs: int = 1
+    eager: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One captured key. run: replays it; watched: tensors whose addresses it holds, for the check of debug mode."""
+
+    run: Callable[[Any], tuple[Tensor, ...]]
+    inputs: Mapping[str, Tensor]
+    host_arguments: frozenset[str]
+    watched: Sequence[Watched]
+    source: str
+    num_replays: int = 0
+
+
+def _no_op() -> None:
+    return None
+
+
+class GraphRunner:
+    """Captures bound callables by key and replays them. Used by one thread at a time; runners share nothing.
+
+    Outputs of a replay are static: valid until the next replay of any key of this runner.
+    """
+
+    def __init__(self, device: Device, backend: GraphBackend, *, debug: bool = False, strict: bool = False) -> None:
+        """debug: check before each replay that nothing a graph reads has moved. strict: a compile while serving is an
+        error, and not only counted."""
+        self._device = device
+        self._backend = backend
+        self._debug = debug
+        self._updates = device.capabilities.update
+        self._checks = debug or self._updates
+        self._entries: dict[GraphKey, _Entry] = {}
+        self._serving = 0
+        self.compiles = CompileWatch(strict=strict)
+        self.fallbacks: Counter[str] = Counter()
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The captured keys, in order of capture."""
+        return tuple(self._entries)
+
+    @contextmanager
+    def capture_session(self) -> Iterator[None]:
+        """Enter around captures; raises `CaptureError` while serving: a capture stalls everything on the device."""
+        if self._serving:
+            raise CaptureError(
+                f"capturing on {self._device.name}",
+                found="the program is serving: a capture now would stall its requests and use its buffers",
+                remedy="capture before serving(), or leave it first",
+            )
+        with torch.no_grad(), frozen(), self._backend.capture_session():
+            yield
+        for entry in self._entries.values():
+            entry.num_replays = 0  # those of the captures and their checks
+        # What warm-ups and eager calls cached for the stream of the captures, no replay will use.
+        self._device.parts.empty_cache()
+
+    def capture(
+        self,
+        key: GraphKey,
+        fn: BoundCallable,
+        inputs: Mapping[str, Tensor],
+        *,
+        in_parts: bool = False,
+        reset: Callable[[], None] | None = None,
+        watched: Sequence[Watched] = (),
+    ) -> tuple[tuple[Tensor, ...], CaptureCost]:
+        """Capture `fn` under `key`, whole or in parts, and return its static outputs and what it cost.
+
+        inputs: the static tensors it reads, by name. reset: undoes what warm-up and capture wrote to state. Call inside
+        `capture_session`. Raises `CaptureError`; the device stays usable, and keys captured before stay valid.
+        """
+        warm: list[int] = []
+
+        def after_warmup() -> None:
+            if reset is not None:
+                reset()
+            self._device.synchronize()
+            warm.append(self._device.parts.memory().taken_bytes)
+
+        start = time.perf_counter()
+        try:
+            if in_parts:
+                parts = self._capture_parts(key, fn, after_warmup)
+                outputs, num_graphs, eager, source = parts.outputs, parts.num_graphs, parts.eager, parts.replay.source
+                run = _run_parts(parts, self.compiles)
+            else:
+                outputs, num_graphs, eager, source = self._backend.capture_one(key, fn, inputs, after_warmup), 1, (), ""
+                run = _run_whole(self._backend, key)
+            self._device.synchronize()
+        except CoreError as error:
+            error.add_note(f"while capturing {key} on {self._device.name}")
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"capturing {key} on {self._device.name}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="run this phase with mode 'off' to see whether it runs eagerly; host reads can't be captured",
+            ) from error
+        if reset is not None:
+            reset()
+        num_bytes = self._device.parts.memory().taken_bytes - warm[0] if warm else 0
+        host = cast("UpdateBackend", self._backend).host_arguments(key) if self._updates else frozenset[str]()
+        self._entries[key] = _Entry(run, inputs, host, tuple(watched), source)
+        cost = CaptureCost(
+            seconds=time.perf_counter() - start, num_bytes=max(num_bytes, 0), num_graphs=num_graphs, eager=eager
+        )
+        return outputs, cost
+
+    def replay(self, key: GraphKey, step: Mapping[str, Any] | None = None) -> tuple[Tensor, ...]:
+        """Run the graph of `key` on the present content of its inputs and return its static outputs.
+
+        step: the host-side arguments by name, on a device whose graphs have them. Raises `CaptureError` for a key that
+        was not captured and `UsageError` for a step that does not name exactly the captured arguments.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            raise self.not_captured(key)
+        if self._checks or step is not None:
+            self._check(key, entry, step)
+        entry.num_replays += 1
+        return entry.run(step)
+
+    def not_captured(self, key: GraphKey) -> CaptureError:
+        """Return the error for a key that has no graph."""
+        return CaptureError(
+            f"replaying {key}",
+            found="captured are: " + (", ".join(map(str, self._entries)) or "no keys"),
+            remedy="use one of program.keys, or compile with that bucket and a capture mode",
+        )
+
+    def replays(self) -> dict[GraphKey, int]:
+        """Return how often each captured key was replayed."""
+        return {key: entry.num_replays for key, entry in self._entries.items()}
+
+    def source(self, key: GraphKey) -> str:
+        """Return the generated Python that replays a key captured in parts; "" for a whole graph."""
+        return self._entries[key].source
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Enter around a run of replays: captures are refused, and compiles that happen are counted and named."""
+        self._serving += 1
+        try:
+            with self._backend.replay_session(), self.compiles.watching():
+                yield
+        finally:
+            self._serving -= 1
+
+    def cleanup(self) -> None:
+        """Drop all graphs and return their memory; the runner can capture again afterwards."""
+        self._entries.clear()
+        self._backend.cleanup()
+
+    def _capture_parts(self, key: GraphKey, fn: BoundCallable, after_warmup: Callable[[], None]) -> CapturedParts:
+        if not hasattr(self._backend, "segment"):
+            raise CaptureError(
+                f"capturing {key} in parts on {self._device.name}",
+                found=f"{type(self._backend).__name__} has no `segment`",
+                remedy="use mode 'full' or 'off'; 'piecewise' and 'segmented' are for plugins with a SegmentBackend",
+            )
+        backend = cast("SegmentBackend", self._backend)
+        num_warmups = LATER_WARMUPS if self._entries else FIRST_WARMUPS
+        return capture_parts(backend, key, fn, num_warmups=num_warmups, after_warmup=after_warmup)
+
+    def _check(self, key: GraphKey, entry: _Entry, step: Mapping[str, Any] | None) -> None:
+        """Refuse host-side arguments that differ from the captured ones, and, in debug mode, memory that has moved."""
+        given = frozenset(step or ())
+        if given != entry.host_arguments:
+            wanted = ", ".join(sorted(entry.host_arguments)) or "none"
+            raise UsageError(
+                f"replaying {key} with host-side arguments {sorted(given)}",
+                found=f"it was captured with: {wanted}; another set would leave stale values in the graph",
+                remedy="give exactly these, new at each step: program.replay(key, step={name: value})",
+            )
+        if self._updates and given:
+            cast("UpdateBackend", self._backend).update(key, step or {})
+        if self._debug:
+            for watched in entry.watched:
+                watched.check(key)
+
+
+def _run_whole(backend: GraphBackend, key: GraphKey) -> Callable[[Any], tuple[Tensor, ...]]:
+    replay = backend.replay
+    return lambda step: replay(key, step)
+
+
+def _run_parts(parts: CapturedParts, compiles: CompileWatch) -> Callable[[Any], tuple[Tensor, ...]]:
+    run, outputs = parts.replay.run, parts.outputs
+
+    @torch.no_grad()
+    def replay(step: Any) -> tuple[Tensor, ...]:
+        run()
+        if compiles.pending:
+            compiles.raise_pending()
+        return outputs
+
+    return replay

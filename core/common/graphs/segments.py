@@ -1,0 +1,214 @@
+"""Capturing a callable in parts: graphs between the break points it reaches, eager calls at these.
+
+Nothing is traced: the callable runs, and recording ends and begins around each break point. Each graph is replayed as
+soon as it is recorded, so that the eager call after it sees real values. Python outside the break points runs once, at
+capture, and what it decided then stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
+from core.common.graphs.breaks import breaking
+from core.common.graphs.stitch import EagerStep, GraphStep, Step, Stitched, stitch
+from core.common.graphs.weak import addresses, release
+from core.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedParts:
+    """A callable captured in parts. outputs: static, valid until the next replay of any key."""
+
+    replay: Stitched
+    outputs: tuple[Tensor, ...]
+    num_graphs: int
+    eager: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """What a result looks like. given: it lies in memory of the arguments, so the graphs find it there."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    given: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, given: frozenset[int]) -> _Meta:
+        shared = tensor.untyped_storage().data_ptr() in given
+        return cls(tensor.dtype, tensor.device, tuple(tensor.shape), tuple(tensor.stride()), shared)
+
+    def allocate(self) -> Tensor | None:
+        if self.given:
+            return None
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a break point returned in the warm-up."""
+
+    name: str
+    metas: tuple[_Meta, ...]
+
+
+class _Warmup:
+    """Runs break points as they are and notes what they return."""
+
+    def __init__(self) -> None:
+        self.results: list[_Result] = []
+
+    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with breaking(None):
+            result = fn(*args, **kwargs)
+        given = addresses(_tensors((args, kwargs)))
+        leaves = _checked_leaves(name, result, (args, kwargs))
+        self.results.append(_Result(name, tuple(_Meta.of(leaf, given) for leaf in leaves)))
+        return result
+
+
+class _Capture:
+    """Ends the recording at each break point, runs it, and begins the next recording."""
+
+    def __init__(self, backend: SegmentBackend, key: GraphKey, results: list[_Result]) -> None:
+        self._backend = backend
+        self._key = key
+        self._results = results
+        self._open: AbstractContextManager[None] | None = None
+        self._part = 0
+        self.steps: list[Step] = []
+        self.outputs: tuple[Tensor, ...] = ()
+        self.num_breaks = 0
+
+    def begin(self) -> None:
+        """Begin to record the next part."""
+        segment = self._backend.segment(self._key._replace(part=self._part))
+        segment.__enter__()
+        self._open = segment
+
+    def end(self) -> None:
+        """End the part, and run it: what comes next, eager or a graph's capture, reads what it computes."""
+        assert self._open is not None
+        segment, self._open = self._open, None
+        segment.__exit__(None, None, None)
+        key = self._key._replace(part=self._part)
+        self._backend.replay(key)
+        self.steps.append(GraphStep(key))
+        self._part += 1
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave the part that is being recorded, if any, by this error."""
+        segment, self._open = self._open, None
+        if segment is not None:
+            segment.__exit__(type(error), error, error.__traceback__)
+
+    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        expected = self._results[self.num_breaks] if self.num_breaks < len(self._results) else None
+        if expected is None or expected.name != name:
+            raise _other_way(self._key, name)
+        self.num_breaks += 1
+        # Allocated while recording: from the graphs' own pool, which reuses it once the model's code lets go of it.
+        targets = [meta.allocate() for meta in expected.metas]
+        self.end()
+        with breaking(None):
+            result = fn(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten(result)
+        tensors = _checked_leaves(name, result, (args, kwargs))
+        shapes = [(t.dtype, tuple(t.shape)) for t in tensors]
+        if shapes != [(m.dtype, m.shape) for m in expected.metas]:
+            raise _other_way(self._key, name)
+        given = iter(zip(targets, tensors, strict=True))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                target, tensor = next(given)
+                if target is not None:
+                    target.copy_(tensor)
+                    leaves[index] = target
+        self.steps.append(EagerStep(name, fn, args, kwargs, tuple(targets)))
+        self.begin()
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def capture_parts(
+    backend: SegmentBackend, key: GraphKey, fn: BoundCallable, *, num_warmups: int, after_warmup: Callable[[], None]
+) -> CapturedParts:
+    """Run `fn` to warm up, call `after_warmup`, and capture `fn` in parts under `key`. Call inside `capture_session`.
+
+    Capturing runs `fn` once more, for real. Raises what `fn` raises while it is recorded, with the device usable.
+    """
+    for _ in range(num_warmups):
+        warmup = _Warmup()
+        with breaking(warmup):
+            fn()
+    after_warmup()
+    capture = _Capture(backend, key, warmup.results)
+    try:
+        with breaking(capture):
+            capture.begin()
+            capture.outputs = fn()
+            capture.end()
+    except BaseException as error:
+        capture.abandon(error)
+        raise
+    if capture.num_breaks != len(warmup.results):
+        raise _other_way(key, warmup.results[capture.num_breaks].name)
+    num_graphs = sum(isinstance(step, GraphStep) for step in capture.steps)
+    steps, outputs = _release(capture)
+    eager = tuple(step.name for step in steps if isinstance(step, EagerStep))
+    return CapturedParts(stitch("replay", steps, backend.replay), outputs, num_graphs, eager)
+
+
+def _release(capture: _Capture) -> tuple[list[Step], tuple[Tensor, ...]]:
+    """Take steps and outputs with stand-ins for their tensors, which let the pool reuse the memory."""
+    calls = [(s.name, s.fn) if isinstance(s, EagerStep) else s for s in capture.steps]
+    bound = [(s.args, s.kwargs, s.targets) for s in capture.steps if isinstance(s, EagerStep)]
+    leaves, spec = pytree.tree_flatten((capture.outputs, bound))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[index] for index in places]
+    # From here on the list alone holds them; what else does is an owner.
+    del bound
+    capture.steps, capture.outputs = [], ()
+    for index in places:
+        leaves[index] = None
+    for index, tensor in zip(places, release(tensors), strict=True):
+        leaves[index] = tensor
+    outputs, released = pytree.tree_unflatten(leaves, spec)
+    arguments = iter(released)
+    return [s if isinstance(s, GraphStep) else EagerStep(*s, *next(arguments)) for s in calls], outputs
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _checked_leaves(name: str, result: Any, given: Any) -> list[Tensor]:
+    """Return the tensors of a break point's result; refuse values that the code after it would freeze."""
+    handed_through = {id(leaf) for leaf in pytree.tree_leaves(given)}
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
+    other = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and id(leaf) not in handed_through]
+    if other:
+        raise CaptureError(
+            f"the break point {name}",
+            found=f"it returns a {type(other[0]).__name__}, and what the code after it makes of that would be frozen",
+            remedy="take a module around it as the break point, which returns tensors only",
+        )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _other_way(key: GraphKey, name: str) -> CaptureError:
+    return CaptureError(
+        f"capturing {key} in parts",
+        found=f"at break point {name} it went another way, or gave other shapes, than in the run before: control flow "
+        "outside the break points depends on data",
+        remedy="take the module around it as the break point: eager=[its path]",
+    )

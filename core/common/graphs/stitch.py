@@ -1,0 +1,128 @@
+"""Stitching: the replay of a graph captured in parts, as generated plain Python.
+
+One line per graph and one per eager call, every tensor bound once: no interpreter and no look-up runs per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+
+from core.common.graphs.backend import GraphKey
+from core.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStep:
+    """Replay of one captured part."""
+
+    key: GraphKey
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """A call between two graphs. args, kwargs: static; targets: for each tensor of the result, in order of the tree,
+    the static tensor that the graphs read it from, or None where the result lies in memory of an argument."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[Tensor | None, ...]
+
+
+Step = GraphStep | EagerStep
+
+
+@dataclass(frozen=True, slots=True)
+class Stitched:
+    """The generated function and its source."""
+
+    run: Callable[[], None]
+    source: str
+
+
+def stitch(name: str, steps: Sequence[Step], replay: Callable[[GraphKey], object]) -> Stitched:
+    """Return a function that runs the steps in order. replay: runs one captured part."""
+    bound: dict[str, Any] = {"land": land}
+    lines = [f"def {name}():"]
+    for number, step in enumerate(steps):
+        if isinstance(step, GraphStep):
+            bound[f"graph_{step.key.part}"] = partial(replay, step.key)
+            lines.append(f"    graph_{step.key.part}()")
+        else:
+            lines += _eager_lines(number, step, bound)
+    if len(lines) == 1:
+        lines.append("    pass")
+    source = "\n".join(lines) + "\n"
+    code = compile(source, f"<stitched {name}>", "exec")
+    function = next(constant for constant in code.co_consts if hasattr(constant, "co_code"))
+    return Stitched(FunctionType(function, bound, name), source)
+
+
+def _eager_lines(number: int, step: EagerStep, bound: dict[str, Any]) -> list[str]:
+    """Return the lines of one eager call and bind what they name."""
+    label = "".join(c if c.isalnum() else "_" for c in step.name.rsplit("::")[-1])
+    called = f"call_{label}_{number}"
+    bound[called] = step.fn
+    arguments = [_name(f"{called}_a{i}", value, bound) for i, value in enumerate(step.args)]
+    arguments += [f"{key}={_name(f'{called}_{key}', value, bound)}" for key, value in step.kwargs.items()]
+    call = f"{called}({', '.join(arguments)})"
+    if all(target is None for target in step.targets):
+        return [f"    {call}"]
+    bound[f"{called}_out"] = step.targets[0] if len(step.targets) == 1 else step.targets
+    if len(step.targets) == 1:
+        return [f"    land({called}_out, {call})"]
+    bound["land_all"] = land_all
+    return [f"    land_all({called}_out, {call})"]
+
+
+def _name(name: str, value: Any, bound: dict[str, Any]) -> str:
+    if value is None or type(value) in (bool, int, str):
+        return repr(value)
+    bound[name] = value
+    return name
+
+
+def land(target: Tensor, result: Any) -> None:
+    """Copy an eager result to the address that the next graph reads."""
+    if type(result) is not Tensor:
+        (result,) = leaves_of(result)
+    if result.shape != target.shape or result.dtype is not target.dtype:
+        raise _changed(target, result)
+    target.copy_(result)
+
+
+def land_all(targets: tuple[Tensor | None, ...], result: Any) -> None:
+    """Copy several eager results, in order of the tree they come in."""
+    leaves = leaves_of(result)
+    if len(leaves) != len(targets):
+        raise CaptureError(
+            "an eager call between two graphs",
+            found=f"it gave {len(leaves)} tensors, and {len(targets)} when it was captured",
+            remedy="return the same structure at each call, or take a module around it as the break point",
+        )
+    for target, leaf in zip(targets, leaves, strict=True):
+        if target is not None:
+            land(target, leaf)
+
+
+def leaves_of(result: Any) -> list[Any]:
+    """Return the tensors of a result, in order."""
+    from torch.utils import _pytree as pytree
+
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _changed(target: Tensor, result: Tensor) -> CaptureError:
+    return CaptureError(
+        "an eager call between two graphs",
+        found=f"it gave {result.dtype} of shape {tuple(result.shape)}, and {target.dtype} of shape "
+        f"{tuple(target.shape)} when it was captured",
+        remedy="its result must keep its shape: take a module around it as the break point",
+    )

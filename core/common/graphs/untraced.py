@@ -1,0 +1,115 @@
+"""Callables that are captured as they are, with no trace: their outputs are known from having run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.common.graphs.backend import GraphKey
+from core.common.graphs.inputs import BucketTable, InputSpec
+from core.common.graphs.plan import Crop
+from core.common.traced import OutputRef, OutputTree
+from core.errors import CaptureError, UsageError
+
+OutputDims = tuple["str | int | None", ...]
+"""An output's dimensions, as `InputSpec.shape` has them; None for one that no bucket dimension changes."""
+
+
+class UntracedCall:
+    """A callable bound to static inputs and guards; knows the structure of what it returned last."""
+
+    def __init__(
+        self, function: Callable[..., Any], inputs: Mapping[str, Tensor], guards: Mapping[str, Hashable]
+    ) -> None:
+        self._function = function
+        self._arguments = {**inputs, **guards}
+        self._names = {id(tensor): name for name, tensor in inputs.items()}
+        self.output: OutputTree | None = None
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Run it and return the tensors of its result, flat."""
+        with torch.no_grad():
+            result = self._function(**self._arguments)
+        leaves, spec = pytree.tree_flatten(result)
+        tensors: list[Tensor] = []
+        refs = []
+        for leaf in leaves:
+            if id(leaf) in self._names:
+                refs.append(OutputRef(name=self._names[id(leaf)]))
+            elif isinstance(leaf, Tensor):
+                refs.append(OutputRef(index=len(tensors)))
+                tensors.append(leaf)
+            elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+                refs.append(OutputRef(value=leaf))
+            else:
+                raise CaptureError(
+                    f"capturing a callable that returns {type(leaf).__name__!r}",
+                    found="it is not a tree of tensors that torch.utils._pytree knows",
+                    remedy="return tensors, tuples, dicts or a registered output class",
+                )
+        self.output = OutputTree(tuple(refs), spec)
+        return tuple(tensors)
+
+
+class ObservedCropper:
+    """Cuts outputs by the shapes they had in each bucket of a phase, or by their declaration.
+
+    A dimension belongs to a bucket dimension if it has its size in every bucket, at two sizes at least.
+    """
+
+    reads: frozenset[str] | None = None
+
+    def __init__(
+        self, table: BucketTable, inputs: Mapping[str, InputSpec], outputs: Sequence[OutputDims] | None = None
+    ) -> None:
+        self._table = table
+        self._inputs = inputs
+        self._declared = outputs
+        self._shapes: dict[GraphKey, list[tuple[int, ...]]] = {}
+
+    def observe(self, key: GraphKey, outputs: Sequence[Tensor]) -> None:
+        """Note the shapes of a bucket's outputs."""
+        self._shapes[key] = [tuple(tensor.shape) for tensor in outputs]
+        if self._declared is not None and [len(d) for d in self._declared] != [t.dim() for t in outputs]:
+            raise UsageError(
+                f"outputs={tuple(self._declared)!r}",
+                found=f"{key} returns tensors of shapes {self._shapes[key]}",
+                remedy="declare each output tensor, in order, with one entry per dimension",
+            )
+
+    def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
+        """Return the part of each output that belongs to these inputs; raise `CaptureError` where that is unknown."""
+        real: dict[str, int] = {}
+        for name, tensor in inputs.items():
+            self._inputs[name].measure(name, tensor.shape, real)
+        padded = {dim for dim, size in self._table.sizes(key).items() if real.get(dim, size) != size}
+        if not padded:
+            return []
+        return [
+            tuple(self._cut(key, index, dim, real, padded) for dim in range(len(shape)))
+            for index, shape in enumerate(self._shapes[key])
+        ]
+
+    def _cut(self, key: GraphKey, index: int, dim: int, real: Mapping[str, int], padded: set[str]) -> slice:
+        if self._declared is not None:
+            declared = self._declared[index][dim]
+            spec = InputSpec((declared,), torch.bool) if isinstance(declared, str) else None
+            return slice(None) if spec is None else slice(spec.resolve(real)[0])
+        seen = {k: s[index][dim] for k, s in self._shapes.items() if k.phase == key.phase and k.guards == key.guards}
+        owners = [d for d in self._table.dims if all(self._table.sizes(k)[d] == size for k, size in seen.items())]
+        told = [d for d in owners if len({self._table.sizes(k)[d] for k in seen}) > 1]
+        if len(told) == 1:
+            return slice(real[told[0]])
+        varied = {d for d in padded if len({self._table.sizes(k)[d] for k in seen}) > 1}
+        if not told and not owners and len(set(seen.values())) == 1 and varied == padded:
+            return slice(None)  # it stayed the same while every padded dimension changed
+        raise CaptureError(
+            f"padding to {key}",
+            found=f"dimension {dim} of output {index} has sizes {sorted(set(seen.values()))} in the buckets captured, "
+            "which does not tell where padding lies in it",
+            remedy="declare the outputs: outputs=[('tokens', None)], or fill a bucket exactly",
+        )

@@ -1,0 +1,115 @@
+"""What is watched while graphs are replayed: addresses that they hold, and compiles that should not happen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from core.common.graphs.backend import GraphKey
+from core.errors import CaptureError
+
+__all__ = ["CompileWatch", "Watched", "watch_modules"]
+
+log = logging.getLogger("core.graphs")
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A tensor whose address a captured graph holds. current: returns the tensor that its owner has now."""
+
+    name: str
+    current: Callable[[], Tensor]
+    address: int
+
+    def check(self, key: GraphKey) -> None:
+        """Raise `CaptureError` if the tensor is elsewhere now: the graph would go on reading the old memory."""
+        address = self.current().data_ptr()
+        if address != self.address:
+            raise CaptureError(
+                f"replaying {key}",
+                found=f"{self.name} lies at {address:#x}, and at {self.address:#x} when the graph was captured",
+                remedy="write into it in place (tensor.copy_(new)), or compile again after replacing it",
+            )
+
+
+def watch_modules(modules: dict[str, nn.Module]) -> tuple[Watched, ...]:
+    """Watch the parameters and buffers of these modules, each by its path."""
+    found = []
+    for path, module in modules.items():
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None:
+                label = f"{path}.{name}".lstrip(".")
+                found.append(Watched(label, _getter(module, name), tensor.data_ptr()))
+    return tuple(found)
+
+
+def _getter(module: nn.Module, name: str) -> Callable[[], Tensor]:
+    return lambda: getattr(module, name)
+
+
+class CompileWatch:
+    """Counts what torch compiles while a program serves, by name; in strict mode a compile is an error.
+
+    Only compiles of the serving thread count: another thread may well prepare another program.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self.counts: Counter[str] = Counter()
+        self.pending = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch inside the block."""
+        from torch._dynamo.callback import callback_handler
+
+        thread = threading.get_ident()
+
+        def hear(event: Any) -> None:
+            if threading.get_ident() == thread:
+                self._hear(event)
+
+        callback_handler.register_start_callback(hear)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(hear)
+
+    def raise_pending(self) -> None:
+        """Raise `CaptureError` for a compile since the last call, where strict."""
+        name, self.pending = self.pending, ""
+        if name:
+            raise CaptureError(
+                "serving without compiles",
+                found=f"torch compiled {name}",
+                remedy="warm up with every shape that is served, or serve without strict",
+            )
+
+    def _hear(self, event: Any) -> None:
+        name = _compiled_function() or f"frame {event.compile_id}"
+        log.warning("torch compiled %s while serving: the step waited for it", name)
+        self.counts[name] += 1
+        if self._strict:  # an error raised here would reach the caller as one of torch's own
+            self.pending = name
+
+
+def _compiled_function() -> str:
+    """Return name and place of the function being compiled, from torch's frame that compiles it; "" if not found."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_locals.get("code")
+        if isinstance(code, CodeType) and "_dynamo" in frame.f_code.co_filename:
+            return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+        frame = frame.f_back
+    return ""

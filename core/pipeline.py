@@ -1,0 +1,317 @@
+"""The way from a model to a `Program`, readable top to bottom.
+
+trace -> passes (and ATen, if one needs it) -> lower canonical ops -> lower the graph -> capture, largest bucket first
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.arguments import (
+    Examples,
+    check_bound,
+    check_ops,
+    check_phases,
+    check_signature,
+    check_training_mode,
+    examples_per_phase,
+    models_per_phase,
+)
+from core.common.config import CompileOptions
+from core.common.graphs.backend import CallBackend, GraphKey
+from core.common.graphs.breaks import modules_of
+from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.runner import CaptureCost, GraphRunner
+from core.common.graphs.untraced import OutputDims
+from core.common.graphs.watch import Watched, watch_modules
+from core.common.passes.switches import PassSwitches
+from core.common.report import BucketReport, ProgramReport
+from core.device import Device, Mode
+from core.errors import CaptureError, TraceError
+from core.phases import TracedPhases
+from core.program import CapturedBucket, Program
+from core.rewriting import Rewriter
+from core.untraced import UntracedPhases
+
+log = logging.getLogger("core.compilation")
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(what, done, total)` while buckets are captured; on the first rank only."""
+Models = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+TRACED: tuple[Mode, ...] = ("full", "piecewise", "compile")
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a compile has done so far."""
+
+    start: float = field(default_factory=time.perf_counter)
+    modes: dict[str, Mode] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    buckets: list[BucketReport] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stages:
+    """What a compile works with once its arguments are checked."""
+
+    buffers: StaticBuffers
+    runner: GraphRunner
+    traced: TracedPhases
+    untraced: UntracedPhases
+
+
+class _Teller:
+    """Tells the caller how many captures are done, on the first rank only."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress if _is_first_rank() else None
+        self._total, self._done = total, 0
+
+    def begin(self, key: GraphKey) -> None:
+        if self._progress is not None:
+            self._progress(f"capture {key}", self._done, self._total)
+        self._done += 1
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress("capture", self._total, self._total)
+
+
+class Pipeline:
+    """One way from models to a `Program`; holds what its stages share."""
+
+    def __init__(
+        self,
+        model: Models,
+        device: Device,
+        inputs: Mapping[str, InputSpec],
+        table: BucketTable,
+        options: CompileOptions,
+        *,
+        bound: Mapping[str, Tensor] | None,
+        reset: Callable[[], None] | None,
+        traced: bool = True,
+        outputs: Sequence[OutputDims] | None = None,
+    ) -> None:
+        self.device = device
+        self.inputs = inputs
+        self.table = table
+        self.options = options
+        self.models = models_per_phase(model, table)
+        for phase, each in self.models.items():
+            check_signature(each, inputs, table.guards[phase])
+            check_training_mode(each)
+        check_phases(options.mode, table)
+        self.bound = check_bound(bound or {}, inputs)
+        self.candidates = {phase: options.modes_of(phase, device.capabilities.modes) for phase in table.phases}
+        device.lowerings.resolve(options.lowering)
+        check_ops(device)
+        self.rewriter = Rewriter(
+            device,
+            PassSwitches(only=options.passes, disable=options.disable_passes, enable=options.enable_passes),
+            strict=options.strict,
+            verify=options.verify,
+        )
+        self.reset = reset
+        self.traced_modes = TRACED if traced else ()
+        self.outputs = outputs
+        self.account = _Account()
+
+    def run(self, examples: Examples | Sequence[Mapping[str, Tensor]] | None, progress: Progress | None) -> Program:
+        """Trace, rewrite, lower and capture every phase that is not "off"."""
+        preferred = {phase: modes[0] for phase, modes in self.candidates.items()}
+        given = examples_per_phase(examples, self.inputs, preferred, self.options.verify)
+        captured: dict[GraphKey, CapturedBucket] = {}
+        # Tensors made in inference mode could never be written outside of it, and buffers are written at every call.
+        with torch.inference_mode(False):
+            if all(mode == "off" for mode in preferred.values()):
+                self.account.modes = preferred
+                runner, buffers = GraphRunner(self.device, CallBackend()), None
+            else:
+                self.stages = self._stages(given)
+                runner, buffers = self.stages.runner, self.stages.buffers
+                try:
+                    captured = self._capture_all(progress)
+                except BaseException:
+                    runner.cleanup()
+                    raise
+        return Program(
+            device=self.device,
+            models=self.models,
+            modes=self.account.modes,
+            inputs=self.inputs,
+            table=self.table,
+            buffers=buffers,
+            runner=runner,
+            captured=captured,
+            report=self._report(buffers),
+            strict=self.options.strict,
+        )
+
+    def _stages(self, examples: Examples) -> _Stages:
+        buffers = StaticBuffers(self.inputs, self.table, self.device.torch_device, self.bound)
+        runner = GraphRunner(
+            self.device, self.device.graph_backend(), debug=self.options.debug, strict=self.options.strict
+        )
+        common: dict[str, Any] = {
+            "inputs": self.inputs,
+            "table": self.table,
+            "buffers": buffers,
+            "examples": examples,
+        }
+        return _Stages(
+            buffers=buffers,
+            runner=runner,
+            traced=TracedPhases(self.device, self.options, rewriter=self.rewriter, **common),
+            untraced=UntracedPhases(self.options, runner=runner, outputs=self.outputs, reset=self.reset, **common),
+        )
+
+    def _prepare(self, phase: str, left: list[Mode]) -> tuple[GraphKey, ...]:
+        """Settle the mode of a phase, tracing it where that needs a trace, and return the keys to capture.
+
+        left: the modes that may serve it, best first; those tried are taken off.
+        """
+        while True:
+            mode = left.pop(0)
+            self.account.modes[phase] = mode
+            if mode not in self.traced_modes:
+                return self.table.phases[phase] if mode != "off" else ()
+            try:
+                num_breaks = self.stages.traced.trace(phase, self.models[phase], mode)
+            except TraceError as error:
+                self._downgrade(phase, left, error, "traced")
+                continue
+            if mode == "piecewise" and not num_breaks:
+                self._note(f"{phase} is one graph: no op in it is a break point of 'piecewise'")
+            return self.table.phases[phase]
+
+    def _downgrade(self, phase: str, left: list[Mode], error: TraceError | CaptureError, what: str) -> None:
+        """Leave in `left` the modes that need no trace and say why; raise the error where there is none, or strict.
+
+        What can't be captured is not run eagerly by itself: the fault may be anything, a full memory or a bug.
+        """
+        dropped = self.traced_modes if what == "traced" else (*self.traced_modes, "off")
+        left[:] = [mode for mode in left if mode not in dropped]
+        if not left or self.options.strict:
+            raise error
+        self.stages.traced.forget(phase)
+        self._note(
+            f"{phase} runs {left[0]!r} instead of {self.account.modes[phase]!r}: it can't be {what}: {_reason(error)}"
+        )
+
+    def _note(self, note: str) -> None:
+        log.warning(note)
+        self.account.notes.append(note)
+
+    def _capture_all(self, progress: Progress | None) -> dict[GraphKey, CapturedBucket]:
+        """Capture every phase, the one with the largest bucket first."""
+        left = {phase: list(modes) for phase, modes in self.candidates.items()}
+        keys = {phase: self._prepare(phase, left[phase]) for phase in self.table.phases}
+        tell = _Teller(progress, sum(map(len, keys.values())))
+        captured: dict[GraphKey, CapturedBucket] = {}
+        with self.stages.runner.capture_session():
+            for phase in sorted(keys, key=lambda phase: -max((max(k.dims, default=1) for k in keys[phase]), default=0)):
+                while True:
+                    try:
+                        captured |= self._capture_phase(phase, keys[phase], tell)
+                        break
+                    except CaptureError as error:
+                        if self.account.modes[phase] not in self.traced_modes:
+                            raise
+                        self._downgrade(phase, left[phase], error, "captured")
+                        self.account.buckets = [each for each in self.account.buckets if each.key.phase != phase]
+                        keys[phase] = self._prepare(phase, left[phase])
+            tell.end()
+        return captured
+
+    def _capture_phase(self, phase: str, keys: Sequence[GraphKey], tell: _Teller) -> dict[GraphKey, CapturedBucket]:
+        """Capture the keys of a phase, largest first: later captures then fit into memory that the first one took."""
+        captured = {}
+        watched = watch_modules(modules_of(self.models[phase])) if self.options.debug else ()
+        for key in sorted(keys, key=lambda key: (-max(key.dims, default=1), key.dims)):
+            tell.begin(key)
+            captured[key] = self._capture(key, watched)
+        return captured
+
+    def _capture(self, key: GraphKey, watched: Sequence[Watched]) -> CapturedBucket:
+        model, mode, views = self.models[key.phase], self.account.modes[key.phase], self.stages.buffers.views(key)
+        traced = self.stages.traced if mode in self.traced_modes else None
+        bound = traced.bind(key) if traced is not None else self.stages.untraced.bind(key, model)
+        in_parts = traced.in_parts(key) if traced is not None else mode == "segmented"
+
+        def capture() -> tuple[tuple[Tensor, ...], CaptureCost]:
+            return self.stages.runner.capture(
+                key, bound.run, views, in_parts=in_parts, reset=self.reset, watched=watched
+            )
+
+        if traced is not None:
+            with traced.blaming(key):
+                outputs, cost = capture()
+        else:
+            outputs, cost = self.stages.untraced.capture(key, model, capture)
+        self.account.buckets.append(
+            BucketReport(
+                key=key,
+                lower_s=bound.lower_s,
+                capture_s=cost.seconds,
+                num_bytes=cost.num_bytes,
+                num_graphs=cost.num_graphs,
+                eager=cost.eager,
+            )
+        )
+        if traced is None:
+            self.stages.untraced.check(key, bound)
+        return CapturedBucket(
+            key=key,
+            inputs=views,
+            output=bound.output(),
+            cropper=bound.cropper,
+            views_of_inputs=_views(outputs, views),
+            values=bound.values,
+        )
+
+    def _report(self, buffers: StaticBuffers | None) -> ProgramReport:
+        account = self.account
+        stages = self.stages if buffers is not None else None
+        any_traced = any(mode in self.traced_modes for mode in account.modes.values())
+        lowering = (
+            self.device.lowerings.resolve(self.options.lowering)[0] if any_traced or self.traced_modes else "none"
+        )
+        return ProgramReport(
+            device=self.device.name,
+            plugin=str(self.device.plugin),
+            modes={phase: account.modes[phase] for phase in self.table.phases},
+            lowering=lowering,
+            traces=tuple(stages.traced.reports) if stages is not None else (),
+            buckets=tuple(account.buckets),
+            static_bytes=buffers.num_bytes if buffers is not None else 0,
+            total_s=time.perf_counter() - account.start,
+            notes=(*account.notes, *(stages.untraced.notes if stages is not None else ())),
+        )
+
+
+def _reason(error: TraceError | CaptureError) -> str:
+    """Return in one line why a model could not be traced or captured, and at which place of its code."""
+    text = " ".join(error.found.split())
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    why = re.split(r" (?:Hint|Developer debug context): ", text)[0].replace(" Explanation:", ":")
+    return f"{why} ({places[-1][0].rsplit('/')[-1]}:{places[-1][1]})" if places else why
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def _views(outputs: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return which outputs lie in the memory of an input buffer, which every bucket writes at every call."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in inputs.values()}
+    return tuple(i for i, output in enumerate(outputs) if output.untyped_storage().data_ptr() in storages)

@@ -1,0 +1,178 @@
+"""Capturing callables with no trace: break points found or set, and replays proven on further inputs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from core.arguments import Examples
+from core.common.graphs.backend import GraphKey
+from core.common.graphs.breaks import blamed_module, breaks_at, modules_of
+from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.runner import CaptureCost, GraphRunner
+from core.common.graphs.untraced import ObservedCropper, OutputDims, UntracedCall
+from core.errors import CaptureError
+from core.phases import Bound
+
+if TYPE_CHECKING:
+    from core.common.config import CompileOptions
+
+log = logging.getLogger("core.compilation")
+MAX_FOUND = 16
+"""Break points that are found by trial; a model that needs more is better described by hand."""
+NUM_CHECKS = 2
+
+
+class UntracedPhases:
+    """Captures phases as they are, each key by itself; notes what it found for the report."""
+
+    def __init__(
+        self,
+        options: CompileOptions,
+        *,
+        runner: GraphRunner,
+        inputs: Mapping[str, InputSpec],
+        table: BucketTable,
+        buffers: StaticBuffers,
+        examples: Examples,
+        outputs: Sequence[OutputDims] | None,
+        reset: Callable[[], None] | None,
+    ) -> None:
+        self._options = options
+        self._runner = runner
+        self._inputs = inputs
+        self._table = table
+        self._buffers = buffers
+        self._examples = examples
+        self._reset = reset
+        self._cropper = ObservedCropper(table, inputs, outputs)
+        self._found: dict[str, list[str]] = {}
+        self.notes: list[str] = []
+
+    def bind(self, key: GraphKey, model: Callable[..., Any]) -> Bound:
+        """Bind a phase's model to the static inputs and guards of a key."""
+        call = UntracedCall(model, self._buffers.views(key), dict(key.guards))
+
+        def output() -> Any:
+            assert call.output is not None  # asked after the capture has run it
+            return call.output
+
+        return Bound(run=call, values=(), lower_s=0.0, output=output, cropper=self._cropper)
+
+    def capture(
+        self,
+        key: GraphKey,
+        model: Callable[..., Any],
+        capture: Callable[[], tuple[tuple[Tensor, ...], CaptureCost]],
+    ) -> tuple[tuple[Tensor, ...], CaptureCost]:
+        """Capture a key with the phase's break points; without any set, add modules that can't be captured and go on.
+
+        Raises `CaptureError` naming the module to run eagerly, and where a replay differs from a run without graphs.
+        """
+        modules = modules_of(model)
+        patterns = self._found.setdefault(key.phase, list(self._options.eager or ()))
+        while True:
+            try:
+                with breaks_at(modules, patterns):
+                    outputs, cost = capture()
+                break
+            except CaptureError as error:
+                further = _alike(blamed_module(error.__cause__ or error, modules), modules)
+                if not further:
+                    raise
+                if self._options.eager is not None or set(further) <= set(patterns) or len(patterns) >= MAX_FOUND:
+                    error.remedy = f"run it eagerly between the graphs: eager={(*patterns, *further)!r}"
+                    raise
+                patterns += further
+                names, reason = ", ".join(further), " ".join(error.found.split())
+                self.notes.append(
+                    f"{key.phase}: {names} runs eagerly between graphs, as it can't be captured: {reason}"
+                )
+                log.warning(self.notes[-1])
+        self._cropper.observe(key, outputs)
+        return outputs, cost
+
+    def check(self, key: GraphKey, bound: Bound) -> None:
+        """Compare replays with runs without graphs on further inputs; raise `CaptureError` if they differ in a bit.
+
+        Control flow that depends on data and is not in a break point was frozen at capture: this finds it, as far as
+        the inputs take another way.
+        """
+        views = self._buffers.views(key)
+        sets = self._further_inputs(key, views)
+        if not sets:
+            self._note(f"{key.phase}: not checked on further inputs: give some by examples={{{key.phase!r}: [inputs]}}")
+            return
+        for values in sets:
+            for name, value in values.items():
+                views[name].copy_(value)
+            first, second = (self._run(bound.run) for _ in range(2))
+            if not _equal(first, second):
+                self._note(
+                    f"{key.phase}: not checked: two runs without graphs differ (state without `reset`, or chance)"
+                )
+                return
+            replayed = self._run(lambda: self._runner.replay(key))
+            if not _equal(first, replayed):
+                raise CaptureError(
+                    f"checking {key} on further inputs",
+                    found="its replay differs from a run without graphs: what Python decided at capture was frozen",
+                    remedy="take the module that decides by data as a break point: eager=[its path]; or mode 'off'",
+                )
+        for name, spec in self._inputs.items():
+            if spec.padding != "bound":
+                views[name].fill_(spec.value if spec.padding == "sentinel" else 0)
+
+    def _run(self, run: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
+        if self._reset is not None:
+            self._reset()
+        return [tensor.clone() for tensor in run()]
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            log.info(note)
+
+    def _further_inputs(self, key: GraphKey, views: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """Return input sets of a bucket's shapes: the phase's examples that fit, else numbers where any will do."""
+        sizes = self._table.sizes(key)
+        found: list[Mapping[str, Tensor]] = []
+        for example in self._examples.get(key.phase, ()):
+            real: dict[str, int] = {}
+            for name, spec in self._inputs.items():
+                spec.measure(name, example[name].shape, real)
+            if all(size <= sizes[dim] for dim, size in real.items()):
+                found.append({n: s.padded(example[n], sizes) for n, s in self._inputs.items() if s.padding != "bound"})
+        if found:
+            return found[:NUM_CHECKS]
+        floating = {n: v for n, v in views.items() if v.is_floating_point() and self._inputs[n].padding != "bound"}
+        generator = torch.Generator().manual_seed(0)
+        # Which integers are valid (tokens, positions, lengths) is not for core to guess: they keep their zeros.
+        return [
+            {name: torch.randn(view.shape, generator=generator).to(view) for name, view in floating.items()}
+            for _ in range(NUM_CHECKS if floating else 0)
+        ]
+
+
+def _alike(path: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Return patterns for a module and those like it in other layers: what can't be captured there can't be here."""
+    if not path:
+        return ()
+    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+    matching = [other for other in modules if fnmatchcase(other, pattern)]
+    same = [other for other in matching if type(modules[other]) is type(modules[path])]
+    return (pattern,) if same == matching else tuple(same)
+
+
+def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(a.nan_to_num() if a.is_floating_point() else a, b.nan_to_num() if b.is_floating_point() else b)
+        and torch.equal(a != a, b != b)
+        for a, b in zip(ours, theirs, strict=True)
+    )

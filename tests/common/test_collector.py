@@ -1,0 +1,62 @@
+"""core/common/collector.py: the collector rests inside and is afterwards as it was before."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+
+from core.common.collector import frozen, paused
+
+Context = Callable[[], AbstractContextManager[None]]
+BOTH = pytest.mark.parametrize("context", [paused, frozen], ids=lambda context: context.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def orphan() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
+@BOTH
+@pytest.mark.parametrize("enabled", [True, False])
+def test_it_rests_inside_and_is_as_before_afterwards_also_after_an_error(context: Context, enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    with pytest.raises(ValueError, match="within"), context():
+        assert not gc.isenabled()
+        raise ValueError("within")
+    assert gc.isenabled() == enabled
+    assert gc.get_freeze_count() == 0
+
+
+def test_frozen_frees_the_dead_first_and_then_nothing_that_was_alive() -> None:
+    gc.disable()
+    dead, alive = orphan(), Cycle()
+    still = weakref.ref(alive)
+    with frozen():
+        assert dead() is None
+        del alive
+        gc.collect()
+        assert still() is not None
+    gc.collect()
+    assert still() is None
+
+
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    with frozen():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > 0
