@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import CACHE, DTYPE, MODEL, check_choice, resolve_model
+from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE, check_choice, resolve_model
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
 
@@ -23,9 +23,9 @@ _LEVELS = ("full", "sample")
 
 def bisect(
     model: str | None = MODEL,
-    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    device: str = DEVICE,
     dtype: str = DTYPE,
-    phase: str | None = typer.Option(None, help="decode or prefill; default: both."),
+    phase: str | None = PHASE,
     cache: str = CACHE,
     inject: str | None = typer.Option(
         None, metavar="MISTAKE", help="Plant a mistake, or a pass of yours as module:attribute; `help` lists them."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from core.cli.model_argument import CACHE, DTYPE, MODEL, check_choice, resolve_model
+from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE, check_choice, resolve_model
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def explain(
     model: str | None = MODEL,
-    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    device: str = DEVICE,
     dtype: str = DTYPE,
-    phase: str | None = typer.Option(None, help="decode or prefill; default: both."),
+    phase: str | None = PHASE,
     cache: str = CACHE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
@@ -62,13 +62,14 @@ def _explain(
     strict: bool,
 ) -> Explanation:
     from core.engine.graphs import CACHES, PHASES, engine_graphs
-    from core.explain.explanation import explain, passes_for
+    from core.explain.explanation import explain
     from core.host import select_device
+    from core.rewriting import device_passes
 
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
     resolved = select_device(device)
-    switches.select(passes_for(resolved))  # a misspelt name is refused before the model is loaded
+    switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
     loaded, title = resolve_model(model, resolved, dtype)
     facts = {
         "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "

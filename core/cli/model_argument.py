@@ -1,4 +1,4 @@
-"""The MODEL argument and `--dtype` of subcommands: a folder, a tiny model of a type, or the embedded model."""
+"""What subcommands ask of a model alike: MODEL (a folder, a type, or none), where and in what dtype it runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ MODEL: Any = typer.Argument(
     help="Folder of a transformers causal LM, or the name of a model type such as `llama`, which is built tiny with "
     "random weights; default: the embedded model.",
 )
+DEVICE: Any = typer.Option(
+    "auto", "--device", help="Device name, as `core devices` lists it; auto prefers an accelerator."
+)
 DTYPE: Any = typer.Option("auto", "--dtype", help="auto (the model's own), float32, bfloat16 or float16.")
+PHASE: Any = typer.Option(None, "--phase", help="decode or prefill; default: both.")
 CACHE: Any = typer.Option(
     "auto", "--cache", help="Graphs on the paged or the static cache; auto is what the engine runs the model on."
 )
-"""Defaults of a subcommand's parameters `model`, `dtype` and `cache`."""
+"""Defaults of a subcommand's parameters `model`, `device`, `dtype`, `phase` and `cache`."""
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -27,12 +27,13 @@ def passes(
 ) -> None:
     """List the passes that rewrite a model's graphs, in the order of execution."""
     from core.common.passes.order import order
-    from core.explain.explanation import passes_for
+    from core.common.passes.standard import COMMON_PASSES
     from core.host import select_device
+    from core.rewriting import device_passes
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     resolved = None if device is None else select_device(device)
-    known = passes_for(resolved)
+    known = COMMON_PASSES if resolved is None else device_passes(resolved)
     enabled = {declared.name for declared in switches.select(known)}
     ordered = sorted(order(known), key=lambda declared: _STAGES.index(declared.stage))
     rows = [pass_json(declared, declared.name in enabled) for declared in ordered]

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass
 from core.common.passes.manager import PassManager
 from core.common.passes.snapshot import Snapshot
-from core.common.traced import ConstantSlot, TracedGraph
+from core.common.traced import TracedGraph
 from core.common.tracing import trace
 from core.common.verification.compare import compare
 from core.common.verification.execution import run_graph
@@ -26,6 +25,7 @@ from core.engine.loading import build_model
 from core.engine.static_cache import CachedPhase, static_phases
 from core.engine.tiny import tiny_config
 from core.errors import TraceError
+from core.rewriting import bound_constants
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -166,7 +166,7 @@ def measure_traced(
 ) -> Coverage:
     """Run the passes on a trace, in place, and count and judge as `measure` does."""
     before = Snapshot(traced.module).module()
-    constants = _constants(traced)
+    constants = bound_constants(traced)
     reports = PassManager(passes).run(traced.module, constants=constants)
     missed, extra = match_sites(sites, traced.module, reports)
     owed, left = _counts(sites), _counts([miss.site for miss in missed])
@@ -181,12 +181,6 @@ def measure_traced(
         signatures=signatures(sites, traced.module),
         judged=judge_graphs(before, traced.module, traced.values(inputs), [value for _, value in constants.added]),
     )
-
-
-def _constants(traced: TracedGraph) -> Constants:
-    names = [node.name for node in traced.module.graph.find_nodes(op="placeholder")]
-    bound = {name: slot.value for name, slot in zip(names, traced.slots, strict=True) if isinstance(slot, ConstantSlot)}
-    return Constants({name: value for name, value in bound.items() if isinstance(value, Tensor)})
 
 
 def judge_graphs(

@@ -14,10 +14,9 @@ import torch
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core._version import __version__
 from core.common.ops.lower import OpChoice, lower_ops
-from core.common.passes.declaration import Pass, Stage
+from core.common.passes.declaration import Stage
 from core.common.passes.manager import PassReport
 from core.common.passes.snapshot import Snapshot
-from core.common.passes.standard import COMMON_PASSES
 from core.common.passes.switches import PassSwitches
 from core.common.traced import TracedGraph
 from core.device import Device
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
     from core.engine.graphs import PhaseGraph
 
 ALL_PASSES = PassSwitches()
-
-
-def passes_for(device: Device | None) -> tuple[Pass, ...]:
-    """Return the passes that a run on the device has to choose from, as registered; without a device those of all."""
-    return COMMON_PASSES if device is None else device_passes(device)
 
 
 @dataclass(frozen=True, kw_only=True)

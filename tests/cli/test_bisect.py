@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +16,39 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 import core
 from core.cli import main
 from core.common.passes.declaration import Pass, PassResult
+from core.common.passes.snapshot import Snapshot
 from core.common.verification.planted import mistakes, planted
+from core.device import Device
+from core.engine.graphs import PhaseGraph, engine_graphs
+from core.engine.loading import LoadedModel
 
 COMMON = ("bisect", "llama", "--device", "cpu", "--phase", "decode", "--lowering", "inline", "--dtype", "float32")
 TWO = ("--only-pass", "lift_rms_norm", "--only-pass", "fuse_add_rms_norm")
 
 WRONG = planted("norm-eps")
 IDLE = Pass(name="acme_idle", run=lambda context: PassResult(matched=0), owner="acme")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> Iterator[None]:
+    """Let the subcommand trace what one test has traced before only once: tracing takes most of its time."""
+    kept: dict[tuple[object, ...], tuple[PhaseGraph, ...]] = {}
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        @contextmanager
+        def remembered(loaded: LoadedModel, device: Device, **options: Any) -> Iterator[tuple[PhaseGraph, ...]]:
+            key = (type(loaded.model), loaded.dtype, device.name, *sorted(options.items()))
+            if key not in kept:
+                kept[key] = stack.enter_context(engine_graphs(loaded, device, **options))
+            # Copies, since they are rewritten in place.
+            modules = [Snapshot(graph.traced.module).module() for graph in kept[key]]
+            yield tuple(
+                replace(graph, traced=replace(graph.traced, module=module))
+                for graph, module in zip(kept[key], modules, strict=True)
+            )
+
+        patch.setattr("core.engine.graphs.engine_graphs", remembered)
+        yield
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

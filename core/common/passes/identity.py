@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,85 +18,93 @@ def fingerprint(*parts: object) -> str:
 
     Bytecode, not source: comments and layout are no part of what runs, and reading sources takes ten times as long.
     """
+    texts: list[str] = []
+    _describe(parts, set(), texts)
     digest = hashlib.sha256(f"torch {torch.__version__} python {sys.version_info[:2]}".encode())
-    for text in _describe(parts, set()):
-        digest.update(text.encode())
-        digest.update(b"\0")
+    digest.update("".join(f"{text}\0" for text in texts).encode())
     return digest.hexdigest()
 
 
-def _describe(value: object, seen: set[int]) -> Iterator[str]:
+# The functions below append to `out` what they describe: generators within generators would hand each text up through
+# every level, and code that calls code goes deep.
+
+
+def _describe(value: object, seen: set[int], out: list[str]) -> None:
     if value is None or isinstance(value, (str, int, float, bool, complex, bytes, torch.dtype, torch.device)):
-        yield repr(value)
+        out.append(repr(value))
     elif isinstance(value, (types.FunctionType, types.MethodType, partial, type)):
-        yield from _describe_code(value, seen)
+        _describe_code(value, seen, out)
     elif isinstance(value, Mapping):
         for key in sorted(value, key=repr):
-            yield from _describe(key, seen)
-            yield from _describe(value[key], seen)
+            _describe(key, seen, out)
+            _describe(value[key], seen, out)
     elif isinstance(value, (set, frozenset)):
         # Sets are in hash order, which differs between processes.
-        yield from sorted("\0".join(_describe(item, seen)) for item in value)
+        items: list[list[str]] = [[] for _ in value]
+        for item, texts in zip(value, items, strict=True):
+            _describe(item, seen, texts)
+        out.extend(sorted("\0".join(texts) for texts in items))
     elif isinstance(value, (tuple, list)):
-        yield f"[{len(value)}"
+        out.append(f"[{len(value)}")
         for item in value:
-            yield from _describe(item, seen)
+            _describe(item, seen, out)
     elif id(value) not in seen:
         seen.add(id(value))
-        yield from _describe_object(value, seen)
+        _describe_object(value, seen, out)
 
 
-def _describe_object(value: object, seen: set[int]) -> Iterator[str]:
+def _describe_object(value: object, seen: set[int], out: list[str]) -> None:
     if isinstance(value, types.ModuleType):
-        yield value.__name__
+        out.append(value.__name__)
     elif isinstance(value, types.BuiltinFunctionType):
-        yield f"{value.__module__}.{value.__qualname__}"  # its text would hold an address
+        out.append(f"{value.__module__}.{value.__qualname__}")  # its text would hold an address
     elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        yield str(value)
+        out.append(str(value))
     elif is_dataclass(value):
-        yield from _describe_code(type(value), seen)
+        _describe_code(type(value), seen, out)
         for item in fields(value):
-            yield from _describe(getattr(value, item.name), seen)
+            _describe(getattr(value, item.name), seen, out)
     else:
         # Objects without a describable state (tensors, modules, torch's own) count by type.
-        yield f"{type(value).__module__}.{type(value).__qualname__}"
+        out.append(f"{type(value).__module__}.{type(value).__qualname__}")
         if callable(value) and _package(type(value)) != "torch":
-            yield from _describe_code(type(value), seen)
-            yield from _describe(vars(value) if hasattr(value, "__dict__") else None, seen)
+            _describe_code(type(value), seen, out)
+            _describe(vars(value) if hasattr(value, "__dict__") else None, seen, out)
 
 
-def _describe_code(value: Any, seen: set[int]) -> Iterator[str]:
+def _describe_code(value: Any, seen: set[int], out: list[str]) -> None:
     if isinstance(value, partial):
-        yield from _describe((value.func, value.args, value.keywords), seen)
+        _describe((value.func, value.args, value.keywords), seen, out)
     elif isinstance(value, types.MethodType):
-        yield from _describe((value.__func__, value.__self__), seen)
+        _describe((value.__func__, value.__self__), seen, out)
     elif id(value) not in seen:
         seen.add(id(value))
-        yield f"{value.__module__}.{value.__qualname__}"
+        out.append(f"{value.__module__}.{value.__qualname__}")
         if _package(value) in sys.stdlib_module_names or _package(value) == "torch":
             return
         functions = [value] if isinstance(value, types.FunctionType) else _methods(value)
         for function in functions:
-            yield function.__qualname__
-            yield from _describe_function(function, _package(value), seen)
+            out.append(function.__qualname__)
+            _describe_function(function, _package(value), seen, out)
         if isinstance(value, type):
-            yield from _describe(_attributes(value), seen)
+            _describe(_attributes(value), seen, out)
 
 
-def _describe_function(function: types.FunctionType, package: str, seen: set[int]) -> Iterator[str]:
-    yield from _bytecode(function.__code__)
-    yield from _describe((function.__defaults__, function.__kwdefaults__), seen)
+def _describe_function(function: types.FunctionType, package: str, seen: set[int], out: list[str]) -> None:
+    text, names = _bytecode(function.__code__)
+    out.append(text)
+    _describe((function.__defaults__, function.__kwdefaults__), seen, out)
     for cell in function.__closure__ or ():
         try:
-            yield from _describe(cell.cell_contents, seen)
+            _describe(cell.cell_contents, seen, out)
         except ValueError:  # an empty cell: a name that is bound later
-            yield "empty"
-    for name in sorted(_names(function.__code__)):
+            out.append("empty")
+    for name in names:
         used = function.__globals__.get(name)
         if isinstance(used, (types.FunctionType, type)) and _package(used) != package:
-            yield f"{used.__module__}.{used.__qualname__}"
+            out.append(f"{used.__module__}.{used.__qualname__}")
         elif used is not None and not isinstance(used, types.ModuleType):
-            yield from _describe(used, seen)
+            _describe(used, seen, out)
 
 
 def _attributes(owner: type) -> Mapping[str, object]:
@@ -116,16 +124,16 @@ def _package(value: Any) -> str:
     return str(value.__module__ or "").partition(".")[0]
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*(_names(const) for const in inner))
-
-
-def _bytecode(code: types.CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
+@lru_cache(maxsize=8192)
+def _bytecode(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
+    """Describe a code object and those within it; return that and the names that they use, in order."""
+    texts = [code.co_code.hex(), repr(code.co_names)]
+    names = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _bytecode(const)
+            text, used = _bytecode(const)
+            texts.append(text)
+            names.update(used)
         else:
-            yield repr(sorted(const, key=repr)) if isinstance(const, frozenset) else repr(const)
+            texts.append(repr(sorted(const, key=repr)) if isinstance(const, frozenset) else repr(const))
+    return "\0".join(texts), tuple(sorted(names))

@@ -45,13 +45,16 @@ class Snapshot:
 
     def module(self) -> fx.GraphModule:
         """Return a module of its own with the graph as it was; tensors and submodules are shared."""
+        return fx.GraphModule(self._root(), self._graph())
+
+    def _graph(self) -> fx.Graph:
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node, op, name, target, args, kwargs, kind, meta in self._nodes:
             new_args, new_kwargs = fx.map_arg((args, kwargs), copied.__getitem__)
             copied[node] = graph.create_node(op, target, new_args, new_kwargs, name, kind)
             copied[node].meta = dict(meta)
-        return fx.GraphModule(self._root(), graph)
+        return graph
 
     def _root(self) -> dict[str, Any]:
         """Return what the graph's attributes were, by name."""
@@ -67,7 +70,7 @@ class Snapshot:
             current = getattr(self._module, name)
             current.clear()
             current.update(state)
-        self._module.graph = self.module().graph
+        self._module.graph = self._graph()
 
 
 def _resolve(found: dict[str, Any], path: str) -> Any:

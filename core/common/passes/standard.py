@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import core.common.ops.canonical  # noqa: F401  # uuids of passes reach the registry of ops: it is whole from here on
 from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
 from core.common.passes.common.gate_up import FUSE_GATE_UP
 from core.common.passes.common.merge_linears import MERGE_LINEARS

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts, DeepseekV4TopKRouter
@@ -169,6 +170,19 @@ def test_products_by_group_are_those_of_every_expert(name: str, monkeypatch: pyt
     (every,) = run(GROUPED_MLP, call)
     truth = in_fp64(GROUPED_MLP, call)[0]
     assert judge(got, every, truth).passed and judge(every, got, truth).passed
+
+
+def test_products_go_by_group_where_no_kernel_waits_for_the_device() -> None:
+    def grouped(device: str) -> bool:
+        with FakeTensorMode():
+            rows, matrices = (torch.empty(*shape, dtype=BF16, device=device) for shape in ((9, 16), (5, 16, 48)))
+        return moe._can_group(rows, matrices)
+
+    assert grouped("cpu") and grouped("cpu:0")
+    assert not grouped("xpu:1")  # torch's own for any device reads where the groups end
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", lambda *_: None, "XPU")
+        assert grouped("xpu:1")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -20,6 +20,14 @@ from core.common.tracing import trace
 _LIBRARY = torch.library.Library("passes_test", "DEF")
 
 
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+W = torch.linspace(0.3, 1.7, 16)
+
+
+def folded(x: Tensor) -> Tensor:
+    return x.clone().view(4, 4, 4)
+
+
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -20,6 +20,8 @@ from tests.common.passes.graphs import (
     ADD_RMS,
     RMS,
     Stack,
+    W,
+    X,
     calls,
     doubled,
     find_add_rms,
@@ -31,13 +33,6 @@ from tests.common.passes.graphs import (
     traced_graph,
 )
 from tests.support import refused
-
-X = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
-W = torch.linspace(0.3, 1.7, 16)
-
-
-def folded(x: Tensor) -> Tensor:
-    return x.clone().view(4, 4, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

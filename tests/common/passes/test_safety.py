@@ -19,6 +19,7 @@ from tests.common.passes.graphs import (
     NARROW,
     PUT,
     TALL,
+    X,
     calls,
     doubled,
     fused,
@@ -26,13 +27,6 @@ from tests.common.passes.graphs import (
     traced,
     traced_graph,
 )
-
-X = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
-W = torch.linspace(0.3, 1.7, 16)
-
-
-def folded(x: Tensor) -> Tensor:
-    return x.clone().view(4, 4, 4)
 
 
 def written_between(write: Callable[[Tensor], object]) -> Callable[..., Tensor]:
