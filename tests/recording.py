@@ -1,0 +1,32 @@
+"""The simulated device of examples/acme_device as a `Device`, for tests of captures: it needs no plugin's metadata."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from core_acme import plugin
+from core_acme.memory import CARD
+from core_acme.runner import RecordingBackend
+
+from core.common.lowerings import INLINE
+from core.device import Device
+from core.hookspecs import OpenContext
+from core.host import select_device
+
+
+def acme(**changes: Any) -> Device:
+    """Return the recording device, without passes of its own, with some of its fields or capabilities replaced."""
+    device = select_device("cpu")
+    parts = plugin.core_open_device(OpenContext(plugin=device.plugin, index=0))
+    abilities = {name: changes.pop(name) for name in ("modes", "update") if name in changes}
+    parts = replace(parts, capabilities=replace(parts.capabilities, **abilities))
+    device = replace(
+        device, name="acme", parts=parts, lowerings=INLINE, graph_backend=RecordingBackend, passes=(), ops=()
+    )
+    return replace(device, **changes)
+
+
+def graph_bytes() -> int:
+    """Return what live recordings hold of the simulated card's memory."""
+    return CARD.read().used_bytes
