@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import check
+from core.common.ops.attention_eager import by_sequence
 from core.common.ops.attention_scores import exponentials, soft_capped
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 
@@ -84,6 +85,11 @@ def reference(
     values = values.to(acc).masked_fill(~live[:, :, None, None], 0.0)
     out = torch.einsum("bkgqs,bskv->bqkgv", weights / total, values).flatten(2, 3)  # (B, Q, H, V)
     return _to_tokens(out, query_starts, num_tokens).to(query.dtype)
+
+
+def eager(*args: Any, **kwargs: Any) -> Tensor:
+    """Do what `reference` does, sequence by sequence, as their lengths say on the host."""
+    return by_sequence(reference, *args, **kwargs)
 
 
 def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -247,5 +253,13 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 ATTENTION = declare(
-    CanonicalOp(name="attention", schema=SCHEMA, reference=reference, fake=fake, samples=samples, break_point=True)
+    CanonicalOp(
+        name="attention",
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        samples=samples,
+        break_point=True,
+        eager=eager,
+    )
 )

@@ -31,8 +31,10 @@ class CanonicalOp:
     schema: the torch schema without namespace. reference: plain torch; it is the semantics, the default kernel and the
     test oracle, computes in at least fp32 and keeps fp64 as fp64. fake: checks arguments and returns output metadata.
     samples: `(dtype, device)` -> arguments worth testing, deterministic, weights and caches never constant.
-    break_point: piecewise capture may cut the graph here. costly: the reference is much slower than what models write
-    in its place, so a device without an implementation gets the op only where that can be put back.
+    break_point: piecewise capture may cut the graph here. eager: what then runs there for want of an implementation:
+    the reference in a form that may read tensors on the host; None for the reference as it is. costly: the reference is
+    much slower than what models write in its place, so a device without an implementation gets the op only where that
+    can be put back.
     """
 
     name: str
@@ -41,6 +43,7 @@ class CanonicalOp:
     fake: Callable[..., Any]
     samples: Callable[[torch.dtype, torch.device], Iterator[Sample]]
     break_point: bool = False
+    eager: Callable[..., Any] | None = None
     costly: bool = False
     notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

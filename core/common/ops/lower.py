@@ -6,7 +6,7 @@ Else it becomes again what a lift made it from, and its reference where it was i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from core.errors import LoweringError
 BREAK_POINT = "break_point"
 """Key of a node's meta: the op that it is to the user, where piecewise capture cuts the graph."""
 REFERENCE = "reference"
+EAGER = "eager reference"
 ORIGINAL_NODES = "original"
 
 
@@ -27,7 +28,8 @@ ORIGINAL_NODES = "original"
 class OpChoice:
     """What one call of a canonical op became. node: its name in the graph. refused: implementation -> why not.
 
-    implementation: its name, or "original" for the nodes that a lift replaced, or "reference" for the op's own.
+    implementation: its name, or "original" for the nodes that a lift replaced, or "reference" for the op's own, "eager
+    reference" for its form between graphs.
     """
 
     op: str
@@ -56,6 +58,8 @@ def lower_ops(
             choice, restored = _lower(node, op, [i for i in implementations if i.op == op.qualified_name])
             if op.qualified_name in mark and not restored:
                 node.meta[BREAK_POINT] = op.qualified_name
+                if choice.implementation == REFERENCE and op.eager is not None:
+                    node.target, choice = op.eager, replace(choice, implementation=EAGER)
             choices.append(choice)
             pending += reversed(restored)  # a fused op may have been made from other canonical ops
     graph.recompile()

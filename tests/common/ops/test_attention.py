@@ -49,6 +49,22 @@ def test_each_sample_agrees_with_the_oracle(name: str, dtype: torch.dtype) -> No
     assert result.passed, result
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_between_graphs_each_sequence_attends_by_itself(name: str, dtype: torch.dtype) -> None:
+    assert ATTENTION.eager is not None
+    call, by_itself = copied(sample(name, dtype)), copied(sample(name, dtype))
+    real = int(call["query_starts"][-1])
+    truth = copied(call)
+    write(truth)
+    ours = ATTENTION.eager(**by_itself)
+    result = judge(ours[:real], eager(truth, torch.float32)[:real], oracle(truth)[:real])
+    assert result.passed and not ours[real:].any(), result
+    run(call)
+    for cache in ("key_cache", "value_cache"):
+        assert torch.equal(by_itself[cache][1:], call[cache][1:])  # block 0 is nobody's
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
