@@ -15,7 +15,8 @@ from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass
 if TYPE_CHECKING:
     from core.compilation import Progress
     from core.engine.check import Comparison
-    from core.engine.engine import Completion, Engine
+    from core.engine.engine import Engine
+    from core.engine.request import Completion
 
 DEFAULT_PROMPT = "If the argument is"
 
@@ -103,6 +104,8 @@ def _engine(
         max_model_len=min(loaded.max_position or longest, -(-longest // 64) * 64),
         decode_buckets=(len(prompts),),
         prefill_buckets=(max(32, 1 << (num_tokens - 1).bit_length()),),
+        # The check generates greedily whatever was asked for, so that is captured in any case.
+        sampling=("greedy",) if params.greedy else ("greedy", "random"),
         **options,
     )
     return Engine(loaded, resolved, config, progress=progress)

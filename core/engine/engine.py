@@ -1,11 +1,15 @@
-"""The reference engine: prompts in, text out, on any device; sequences join and leave between steps."""
+"""The reference engine: prompts in, text out, on any device; sequences join and leave between steps.
+
+One step: the scheduler says what is computed, the runner computes it in captured graphs, tokens included, and the
+engine hands each sequence its tokens. `generate` is that in a loop.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
@@ -17,41 +21,32 @@ from core.compilation import Progress
 from core.device import Device
 from core.engine.attention import NotPageable
 from core.engine.config import SamplingParams
-from core.engine.detokenize import Detokenizer
 from core.engine.loading import LoadedModel, load_model
 from core.engine.paged import PagedRunner
-from core.engine.prompts import Prompt, encode_prompts
+from core.engine.prompts import EncodedPrompt, Prompt, encode_prompt, encode_prompts
+from core.engine.request import Completion, Request, RequestOutput
 from core.engine.runner import EngineConfig, ModelRunner
-from core.engine.sampling import Sampler, make_generator
-from core.engine.sequence import FinishReason
+from core.engine.sampling import make_generator, next_tokens
+from core.engine.scheduler import Scheduler
 from core.engine.sequence import Sequence as EngineSequence
+from core.engine.speculation import accept
 from core.engine.static import StaticRunner
-from core.errors import ModelError, UsageError
+from core.engine.stats import EngineStats, StatsCounter
+from core.engine.step import Part, Step, StepOutput
+from core.errors import UsageError
 from core.host import select_device
 
 log = logging.getLogger("core.engine")
 OnText = Callable[[int, str], None]
 """Called as `on_text(prompt index, piece)` when a piece of text has become certain."""
-DEFAULT_MAX_LEN = 2048
 _served: WeakSet[nn.Module] = WeakSet()  # the models of open engines
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """What became of one prompt. text is "" without a tokenizer; logits, if collected, is (len(token_ids), vocabulary)
-    on the host, the logits each token was chosen from."""
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    logits: Tensor | None = None
 
 
 class Engine:
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
-    Not thread-safe. The model object is used as it is; `close()` gives it its own attention back.
+    `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go. Not thread-safe. The
+    model object is used as it is; `close()` gives it its own attention back.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Engine:
         self.loaded = loaded
         self.device = device
         self.config = config or EngineConfig()
-        self.max_model_len = self._max_model_len()
+        self.max_model_len = self.config.context_length(loaded.max_position)
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
         start = time.perf_counter()
@@ -79,7 +74,16 @@ class Engine:
         self._runner = self._make_runner(progress)
         _served.add(loaded.model)
         self.compile_time_s = time.perf_counter() - start
-        self._sampler = Sampler()
+        self._scheduler = Scheduler(
+            self._runner.admit,
+            max_num_seqs=self._runner.max_num_seqs,
+            max_step_tokens=self._runner.max_step_tokens,
+            num_drafts=self._runner.num_drafts,
+        )
+        self._requests: dict[int, Request] = {}
+        self._num_requests = 0
+        self._counts = StatsCounter()
+        self._said_outside = False
 
     @classmethod
     def load(
@@ -110,6 +114,10 @@ class Engine:
         """Return the account of the compiled programs."""
         return self._runner.report()
 
+    def stats(self) -> EngineStats:
+        """Return what the engine did so far, in counts."""
+        return self._counts.snapshot()
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -121,26 +129,92 @@ class Engine:
         """Generate for all prompts and return the completions in their order.
 
         params: one for all, or one each. Prompts beyond `max_num_seqs` wait until a sequence leaves. Raises
-        `ModelError` for a prompt that is empty or longer than the context, before anything runs.
+        `ModelError` for a prompt that is empty or longer than the context, before anything runs, and `UsageError` while
+        requests of `add_request` are unfinished: their outputs would be lost.
         """
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         encoded = encode_prompts(prompts, self.loaded, each, max_context=self.max_model_len)
-        longest = max(map(len, encoded), default=0)
-        if longest > self._runner.max_prefill_tokens:
-            raise ModelError(
-                f"a prompt of {longest} tokens",
-                found=f"the largest prefill bucket holds {self._runner.max_prefill_tokens}",
-                remedy="make the engine with a prefill bucket of that size, or shorten the prompt",
+        if self.has_unfinished:
+            raise UsageError(
+                f"generate for {len(prompts)} prompts",
+                found=f"{len(self._requests)} requests of add_request are unfinished",
+                remedy="finish them by step() or abort(), or add these prompts by add_request too",
             )
-        job = _Job(self, collect_logits=collect_logits, on_text=on_text)
-        for index, (prompt, sampling) in enumerate(zip(encoded, each, strict=True)):
-            job.add(index, list(prompt.token_ids), sampling, prompt.max_new_tokens)
-        return job.run(self._runner, self._sampler)
+        completions: dict[int, Completion] = {}
+        try:
+            first = self._num_requests
+            for prompt, sampling in zip(encoded, each, strict=True):
+                self._add(prompt, sampling, collect_logits)
+            while self._requests:
+                for output in self.step():
+                    if output.text and on_text is not None:
+                        on_text(output.request_id - first, output.text)
+                    if output.completion is not None:
+                        completions[output.request_id] = output.completion
+        finally:
+            for request_id in tuple(self._requests):
+                self.abort(request_id)
+        return [completions[request_id] for request_id in sorted(completions)]
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, collect_logits: bool = False) -> int:
+        """Queue a prompt, at any time, and return the id by which `step` and `abort` know it.
+
+        Raises as `generate` does for a prompt that the model can't take.
+        """
+        params = params or SamplingParams()
+        encoded = encode_prompt(prompt, self.loaded, params, max_context=self.max_model_len)
+        return self._add(encoded, params, collect_logits)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    @torch.no_grad()
+    def step(self) -> list[RequestOutput]:
+        """Run the model once and return what that gave, by request; nothing where nothing is to do.
+
+        A request joins at the first step that has room for it and leaves with the step that returns its completion. A
+        step that only computes a part of a prompt gives it no output. Where the model fails on the paged cache, every
+        request is as it was before: step again. On the static cache, whose states may be half-done, abort.
+        """
+        step = self._scheduler.schedule()
+        if step is None:
+            assert not self._requests  # an idle cache has room for any sequence
+            return []
+        output = self._runner.run(step)
+        tokens = self._tokens(step, output)
+        self._counts.count(step)
+        wanted = any(self._requests[part.sequence.index].collect_logits for part in step.parts)
+        logits = output.logits.detach().to("cpu", copy=True) if wanted else None
+        outputs, row = [], 0
+        for part in step.parts:
+            rows = slice(row, row + part.num_rows)
+            row = rows.stop
+            if not part.emits:
+                part.sequence.num_computed += part.num_tokens
+                continue
+            outputs.append(self._advance(part, tokens[rows], None if logits is None else logits[rows]))
+        return outputs
+
+    def abort(self, request_id: int) -> None:
+        """End a request where it is and return its cache; one that has ended is left alone."""
+        if not 0 <= request_id < self._num_requests:
+            raise UsageError(
+                f"abort request {request_id!r}",
+                found=f"{self._num_requests} requests were added, numbered from 0",
+                remedy="pass an id that add_request returned",
+            )
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._leave(request)
 
     def close(self) -> None:
-        """Free programs and cache; the second time, do nothing."""
+        """End all requests and free programs and cache; the second time, do nothing."""
         if not self._closed:
             self._closed = True
+            for request_id in tuple(self._requests):
+                self.abort(request_id)
             self._runner.close()
             _served.discard(self.loaded.model)
 
@@ -150,21 +224,55 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _max_model_len(self) -> int:
-        limit = self.loaded.max_position
-        wanted = self.config.max_model_len
-        if wanted is not None and limit is not None and wanted > limit:
-            raise UsageError(
-                f"max_model_len={wanted}", found=f"the model has {limit} positions", remedy=f"ask for at most {limit}"
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
+        if self._closed:
+            raise UsageError("a request", found="the engine is closed", remedy="make another one")
+        params = replace(params, max_new_tokens=prompt.max_new_tokens)
+        sequence = EngineSequence(self._num_requests, list(prompt.token_ids), params, make_generator(params))
+        request = Request(sequence, self.loaded, collect_logits=collect_logits)
+        self._num_requests += 1
+        self._requests[sequence.index] = request
+        self._scheduler.add(sequence)
+        return sequence.index
+
+    def _tokens(self, step: Step, output: StepOutput) -> list[int]:
+        """Return the token of each row: one wait for the device, and the graph's own tokens where it sampled."""
+        if not step.is_random or output.sampled:
+            return output.tokens.tolist()
+        if step.phase == "decode" and not self._said_outside:
+            self._said_outside = True
+            log.warning(
+                "sampling outside of the captured graph, which is greedy; EngineConfig(sampling=('greedy', 'random')) "
+                "captures both"
             )
-        length = wanted or min(limit or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN)
-        if length < 2:
-            raise UsageError(
-                f"a context of {length}",
-                found="a prompt and what follows it take 2 positions",
-                remedy="use a model with at least 2 positions",
-            )
-        return length
+        self._counts.sampled_outside += sum(
+            part.num_rows for part in step.parts if part.emits and not part.sequence.params.greedy
+        )
+        params = step.sampling_params(output.logits.device)
+        return next_tokens(output.logits, params, "random").tolist()
+
+    def _advance(self, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
+        """Hand a sequence the tokens that its part of a step gave, up to one that ends it."""
+        request = self._requests[part.sequence.index]
+        text, num_generated = "", len(part.sequence.generated)
+        for row, token in enumerate(accept(part.drafts, tokens)):
+            text += request.push(token, logits[row] if request.collect_logits and logits is not None else None)
+            if request.finished:
+                break
+        new = part.sequence.generated[num_generated:]
+        # The last of them is computed by a later step, the accepted drafts before it are in the cache.
+        part.sequence.num_computed += part.num_tokens + len(new) - 1
+        self._counts.accepted += len(new) - 1
+        if request.finished:
+            self._leave(request)
+        return RequestOutput(
+            request_id=part.sequence.index, token_ids=tuple(new), text=text, completion=request.completion()
+        )
+
+    def _leave(self, request: Request) -> None:
+        self._scheduler.remove(request.sequence)
+        self._runner.release(request.sequence)
+        self._counts.left += self._requests.pop(request.sequence.index, None) is not None
 
     def _make_runner(self, progress: Progress | None) -> ModelRunner:
         model, length = self.loaded.model, self.max_model_len
@@ -175,102 +283,3 @@ class Engine:
             return StaticRunner(
                 model, self.device, self.config, max_model_len=length, reason=str(refusal), progress=progress
             )
-
-
-class _Job:
-    """One `generate` call: waiting and running sequences, their text and their logits."""
-
-    def __init__(self, engine: Engine, *, collect_logits: bool, on_text: OnText | None) -> None:
-        self._loaded = engine.loaded
-        self._collect = collect_logits
-        self._on_text = on_text
-        self._sequences: list[EngineSequence] = []
-        self._limits: list[int] = []
-        self._text: dict[int, list[str]] = {}
-        self._detokenizers: dict[int, Detokenizer] = {}
-        self._logits: dict[int, list[Tensor]] = {}
-
-    def add(self, index: int, prompt: list[int], params: SamplingParams, max_new_tokens: int) -> None:
-        generator = None if params.greedy else make_generator(params)
-        self._sequences.append(EngineSequence(index, prompt, params, generator))
-        self._limits.append(max_new_tokens)
-        self._text[index] = []
-        self._logits[index] = []
-        if params.stop:
-            self._loaded.require_tokenizer()
-        if self._loaded.tokenizer is not None:
-            self._detokenizers[index] = Detokenizer(self._loaded.tokenizer, stop=params.stop, context=prompt[-1:])
-
-    def run(self, runner: ModelRunner, sampler: Sampler) -> list[Completion]:
-        """Prefill whatever can join, else decode one token for all running; until none is left."""
-        waiting, running = list(self._sequences), list[EngineSequence]()
-        try:
-            with torch.no_grad():
-                while waiting or running:
-                    joined = _join(runner, waiting, len(running))
-                    running += joined
-                    batch = joined or running
-                    logits = runner.run("prefill" if joined else "decode", batch)
-                    self._advance(batch, logits, sampler)
-                    for sequence in [s for s in running if s.finish_reason is not None]:
-                        runner.release(sequence)
-                        running.remove(sequence)
-        finally:
-            for sequence in running:
-                runner.release(sequence)
-        return [self._completion(sequence) for sequence in self._sequences]
-
-    def _advance(self, batch: list[EngineSequence], logits: Tensor, sampler: Sampler) -> None:
-        tokens = sampler.sample(logits, [s.params for s in batch], [s.generator for s in batch]).tolist()
-        if self._collect:
-            for sequence, row in zip(batch, logits.detach().to("cpu", copy=True), strict=True):
-                self._logits[sequence.index].append(row)
-        for sequence, token in zip(batch, tokens, strict=True):
-            sequence.generated.append(token)
-            self._finish_or_not(sequence, token)
-
-    def _finish_or_not(self, sequence: EngineSequence, token: int) -> None:
-        params, stops = sequence.params, self._loaded.stop_token_ids
-        if token in params.stop_token_ids or (token in stops and not params.ignore_eos):
-            sequence.finish_reason = "stop"
-        elif len(sequence.generated) >= self._limits[sequence.index]:
-            sequence.finish_reason = "length"
-        detokenizer = self._detokenizers.get(sequence.index)
-        if detokenizer is None:
-            return
-        # A stop token ends the text and is not part of it.
-        piece = "" if sequence.finish_reason == "stop" else detokenizer.push(token)
-        if detokenizer.stopped_by is not None:
-            sequence.finish_reason = "stop"
-        if sequence.finish_reason is not None:
-            piece += detokenizer.flush()
-        self._emit(sequence.index, piece)
-
-    def _emit(self, index: int, piece: str) -> None:
-        if piece:
-            self._text[index].append(piece)
-            if self._on_text is not None:
-                self._on_text(index, piece)
-
-    def _completion(self, sequence: EngineSequence) -> Completion:
-        logits = self._logits[sequence.index]
-        assert sequence.finish_reason is not None  # the loop ends only when every sequence has
-        return Completion(
-            prompt_token_ids=tuple(sequence.prompt),
-            token_ids=tuple(sequence.generated),
-            text="".join(self._text[sequence.index]),
-            finish_reason=sequence.finish_reason,
-            logits=torch.stack(logits) if logits else None,
-        )
-
-
-def _join(runner: ModelRunner, waiting: list[EngineSequence], num_running: int) -> list[EngineSequence]:
-    """Move sequences from `waiting` while the runner has room; as many as one prefill step can take."""
-    joined: list[EngineSequence] = []
-    tokens = 0
-    while waiting and num_running + len(joined) < runner.max_num_seqs:
-        tokens += len(waiting[0])
-        if tokens > runner.max_prefill_tokens or not runner.admit(waiting[0]):
-            break
-        joined.append(waiting.pop(0))
-    return joined

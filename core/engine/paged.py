@@ -1,8 +1,9 @@
-"""Running a transformers model on the paged cache: bucketed programs for decode and prefill, one shared cache."""
+"""Running a transformers model on the paged cache: bucketed programs for each phase, one shared cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from core.common.report import ProgramReport
 from core.compilation import Progress, compile
 from core.device import Device
-from core.engine.attention import SERVE, AttentionLayer, NotPageable, StepTensors, inspect, set_implementation
+from core.engine.attention import SERVE, AttentionLayer, NotPageable, inspect, set_implementation
 from core.engine.cache import BlockPool, PagedCache
 from core.engine.config import SamplingParams
 from core.engine.masks import EXHAUSTIVE
+from core.engine.paged_call import PagedCall, PagedLogits
 from core.engine.probe import (
     counts_from_zero,
     depends_on_longest,
@@ -23,46 +25,12 @@ from core.engine.probe import (
     probe_sequences,
     rounding_bound,
 )
-from core.engine.runner import EngineConfig, accepted_arguments, powers
+from core.engine.runner import EngineConfig, powers
+from core.engine.sampling import GREEDY_ROW, sampling_guard
 from core.engine.sequence import Sequence as EngineSequence
-from core.engine.sequence import step_inputs, step_tensors
 from core.engine.static_cache import CachedPhase
+from core.engine.step import Part, Step, StepOutput, step_inputs, step_tensors
 from core.errors import ModelError
-
-
-class PagedCall:
-    """The function that is compiled: one step of the model over flattened tokens, for one phase."""
-
-    def __init__(self, model: Any, step: StepTensors, max_query_len: int) -> None:
-        self._model = model
-        self._step = step
-        self._max_query_len = max_query_len
-        self._selects_rows = "logits_to_keep" in accepted_arguments(model)
-
-    def __repr__(self) -> str:
-        return type(self._model).__name__  # stands in reports and errors of tracing
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        slot_mapping: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_starts: Tensor,
-        logit_rows: Tensor,
-    ) -> Tensor:
-        """Return logits (seqs, vocabulary) of each sequence's last token; shapes as in `step_inputs`."""
-        step = self._step
-        step.block_table, step.slot_mapping = block_table, slot_mapping
-        step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
-        arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
-        output = self._model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
-        )
-        step.clear()
-        logits: Tensor = output.logits[0]
-        return logits if self._selects_rows else logits[logit_rows]
 
 
 class PagedRunner:
@@ -78,7 +46,9 @@ class PagedRunner:
         self._device = device
         self._block_size = config.block_size
         self._max_blocks = -(-max_model_len // config.block_size)
+        self._sampling = config.sampling
         self.max_num_seqs = config.max_num_seqs
+        self.num_drafts = config.speculative
         self._closed = False
         layers = self._inspect(max_model_len)
         num_blocks = 1 + config.max_num_seqs * self._max_blocks
@@ -91,23 +61,20 @@ class PagedRunner:
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self._program: Any = None
         try:
+            self._calls = self._make_calls()
             self._check_same_function(max_model_len)
             buckets = self._buckets(config, max_model_len)
-            self.max_prefill_tokens = max(b["tokens"] for b in buckets["prefill"])
+            self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
+            self._greedy_rows = self._greedy_params(max(b["rows"] for sizes in buckets.values() for b in sizes))
             self._program = compile(
-                self._calls(),
+                self._calls,
                 device,
                 inputs=step_inputs(self._max_blocks),
                 buckets=buckets,
-                mode=config.mode,
-                lowering=config.lowering,
-                passes=config.passes,
-                disable_passes=config.disable_passes,
-                enable_passes=config.enable_passes,
-                strict=config.strict,
-                verify=config.verify,
+                outputs=[("rows",), ("rows", None)],
                 examples=self._examples,
                 progress=progress,
+                **config.compile_options(self._calls, device.capabilities),
             )
         except BaseException:
             self.close()
@@ -115,6 +82,8 @@ class PagedRunner:
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Reserve blocks for the prompt and everything that may be generated from it."""
+        if sequence.blocks:
+            return True
         needed = -(-(len(sequence.prompt) + sequence.params.max_new_tokens) // self._block_size)
         needed = min(needed, self._max_blocks)
         if needed > self._pool.num_free:
@@ -122,15 +91,17 @@ class PagedRunner:
         sequence.blocks = self._pool.take(needed)
         return True
 
-    def run(self, phase: str, sequences: Sequence[EngineSequence]) -> Tensor:
-        """Compute all pending tokens; logits (len(sequences), vocabulary), valid until the next call."""
+    def run(self, step: Step) -> StepOutput:
+        """Compute a step in the graph of its phase, which a graph of another phase never stands in for."""
+        guards = {"sampling": sampling_guard(step.is_random, self._sampling)} if step.phase == "decode" else {}
+        sampled = guards.get("sampling") == "random"
+        params = step.sampling_params(self._device.torch_device) if sampled else self._greedy_rows[: step.num_rows]
         try:
-            logits: Tensor = self._program(phase, **self._tensors(sequences))
+            with self._program.serving():
+                tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **self._tensors(step))
         finally:
             self._cache.step.clear()  # an interrupted step must not serve a later call of the model
-        for sequence in sequences:
-            sequence.num_computed = len(sequence)
-        return logits
+        return StepOutput(tokens, logits, sampled)
 
     def release(self, sequence: EngineSequence) -> None:
         """Return the sequence's blocks."""
@@ -154,11 +125,20 @@ class PagedRunner:
         self._model.set_attn_implementation(self._before)
 
     def phases(self) -> tuple[CachedPhase, ...]:
-        """Return prefill and decode as they are compiled, with the inputs of the self-check; valid until `close`."""
-        calls, inputs = self._calls(), step_inputs(self._max_blocks)
-        dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in inputs.items()}
+        """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
+
+        Without the choice of tokens, in which the smallest error of a logit is all or nothing. Valid until `close`.
+        """
+        declared = step_inputs(self._max_blocks)
+        del declared["sampling_params"]
+        dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in declared.items()}
         return tuple(
-            CachedPhase(name=name, function=calls[name], inputs=self._examples[name][0], dynamic=dynamic)
+            CachedPhase(
+                name=name,
+                function=self._calls[name].logits,
+                inputs={input_name: self._examples[name][0][input_name] for input_name in declared},
+                dynamic=dynamic,
+            )
             for name in ("prefill", "decode")
         )
 
@@ -172,28 +152,30 @@ class PagedRunner:
             self.reason += f"; masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}"
         return layers
 
-    def _tensors(self, sequences: Sequence[EngineSequence]) -> dict[str, Tensor]:
+    def _tensors(self, step: Step) -> dict[str, Tensor]:
         return step_tensors(
-            sequences,
-            max_blocks=self._max_blocks,
-            block_size=self._block_size,
-            device=self._device.torch_device,
+            step, max_blocks=self._max_blocks, block_size=self._block_size, device=self._device.torch_device
         )
 
-    def _calls(self) -> dict[str, Callable[..., Tensor]]:
-        # Exactly one token per sequence in decode: the op may then skip its general form.
-        return {
-            "decode": PagedCall(self._model, self._cache.step, 1),
-            "prefill": PagedCall(self._model, self._cache.step, 0),
-        }
+    def _greedy_params(self, num_rows: int) -> Tensor:
+        return torch.tensor([GREEDY_ROW], device=self._device.torch_device).repeat(num_rows, 1)
+
+    def _make_calls(self) -> dict[str, PagedCall]:
+        # At most so many tokens per sequence in a step: the op may then skip its general form.
+        lens = {"decode": 1, "prefill": 0}
+        if self.num_drafts:
+            lens["verify"] = 1 + self.num_drafts
+        return {phase: PagedCall(PagedLogits(self._model, self._cache.step, most)) for phase, most in lens.items()}
 
     def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:
-        decode = config.decode_buckets or powers(1, config.max_num_seqs, 2)
-        prefill = config.prefill_buckets or powers(32, max_model_len, 4)
-        return {
-            "decode": [{"tokens": size, "seqs": size} for size in decode],
-            "prefill": [{"tokens": size, "seqs": config.max_num_seqs} for size in prefill],
+        sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
+        prefill = config.prefill_buckets or powers(32, max(max_model_len, seqs), 4)
+        buckets = {
+            "decode": [{"tokens": size, "seqs": size, "rows": size} for size in sizes],
+            "prefill": [{"tokens": size, "seqs": seqs, "rows": seqs} for size in prefill],
+            "verify": [{"tokens": size * width, "seqs": size, "rows": size * width} for size in sizes],
         }
+        return {phase: buckets[phase] for phase in self._calls}
 
     def _check_memory(self, layers: Any, num_blocks: int) -> None:
         wanted = sum(num_blocks * self._block_size * layer.bytes_per_position for layer in layers)
@@ -219,25 +201,42 @@ class PagedRunner:
         expected = own_logits(self._model, probes)
         bound = rounding_bound(self._model, probes, expected)
         set_implementation(self._model, SERVE)
-        difference = largest_difference(self._run_probes(probes), expected)
-        if not difference <= bound:
-            raise NotPageable(
-                f"a prefill and one decode step on the paged cache differ from its own forward by {difference:.2g}, "
-                f"more than rounding ({bound:.2g}): it keeps state outside attention, or mixes sequences of a step"
-            )
+        for phase, logits in self._run_probes(probes, max_model_len).items():
+            difference = largest_difference(logits, expected)
+            if not difference <= bound:
+                raise NotPageable(
+                    f"a prefill and one {phase} step on the paged cache differ from its own forward by "
+                    f"{difference:.2g}, more than rounding ({bound:.2g}): it keeps state outside attention, or mixes "
+                    "sequences of a step"
+                )
 
-    def _run_probes(self, probes: Sequence[list[int]]) -> list[Tensor]:
-        sequences = [EngineSequence(i, p[:-1], SamplingParams(max_new_tokens=1)) for i, p in enumerate(probes)]
+    def _run_probes(self, probes: Sequence[list[int]], max_model_len: int) -> dict[str, list[Tensor]]:
+        """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify."""
+        params = SamplingParams(max_new_tokens=1 + self.num_drafts)
+        sequences = [EngineSequence(index, probe[:-1], params) for index, probe in enumerate(probes)]
         for sequence in sequences:
             self.admit(sequence)  # an empty cache has room for max_num_seqs of them
-        calls, steps = self._calls(), []
-        for phase in ("prefill", "decode"):
-            tensors = self._tensors(sequences)
-            self._examples[phase] = [tensors]  # what they point at stays in the cache for the verification of passes
-            steps.append(calls[phase](**tensors).clone())
-            for sequence, probe in zip(sequences, probes, strict=True):
-                sequence.num_computed = len(sequence)
-                sequence.generated = probe[-1:]
+        first = self._run_probe(Step("prefill", tuple(Part(s, len(s)) for s in sequences)))
+        for sequence, probe in zip(sequences, probes, strict=True):
+            sequence.num_computed = len(sequence)
+            sequence.generated = probe[-1:]
+        parts = [Part(sequence, 1) for sequence in sequences]
+        found = {"decode": self._run_probe(Step("decode", tuple(parts)))}
+        if self.num_drafts:
+            # The same token once more, and behind it what fits of any others.
+            drafts = [tuple(probe[: min(self.num_drafts, max_model_len - len(probe))]) for probe in probes]
+            parts = [Part(sequence, 1, guesses) for sequence, guesses in zip(sequences, drafts, strict=True)]
+            found["verify"] = self._run_probe(Step("verify", tuple(parts)))
         for sequence in sequences:
             self.release(sequence)
-        return list(torch.stack(steps, dim=1))
+        return {phase: list(torch.stack([first, second], dim=1)) for phase, second in found.items()}
+
+    def _run_probe(self, step: Step) -> Tensor:
+        """Return the logits (seqs, vocabulary) after each sequence's pending tokens; keep the inputs as examples."""
+        tensors = self._tensors(step)
+        # What they point at stays in the cache, for the verification of passes.
+        example = {**tensors, "sampling_params": self._greedy_params(step.num_rows)}
+        self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
+        logits = self._calls[step.phase].logits(**tensors)
+        ends = list(accumulate(part.num_rows for part in step.parts))
+        return logits[[end - part.num_rows for end, part in zip(ends, step.parts, strict=True)]]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+from core.engine.sampling import Sampling
+from core.engine.step import Phase
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from core.common.config import Verify
+    from core.common.config import ModeChoice, Verify
     from core.common.report import ProgramReport
-    from core.device import Mode
+    from core.device import Capabilities, Mode
     from core.engine.sequence import Sequence as EngineSequence
+    from core.engine.step import Step, StepOutput
+
+DEFAULT_MAX_LEN = 2048
+MAX_DECODE_BUCKETS = 35
+_COSTLY = ("compile",)
+"""Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,9 +29,13 @@ class EngineConfig:
     """How an engine runs a model.
 
     max_num_seqs: sequences at once. max_model_len: longest context in tokens; None takes the model's own, at most 2048.
-    block_size: positions per cache block. decode_buckets: batch sizes; prefill_buckets: token counts; None takes powers
-    of two (decode) and of four from 32 (prefill). mode, lowering, passes, disable_passes, enable_passes, strict,
-    verify: as in `core.compile`; verification runs on the sequences of the engine's own check.
+    block_size: positions per cache block. decode_buckets: batch sizes; None takes `decode_sizes`. prefill_buckets:
+    token counts; None takes powers of four from 32. The largest is the token budget of a step that holds prompts:
+    longer prompts are computed in chunks. sampling: which ways to choose tokens are captured with decode; what is not
+    is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. mode: as in
+    `core.compile`; None takes the device's preferred mode, and for prefill "piecewise" where the device has it.
+    lowering, passes, disable_passes, enable_passes, eager, strict, debug, verify: as in `core.compile`; verification
+    runs on the sequences of the engine's own check.
     """
 
     max_num_seqs: int = 8
@@ -33,16 +43,20 @@ class EngineConfig:
     block_size: int = 16
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    sampling: tuple[Sampling, ...] = ("greedy", "random")
+    speculative: int = 0
     mode: Mode | Mapping[str, Mode] | None = None
     lowering: str | None = None
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
     enable_passes: tuple[str, ...] = ()
+    eager: tuple[str, ...] | None = None
     strict: bool = False
+    debug: bool = False
     verify: Verify = "off"
 
     def __post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2)):
+        for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2), ("speculative", 0)):
             value = getattr(self, name)
             if not (_is_size(value, least) or (name == "max_model_len" and value is None)):
                 raise _refusal(name, value, f"it is a whole number of at least {least}")
@@ -53,27 +67,93 @@ class EngineConfig:
         if self.decode_buckets is not None and max(self.decode_buckets) < self.max_num_seqs:
             found = f"{self.max_num_seqs} sequences at once fit in none of them"
             raise _refusal("decode_buckets", self.decode_buckets, found)
-        if isinstance(self.mode, Mapping) and not self.mode.keys() <= {"decode", "prefill"}:
-            raise _refusal("mode", dict(self.mode), "the phases are 'decode' and 'prefill'")
+        if self.prefill_buckets is not None and max(self.prefill_buckets) < self.max_num_seqs:
+            found = f"a step with prompts also holds one token of each of up to {self.max_num_seqs} sequences"
+            raise _refusal("prefill_buckets", self.prefill_buckets, found)
+        known = get_args(Sampling)
+        once = isinstance(self.sampling, tuple) and len(set(self.sampling)) == len(self.sampling) > 0
+        if not (once and set(self.sampling) <= set(known)):
+            raise _refusal("sampling", self.sampling, f"it is a tuple of at least one of: {', '.join(known)}")
+        if isinstance(self.mode, Mapping) and not self.mode.keys() <= set(get_args(Phase)):
+            raise _refusal("mode", dict(self.mode), f"the phases are {', '.join(map(repr, get_args(Phase)))}")
+
+    def context_length(self, max_position: int | None) -> int:
+        """Return the longest context in tokens; max_position: the model's own, or None; raise `UsageError` beyond."""
+        wanted = self.max_model_len
+        if wanted is not None and max_position is not None and wanted > max_position:
+            raise UsageError(
+                f"max_model_len={wanted}",
+                found=f"the model has {max_position} positions",
+                remedy=f"ask for at most {max_position}",
+            )
+        length = wanted or min(max_position or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN)
+        if length < 2:
+            raise UsageError(
+                f"a context of {length}",
+                found="a prompt and what follows it take 2 positions",
+                remedy="use a model with at least 2 positions",
+            )
+        return length
+
+    def modes_of(self, phase: str, capabilities: Capabilities) -> tuple[Mode, ...]:
+        """Return the modes that a phase may be compiled in, the preferred one first; one only where it was named."""
+        mode = self.mode.get(phase) if isinstance(self.mode, Mapping) else self.mode
+        if mode is not None:
+            return (mode,)
+        first = ("piecewise",) if phase == "prefill" and "piecewise" in capabilities.modes else ()
+        return tuple(dict.fromkeys((*first, *capabilities.modes, "off")))
+
+    def compile_options(self, phases: Iterable[str], capabilities: Capabilities) -> dict[str, Any]:
+        """Return the keyword arguments of `core.compile` that this configuration decides, for these phases."""
+        names = ("lowering", "passes", "disable_passes", "enable_passes", "eager", "strict", "debug", "verify")
+        return {
+            "mode": {phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases},
+            "guards": {"decode": {"sampling": self.sampling}},
+            **{name: getattr(self, name) for name in names},
+        }
+
+    def decode_sizes(self, capabilities: Capabilities) -> tuple[int, ...]:
+        """Return the batch sizes of decode: those asked for, else as many as are worth their start-up time.
+
+        1, 2, 4 and the multiples of 8 (of more where that were over 35 sizes); where each costs a compile of its own,
+        powers of two.
+        """
+        if self.decode_buckets is not None:
+            return self.decode_buckets
+        last, stride = self.max_num_seqs, 8
+        if self.modes_of("decode", capabilities)[0] in _COSTLY:
+            return powers(1, last, 2)
+        while True:
+            small = [size for size in powers(1, stride, 2)[:-1] if size < last]
+            sizes = (*small, *range(stride, last, stride), last)
+            if len(sizes) <= MAX_DECODE_BUCKETS:
+                return sizes
+            stride *= 2
+
+
+def one_or_all(modes: tuple[Mode, ...]) -> ModeChoice:
+    """Return the modes as `core.compile` takes them: a single one is an order, several are a choice."""
+    return modes[0] if len(modes) == 1 else modes
 
 
 class ModelRunner(Protocol):
-    """Computes logits for sequences and owns their cache. route: "paged" or "static"; reason: why this one."""
+    """Computes steps and owns the cache. route: "paged" or "static"; reason: why this one.
+
+    max_step_tokens: tokens at most in a step that holds prompts. num_drafts: drafts at most behind a pending token.
+    """
 
     route: str
     reason: str
     max_num_seqs: int
-    max_prefill_tokens: int
+    max_step_tokens: int
+    num_drafts: int
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Reserve cache for the whole sequence; False if there is none at present."""
         ...
 
-    def run(self, phase: str, sequences: Sequence[EngineSequence]) -> Tensor:
-        """Compute all pending tokens ("prefill" or "decode") and return logits (len(sequences), vocabulary).
-
-        Valid until the next call.
-        """
+    def run(self, step: Step) -> StepOutput:
+        """Compute a step; it changes the cache only, and only where these tokens belong."""
         ...
 
     def release(self, sequence: EngineSequence) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,20 +12,26 @@ from torch import Tensor
 from core.common.graphs.inputs import InputSpec
 from core.common.report import ProgramReport
 from core.compilation import Progress, compile
-from core.device import Device
+from core.device import Device, Mode
 from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
-from core.engine.runner import EngineConfig
+from core.engine.runner import EngineConfig, one_or_all
+from core.engine.sampling import GREEDY_ROW, Sampling, next_tokens, sampling_guard, sampling_params_input
 from core.engine.sequence import Sequence as EngineSequence
 from core.engine.static_cache import cache_name, full_mask, static_cache
+from core.engine.step import Step, StepOutput
 from core.errors import ModelError, TraceError
 from core.program import Program
 
+log = logging.getLogger("core.engine")
+
 
 class StaticRunner:
-    """A `ModelRunner` on `transformers.StaticCache`: prefill eager at any length, decode compiled for one token."""
+    """A `ModelRunner` on `transformers.StaticCache`: prefill eager, a whole prompt at once; decode compiled for one
+    token; no drafts, which a state could not forget."""
 
     route = "static"
     max_num_seqs = 1
+    num_drafts = 0
     _cache: Any  # a `StaticCache`; None once closed
 
     def __init__(
@@ -41,70 +48,91 @@ class StaticRunner:
         self._model = model
         self._device = device
         self.reason = reason
-        self.max_prefill_tokens = max_model_len
+        self.max_step_tokens = max_model_len
+        self._sampling = config.sampling
+        if config.speculative:
+            log.warning("no speculative decoding on transformers' static cache: drafts can't be taken back from it")
         self._owner: EngineSequence | None = None
         self._positions = False
         self._mask_len = 0
         self._prepare_cache(max_model_len)
+        self._program = self._compile(config, progress, max_model_len)
+        self._cache.reset()
+
+    def _compile(self, config: EngineConfig, progress: Progress | None, max_model_len: int) -> Program:
+        """Compile decode; a model that can't be traced gets a mask of full length first, and a mode without trace last.
+
+        Some make a mask of a length that is data unless they are given one.
+        """
+        first, *others = config.modes_of("decode", self._device.capabilities)
         try:
-            self._program = self._compile(config, progress)
+            return self._compile_as(config, progress, (first,))
         except TraceError as error:
-            # Some models make a mask of a length that is data unless they are given one.
             self._mask_len = max_model_len
             try:
                 self._prepare_cache(max_model_len)
-                self._program = self._compile(config, progress)
+                return self._compile_as(config, progress, (first,))
             except (ModelError, TraceError):
-                raise error from None
-        self._cache.reset()
+                if not others or config.strict:
+                    raise error from None
+        self._mask_len = 0
+        self._prepare_cache(max_model_len)
+        return self._compile_as(config, progress, (first, *others))
 
-    def _compile(self, config: EngineConfig, progress: Progress | None) -> Program:
+    def _compile_as(self, config: EngineConfig, progress: Progress | None, modes: tuple[Mode, ...]) -> Program:
         shapes = {"input_ids": InputSpec((1,), torch.int64, padding="copy")}
         if self._positions:
             shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
-        mode = config.mode if config.mode is None or isinstance(config.mode, str) else config.mode.get("decode")
+        shapes["sampling_params"] = replace(sampling_params_input(1), padding="copy")
         return compile(
             self._decode,
             self._device,
             inputs=shapes,
             buckets={"decode": [{}]},
-            mode=mode,
-            lowering=config.lowering,
-            passes=config.passes,
-            disable_passes=config.disable_passes,
-            enable_passes=config.enable_passes,
-            strict=config.strict,
-            verify=config.verify,
             examples=[self._example(shapes)],
+            reset=self._restore,
             progress=progress,
+            **{**config.compile_options(("decode",), self._device.capabilities), "mode": {"decode": one_or_all(modes)}},
         )
+
+    def _restore(self) -> None:
+        """Bring the cache back to where the self-check left it: every run of decode moves it on."""
+        self._cache.reset()
+        self._prefill(self._probe[:-1])
 
     def _example(self, shapes: dict[str, InputSpec]) -> dict[str, Tensor]:
         """Return the inputs of the decode step that follows what the self-check left in the cache."""
-        length = len(self._probe)
-        values = {"input_ids": self._probe[-1:], "position_ids": [length]}
-        return {name: torch.tensor(values[name], device=self._device.torch_device) for name in shapes}
+        values = self._inputs(self._probe[-1], len(self._probe), GREEDY_ROW)
+        return {name: values[name] for name in shapes}
+
+    def _inputs(self, token: int, position: int, sampling_row: tuple[float, ...]) -> dict[str, Any]:
+        values = {"input_ids": [token], "position_ids": [position], "sampling_params": [sampling_row]}
+        if not self._positions:
+            del values["position_ids"]
+        return {name: torch.tensor(value, device=self._device.torch_device) for name, value in values.items()}
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Take the sequence if no other one holds the cache."""
-        if self._owner is not None:
+        if self._owner not in (None, sequence):
             return False
         self._owner = sequence
         self._cache.reset()
         return True
 
-    def run(self, phase: str, sequences: Sequence[EngineSequence]) -> Tensor:
-        """Compute the one sequence's pending tokens; logits (1, vocabulary), valid until the next call."""
-        (sequence,) = sequences
-        if phase == "prefill":
-            logits = self._prefill(sequence.pending())
-        else:
-            inputs = {"input_ids": sequence.pending(), "position_ids": [sequence.num_computed]}
-            kept = inputs if self._positions else {"input_ids": inputs["input_ids"]}
-            device = self._device.torch_device
-            logits = self._program("decode", **{k: torch.tensor(v, device=device) for k, v in kept.items()})
-        sequence.num_computed = len(sequence)
-        return logits
+    def run(self, step: Step) -> StepOutput:
+        """Compute the one sequence's pending tokens; tokens (1,) and logits (1, vocabulary)."""
+        (part,) = step.parts
+        if step.phase == "prefill":
+            logits = self._prefill(part.tokens)
+            return StepOutput(logits.argmax(dim=-1), logits, sampled=False)
+        (token,) = part.tokens
+        guard = sampling_guard(step.is_random, self._sampling)
+        inputs = self._inputs(token, part.sequence.num_computed, GREEDY_ROW)
+        if guard == "random":
+            inputs["sampling_params"] = step.sampling_params(self._device.torch_device)
+        with self._program.serving():
+            tokens, logits = self._program("decode", guards={"sampling": guard}, **inputs)
+        return StepOutput(tokens, logits, sampled=guard == "random")
 
     def release(self, sequence: EngineSequence) -> None:
         """Let the next sequence have the cache, if this one holds it."""
@@ -154,8 +182,15 @@ class StaticRunner:
         positions = torch.arange(len(tokens), device=device)
         return self._forward(torch.tensor(tokens, device=device), positions)
 
-    def _decode(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self._forward(input_ids, position_ids)
+    def _decode(
+        self,
+        input_ids: Tensor,
+        sampling_params: Tensor,
+        position_ids: Tensor | None = None,
+        sampling: Sampling = "greedy",
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._forward(input_ids, position_ids)
+        return next_tokens(logits, sampling_params, sampling), logits
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         arguments: dict[str, Any] = {self._cache_name: self._cache, "use_cache": True, "return_dict": True}

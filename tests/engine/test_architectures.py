@@ -17,7 +17,13 @@ CPU = torch.device("cpu")
 # The first is longer than the tiny models' window, and generation leaves it behind in both.
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 CONFIG = EngineConfig(
-    max_num_seqs=2, max_model_len=64, decode_buckets=(2,), prefill_buckets=(32,), lowering="inline", strict=True
+    max_num_seqs=2,
+    max_model_len=64,
+    decode_buckets=(2,),
+    prefill_buckets=(32,),
+    sampling=("greedy",),
+    lowering="inline",
+    strict=True,
 )
 
 

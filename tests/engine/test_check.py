@@ -21,7 +21,14 @@ from core.host import select_device
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
-SIZES = EngineConfig(max_num_seqs=2, max_model_len=64, decode_buckets=(2,), prefill_buckets=(32,), lowering="inline")
+SIZES = EngineConfig(
+    max_num_seqs=2,
+    max_model_len=64,
+    decode_buckets=(2,),
+    prefill_buckets=(32,),
+    sampling=("greedy",),
+    lowering="inline",
+)
 
 
 def tiny(model_type: str, **changes: Any) -> Any:

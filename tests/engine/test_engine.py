@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from core.engine.assets import embedded_model
+from core.engine.attention import implementation
 from core.engine.config import SamplingParams
-from core.engine.engine import Completion, Engine
+from core.engine.engine import Engine
 from core.engine.loading import build_model, load_model
+from core.engine.request import Completion
 from core.engine.runner import EngineConfig
 from core.engine.tiny import tiny_config
 from core.errors import ModelError, UsageError
@@ -120,9 +122,17 @@ def test_the_context_bounds_what_is_generated(engine: Engine) -> None:
     assert completion.finish_reason == "length"
 
 
-def test_a_prompt_longer_than_every_prefill_bucket_is_refused(engine: Engine) -> None:
-    with pytest.raises(ModelError, match="the largest prefill bucket holds 64"):
-        engine.generate([TEXTS[0], [7] * 65], GREEDY)
+def test_a_prompt_longer_than_every_prefill_bucket_is_computed_in_chunks(engine: Engine) -> None:
+    prompt = [5 + i % 50 for i in range(90)]
+    before = engine.stats()
+    (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True), collect_logits=True)
+    after = engine.stats()
+    assert (after.chunked - before.chunked, after.steps["prefill"] - before.steps.get("prefill", 0)) == (1, 2)
+    assert completion.logits is not None
+    with torch.no_grad(), implementation(engine.loaded.model, engine.native_attention):
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        expected = engine.loaded.model(input_ids=ids, use_cache=False).logits[0, 89:-1]
+    torch.testing.assert_close(completion.logits, expected, rtol=0, atol=1e-4)
 
 
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(engine: Engine) -> None:
@@ -151,6 +161,30 @@ def test_a_seed_gives_the_same_text_whoever_shares_the_batch(engine: Engine) -> 
     mixed = engine.generate([TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]], [sampled[2], GREEDY, sampled[0], sampled[1]])
     assert [mixed[i].token_ids for i in (2, 3, 0)] == alone
     assert mixed[1].token_ids == engine.generate([TEXTS[1]], GREEDY)[0].token_ids
+
+
+def test_what_was_not_captured_is_sampled_outside_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    params = [SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True), GREEDY]
+    found = []
+    for sampling in (("greedy",), ("random",), ("greedy", "random")):
+        loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
+        with Engine(loaded, select_device("cpu"), replace(SMALL, max_num_seqs=2, sampling=sampling)) as engine:
+            with caplog.at_level("WARNING"):
+                found.append([c.token_ids for c in engine.generate([IDS[0]] * 4, params * 2)])
+            # Two sequences of six tokens, or their first ones, which come from the prefill.
+            assert engine.stats().sampled_outside == (12 if sampling == ("greedy",) else 2)
+    assert found[0] == found[1] == found[2]
+    assert [r.message.startswith("sampling outside of the captured graph") for r in caplog.records] == [True]
+
+
+def test_a_closed_engine_takes_no_request() -> None:
+    loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
+    engine = Engine(loaded, select_device("cpu"), SMALL)
+    engine.add_request([5, 6, 7])
+    engine.close()
+    assert not engine.has_unfinished and engine.stats().left == 1
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.add_request([5, 6, 7])
 
 
 def test_parameters_must_match_the_prompts(engine: Engine) -> None:
@@ -256,6 +290,23 @@ def test_modes_may_leave_out_decode_on_the_static_route() -> None:
     with Engine(loaded, select_device("cpu"), config) as engine:
         assert engine.route == "static"
         assert engine.generate([[5, 6, 7]], GREEDY)[0].finish_reason == "length"
+
+
+def test_what_torch_compiles_during_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
+    with Engine(loaded, select_device("cpu"), SMALL) as engine:
+        engine.generate([[5, 6, 7]], GREEDY)
+        assert not engine.report().compiles
+        forward = loaded.model.forward
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+
+        def compiling(*arguments: Any, **options: Any) -> Any:
+            compiled(torch.ones(1))
+            return forward(*arguments, **options)
+
+        monkeypatch.setattr(loaded.model, "forward", compiling)
+        engine.generate([[5, 6, 7]], GREEDY)
+        assert list(engine.report().compiles.values()) == [1]
 
 
 def test_two_engines_live_in_one_process(engine: Engine, alone: list[Completion]) -> None:

@@ -17,6 +17,7 @@ from core.engine.paged import PagedRunner
 from core.engine.probe import counts_from_zero, position_difference
 from core.engine.runner import EngineConfig
 from core.engine.sequence import Sequence
+from core.engine.step import Part, Phase, Step
 from core.engine.tiny import WINDOW, tiny_config
 from core.errors import ModelError
 from core.host import select_device
@@ -24,7 +25,13 @@ from core.host import select_device
 CPU = torch.device("cpu")
 LENGTH = 40
 CONFIG = EngineConfig(
-    max_num_seqs=3, block_size=8, decode_buckets=(1, 4), prefill_buckets=(48,), lowering="inline", strict=True
+    max_num_seqs=3,
+    block_size=8,
+    decode_buckets=(1, 4),
+    prefill_buckets=(48,),
+    sampling=("greedy",),
+    lowering="inline",
+    strict=True,
 )
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [40, 41, 42, 43, 44])
 
@@ -50,13 +57,15 @@ def new_sequence(index: int, prompt: list[int], max_new_tokens: int = 20) -> Seq
     return Sequence(index, list(prompt), SamplingParams(max_new_tokens=max_new_tokens))
 
 
-def step(runner: PagedRunner, phase: str, sequences: list[Sequence]) -> torch.Tensor:
-    """Run one step and append the greedy tokens; the logits are copied."""
+def step(runner: PagedRunner, phase: Phase, sequences: list[Sequence]) -> torch.Tensor:
+    """Run one step over all that is pending and append the tokens it gives; the logits are copied."""
     with torch.no_grad():
-        logits = runner.run(phase, sequences).clone()
-    for sequence, token in zip(sequences, logits.argmax(-1).tolist(), strict=True):
+        output = runner.run(Step(phase, tuple(Part(sequence, sequence.num_pending) for sequence in sequences)))
+    for sequence, token in zip(sequences, output.tokens.tolist(), strict=True):
+        sequence.num_computed = len(sequence)
         sequence.generated.append(token)
-    return logits
+    assert torch.equal(output.tokens, output.logits.argmax(-1))
+    return output.logits.clone()
 
 
 def decode(runner: PagedRunner, prompts: list[list[int]], num_tokens: int) -> list[torch.Tensor]:

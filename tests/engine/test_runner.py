@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
+from core.device import Capabilities
 from core.engine.runner import EngineConfig, powers
 from core.errors import UsageError
+
+
+def device(*modes: Any) -> Capabilities:
+    return Capabilities(device_name="any", dtypes=frozenset(), modes=modes)
+
+
+GPU = device("full", "piecewise", "segmented")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +34,13 @@ from core.errors import UsageError
         {"decode_buckets": (4,), "max_num_seqs": 5},
         {"prefill_buckets": ()},
         {"prefill_buckets": ("32",)},
+        {"prefill_buckets": (2,), "max_num_seqs": 3},
+        {"sampling": ()},
+        {"sampling": "greedy"},
+        {"sampling": ("greedy", "beam")},
+        {"sampling": ("greedy", "greedy")},
+        {"speculative": -1},
+        {"speculative": True},
         {"mode": {"decode": "off", "encode": "off"}},
     ],
 )
@@ -42,9 +57,11 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any]) -> None:
     [
         {},
         {"max_num_seqs": 1, "block_size": 1, "max_model_len": 2},
-        {"max_num_seqs": 3, "decode_buckets": (1, 4), "prefill_buckets": (1,)},
+        {"max_num_seqs": 3, "decode_buckets": (1, 4), "prefill_buckets": (1, 3)},
+        {"sampling": ("random",), "speculative": 4},
         {"mode": "off"},
         {"mode": {"prefill": "off"}},
+        {"mode": {"verify": "off"}},
         {"mode": {}},
     ],
 )
@@ -55,3 +72,52 @@ def test_a_right_one_is_taken(fields: dict[str, Any]) -> None:
 def test_powers_end_with_the_last() -> None:
     assert powers(1, 6, 2) == (1, 2, 4, 6)
     assert powers(32, 2, 4) == (2,)
+
+
+def test_phases_take_the_devices_first_mode_and_prefill_piecewise_where_there_is_that() -> None:
+    config = EngineConfig()
+    assert [config.modes_of(phase, GPU)[0] for phase in ("decode", "prefill", "verify")] == [
+        "full",
+        "piecewise",
+        "full",
+    ]
+    assert config.modes_of("prefill", device("compile")) == ("compile", "off")
+    assert config.modes_of("prefill", device()) == ("off",)
+    assert config.modes_of("prefill", device("full", "piecewise", "segmented"))[1:] == ("full", "segmented", "off")
+    assert EngineConfig(mode="off").modes_of("prefill", GPU) == ("off",)
+    one = EngineConfig(mode={"decode": "off"})
+    assert one.modes_of("decode", GPU) == ("off",) and one.modes_of("prefill", GPU)[0] == "piecewise"
+
+
+def test_the_options_of_a_compile_name_the_phases_that_there_are() -> None:
+    config = EngineConfig(sampling=("greedy",), strict=True, mode={"decode": "full"}, passes=("lift_rotary",))
+    options = config.compile_options(("decode", "prefill"), GPU)
+    assert options["mode"]["decode"] == "full", "a mode that is named is an order"
+    assert options["mode"]["prefill"][0] == "piecewise" and options["mode"]["prefill"][-1] == "off"
+    assert options["guards"] == {"decode": {"sampling": ("greedy",)}}
+    assert (options["strict"], options["passes"], options["verify"]) == (True, ("lift_rotary",), "off")
+
+
+@pytest.mark.parametrize(
+    ("seqs", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (4, (1, 2, 4)),
+        (5, (1, 2, 4, 5)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (256, (1, 2, 4, *range(8, 257, 8))),
+        (512, (1, 2, 4, 8, 16, *range(32, 513, 32))),
+    ],
+)
+def test_decode_is_captured_at_many_sizes_where_a_capture_is_cheap(seqs: int, sizes: tuple[int, ...]) -> None:
+    found = EngineConfig(max_num_seqs=seqs).decode_sizes(GPU)
+    assert found == sizes
+    assert len(found) <= 35
+
+
+def test_decode_is_captured_at_few_sizes_where_each_is_a_compile() -> None:
+    assert EngineConfig(max_num_seqs=20).decode_sizes(device("compile")) == (1, 2, 4, 8, 16, 20)
+    assert EngineConfig(max_num_seqs=64).decode_sizes(device("compile")) == (1, 2, 4, 8, 16, 32, 64)
+    assert EngineConfig(max_num_seqs=64, decode_buckets=(64,)).decode_sizes(GPU) == (64,)

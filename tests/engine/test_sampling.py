@@ -13,18 +13,24 @@ import pytest
 import torch
 
 from core.engine.config import SamplingParams
-from core.engine.sampling import Sampler, make_generator
-from core.errors import UsageError
+from core.engine.sampling import GREEDY_ROW, make_generator, next_tokens, sampling_guard, sampling_row
+from core.engine.sequence import Sequence
 
 N = 20_000
 PROBABILITIES = torch.tensor([0.05, 0.40, 0.02, 0.25, 0.03, 0.15, 0.10])
 
 
+def rows(params: list[SamplingParams], uniforms: list[float]) -> torch.Tensor:
+    """Return the packed parameters of some rows."""
+    return torch.tensor([sampling_row(p, u) for p, u in zip(params, uniforms, strict=True)], dtype=torch.float32)
+
+
 def draw(logits: torch.Tensor, n: int = N, **options: Any) -> torch.Tensor:
-    """Return the frequency of each token over n independent sequences with these options."""
+    """Return the frequency of each token over n draws with these options."""
     params = SamplingParams(temperature=options.pop("temperature", 1.0), **options)
-    generator = torch.Generator().manual_seed(7)
-    tokens = Sampler().sample(logits.expand(n, -1), [params] * n, [generator] * n)
+    packed = torch.tensor([sampling_row(params, 0.0)]).repeat(n, 1)
+    packed[:, 3] = torch.rand(n, generator=torch.Generator().manual_seed(7))
+    tokens = next_tokens(logits.expand(n, -1), packed, "random")
     assert tokens.shape == (n,)
     assert tokens.dtype == torch.int64
     return torch.bincount(tokens, minlength=logits.numel()) / n
@@ -99,10 +105,11 @@ def test_a_tiny_temperature_is_the_argmax_in_every_dtype(dtype: torch.dtype) -> 
     assert draw(logits, n=50, temperature=1e-5)[1] == 1.0
 
 
-def test_greedy_is_the_argmax_in_the_dtype_of_the_logits() -> None:
+@pytest.mark.parametrize("sampling", ["greedy", "random"])
+def test_greedy_is_the_argmax_in_the_dtype_of_the_logits(sampling: Any) -> None:
     # In fp32 the two would be equal.
     logits = torch.tensor([[1.0, 1.0 + 1e-12, 0.5]], dtype=torch.float64)
-    assert Sampler().sample(logits, [SamplingParams()], [None]).tolist() == [1]
+    assert next_tokens(logits, torch.tensor([GREEDY_ROW]), sampling).tolist() == [1]
 
 
 def test_logits_that_overflow_when_divided_are_sampled() -> None:
@@ -111,88 +118,104 @@ def test_logits_that_overflow_when_divided_are_sampled() -> None:
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 2), (0.49, 2), (0.5, 0), (0.74, 0), (0.75, 1), (1.0, 3)])
-def test_a_draw_selects_by_cumulative_probability(uniform: float, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *_a, **_k: torch.tensor([uniform]))
-    params = SamplingParams(temperature=1.0)
+def test_a_draw_selects_by_cumulative_probability(uniform: float, token: int) -> None:
     logits = torch.tensor([[0.25, 0.125, 0.5, 0.125, 0.0]]).log()
-    assert Sampler().sample(logits, [params], [make_generator(params)]).tolist() == [token]
+    assert next_tokens(logits, rows([SamplingParams(temperature=1.0)], [uniform]), "random").tolist() == [token]
 
 
-def test_a_draw_that_rounds_up_stays_inside_the_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *_a, **_k: torch.tensor([1.0]))
+def test_a_draw_that_rounds_up_stays_inside_the_support() -> None:
     params = [SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=1.0)]
-    generators = [make_generator(p) for p in params]
     # In the second row the probabilities of the rest are lost in the sum, but top_p=1 takes none of them away.
     logits = torch.stack([PROBABILITIES.log(), torch.tensor([0.0, -20.0, -20.0] + [float("-inf")] * 4)])
-    assert Sampler().sample(logits, params, generators).tolist() == [5, 2]
+    assert next_tokens(logits, rows(params, [1.0, 1.0]), "random").tolist() == [5, 2]
 
 
-def test_a_seed_gives_the_same_tokens_again_and_another_seed_others() -> None:
-    def run(seed: int | None) -> list[int]:
-        params = SamplingParams(temperature=1.0, seed=seed)
-        generator, sampler = make_generator(params), Sampler()
-        return [int(sampler.sample(torch.zeros(1, 1000), [params], [generator])) for _ in range(20)]
+def numbers(seed: int | None, count: int = 20) -> list[float]:
+    params = SamplingParams(temperature=1.0, seed=seed)
+    sequence = Sequence(0, [1], params, make_generator(params))
+    return [sequence.uniform(index) for index in range(count)]
 
-    assert run(3) == run(3)
-    assert run(3) != run(4)
-    assert run(None) != run(None)
+
+def test_a_seed_gives_the_same_numbers_again_and_another_seed_others() -> None:
+    assert numbers(3) == numbers(3)
+    assert numbers(3) != numbers(4)
+    assert numbers(None) != numbers(None)
+    assert all(0 <= number < 1 for number in numbers(3))
+    assert make_generator(SamplingParams(seed=3)) is None
+
+
+def test_the_number_of_a_token_is_the_same_whenever_it_is_asked_for() -> None:
+    params = SamplingParams(temperature=1.0, seed=3)
+    sequence = Sequence(0, [1], params, make_generator(params))
+    assert sequence.uniform(4) == numbers(3)[4]
+    assert [sequence.uniform(index) for index in range(20)] == numbers(3)
+
+
+# Five sequences over twelve steps; greedy the second. Logits by integer arithmetic, so that they are the same anywhere.
+MIX = [
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=11),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=12),
+    SamplingParams(temperature=2.0, top_p=0.8, seed=13),
+    SamplingParams(temperature=1.3, top_k=3, seed=14),
+]
+STEPS = [
+    ((7 * torch.arange(50) ** 2 + 31 * step + 17 * torch.arange(5)[:, None] * torch.arange(50)) % 97) / 16
+    for step in range(12)
+]
+TOKENS = [
+    [30, 6, 14, 0, 8, 2, 0, 11, 12, 17, 26, 18],
+    [10, 11, 26, 8, 5, 19, 8, 5, 9, 8, 22, 13],
+    [47, 22, 33, 47, 41, 28, 26, 19, 33, 45, 10, 34],
+    [33, 10, 43, 13, 12, 3, 49, 42, 33, 13, 17, 2],
+    [4, 25, 5, 0, 45, 47, 41, 3, 24, 31, 1, 24],
+]
+
+
+def sampled(which: list[int]) -> list[list[int]]:
+    """Return the tokens of some sequences of the mix that share their steps."""
+    sequences = [Sequence(i, [1], MIX[i], make_generator(MIX[i])) for i in which]
+    found = []
+    for step, logits in enumerate(STEPS):
+        uniforms = [0.0 if s.params.greedy else s.uniform(step) for s in sequences]
+        found.append(next_tokens(logits[which], rows([s.params for s in sequences], uniforms), "random"))
+    return torch.stack(found, dim=1).tolist()
+
+
+def test_a_seed_gives_these_tokens_in_every_version() -> None:
+    assert sampled([0, 1, 2, 3, 4]) == TOKENS
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    mine = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
-    others = [
-        SamplingParams(),
-        SamplingParams(temperature=2.0, top_k=5, seed=1),
-        SamplingParams(temperature=1.0, seed=2),
-    ]
-    steps = torch.randn(12, 4, 64, generator=torch.Generator().manual_seed(0))
-
-    alone, generator = [], make_generator(mine)
-    for step in steps:
-        alone.append(int(Sampler().sample(step[2:3], [mine], [generator])))
-
-    params = [others[0], others[1], mine, others[2]]
-    generators = [None, *map(make_generator, params[1:])]
-    sampler, together = Sampler(), []
-    for step in steps:
-        tokens = sampler.sample(step, params, generators)
-        together.append(int(tokens[2]))
-        assert tokens[0] == step[0].argmax()
-    assert together == alone
-
-
-def test_a_new_mix_of_sequences_is_noticed() -> None:
-    sampler, logits = Sampler(), torch.tensor([[0.0, 9.0], [0.0, 9.0]])
-    cold, hot = SamplingParams(), SamplingParams(temperature=1e6, seed=0)
-    generator = make_generator(hot)
-    for _ in range(20):
-        assert sampler.sample(logits, [cold, hot], [None, generator])[0] == 1
-        assert sampler.sample(logits, [hot, cold], [generator, None])[1] == 1
-    tokens = [int(sampler.sample(logits[:1], [hot], [generator])) for _ in range(40)]
-    assert set(tokens) == {0, 1}
+    for alone in range(5):
+        assert sampled([alone]) == [TOKENS[alone]]
+    assert sampled([4, 2, 1]) == [TOKENS[4], TOKENS[2], TOKENS[1]]
 
 
 def test_the_logits_are_left_as_they_are() -> None:
     logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     params = SamplingParams(temperature=0.5, top_k=2, top_p=0.5, seed=0)
-    Sampler().sample(logits, [params, params], [make_generator(params)] * 2)
+    next_tokens(logits, rows([params, params], [0.3, 0.9]), "random")
     assert torch.equal(logits, before)
-
-
-def test_wrong_counts_and_a_missing_generator_are_usage_errors() -> None:
-    hot = SamplingParams(temperature=1.0)
-    with pytest.raises(UsageError, match=r"logits of shape \(2, 3\), 1 parameters"):
-        Sampler().sample(torch.zeros(2, 3), [SamplingParams()], [None, None])
-    with pytest.raises(UsageError, match=r"logits of shape \(3,\)"):
-        Sampler().sample(torch.zeros(3), [SamplingParams()], [None])
-    with pytest.raises(UsageError, match=r"sequence 1 with temperature=1\.0"):
-        Sampler().sample(torch.zeros(2, 3), [SamplingParams(), hot], [None, None])
 
 
 def test_a_row_of_nan_gives_some_token_and_spares_the_others() -> None:
     hot = SamplingParams(temperature=1.0, seed=0)
     logits = torch.stack([torch.full((7,), float("nan")), torch.tensor([0.0] * 6 + [1e4])])
-    tokens = Sampler().sample(logits, [hot, hot], [make_generator(hot), make_generator(hot)])
+    tokens = next_tokens(logits, rows([hot, hot], [0.5, 0.5]), "random")
     assert 0 <= int(tokens[0]) < 7
     assert int(tokens[1]) == 6
+
+
+def test_a_step_is_served_by_what_was_captured() -> None:
+    assert [sampling_guard(r, ("greedy", "random")) for r in (False, True)] == ["greedy", "random"]
+    assert [sampling_guard(r, ("greedy",)) for r in (False, True)] == ["greedy", "greedy"]
+    assert [sampling_guard(r, ("random",)) for r in (False, True)] == ["random", "random"]
+
+
+def test_the_choice_can_be_traced_as_one_graph() -> None:
+    compiled = torch.compile(next_tokens, backend="eager", fullgraph=True)
+    packed = rows(MIX, [0.1, 0.0, 0.5, 0.9, 0.7])
+    for sampling in ("greedy", "random"):
+        assert torch.equal(compiled(STEPS[0], packed, sampling), next_tokens(STEPS[0], packed, sampling))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from core.engine.loading import build_model
 from core.engine.runner import EngineConfig
 from core.engine.sequence import Sequence
 from core.engine.static import StaticRunner
+from core.engine.step import Part, Step
 from core.engine.tiny import WINDOW, tiny_config
 from core.errors import ModelError
 from core.host import select_device
 from tests.support import needs_static_cache
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(max_num_seqs=4, max_model_len=48, lowering="inline", strict=True)
+CONFIG = EngineConfig(max_num_seqs=4, max_model_len=48, sampling=("greedy",), lowering="inline", strict=True)
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
 
@@ -57,15 +59,37 @@ def test_a_window_is_kept_beyond_its_length() -> None:
     runner = StaticRunner(loaded.model, select_device("cpu"), CONFIG, max_model_len=48, reason="asked for")
     sequence = Sequence(0, list(PROMPTS[1]), SamplingParams(max_new_tokens=30))
     assert runner.admit(sequence)
-    logits = [runner.run("prefill", [sequence]).clone()]
+    logits = [runner.run(Step("prefill", (Part(sequence, len(sequence)),))).logits.clone()]
     for token in range(50, 50 + 2 * WINDOW):
+        sequence.num_computed = len(sequence)
         sequence.generated.append(token)
-        logits.append(runner.run("decode", [sequence]).clone())
+        output = runner.run(Step("decode", (Part(sequence, 1),)))
+        assert output.tokens.tolist() == output.logits.argmax(-1).tolist()
+        logits.append(output.logits.clone())
     with torch.no_grad():
         ids = torch.tensor([sequence.prompt + sequence.generated])
         expected = loaded.model(input_ids=ids, use_cache=False).logits[0, len(PROMPTS[1]) - 1 :]
     torch.testing.assert_close(torch.cat(logits), expected, rtol=0, atol=1e-4)
     runner.close()
+
+
+def test_sampling_is_in_the_graph_of_decode_and_gives_the_tokens_of_sampling_outside() -> None:
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+    found = []
+    for sampling in (("greedy",), ("greedy", "random")):
+        with Engine(tiny("bloom"), select_device("cpu"), replace(CONFIG, sampling=sampling)) as engine:
+            found.append(engine.generate([PROMPTS[0]], params)[0].token_ids)
+            # The first token comes from the prefill, which is eager.
+            assert engine.stats().sampled_outside == (8 if sampling == ("greedy",) else 1)
+    assert found[0] == found[1]
+
+
+def test_drafts_are_declined_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(CONFIG, speculative=3, mode="off")
+    with caplog.at_level("WARNING"), Engine(tiny("bloom"), select_device("cpu"), config) as engine:
+        engine.generate([[5, 6] * 8], SamplingParams(max_new_tokens=8, ignore_eos=True))
+        assert engine.stats().drafted == 0
+    assert "no speculative decoding on transformers' static cache" in caplog.text
 
 
 def test_one_sequence_holds_the_cache() -> None:

@@ -39,6 +39,9 @@ def test_the_json_document_says_what_ran_and_that_it_is_right(capsys: pytest.Cap
     assert document["cache"]["route"] == "paged"
     assert document["program"]["lowering"] == "inline"
     assert [trace["phase"] for trace in document["program"]["traces"]] == ["decode", "prefill"]
+    # Greedy is all that was asked for, so nothing else was compiled.
+    keys = [bucket["key"] for bucket in document["program"]["buckets"]]
+    assert [key.partition("[")[0] for key in keys] == ["prefill", "decode"] and "sampling=greedy" in keys[1]
     (completion,) = document["completions"]
     assert len(completion["token_ids"]) == 8 or completion["finish_reason"] == "stop"
     check = document["check"]

@@ -29,7 +29,7 @@ class CUDAGraphs:
     """`StreamGraphs` of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._torch_device = device
+        self.torch_device = device
         self._stream: torch.cuda.Stream | None = None
 
     def new_pool(self) -> Any:
@@ -39,9 +39,9 @@ class CUDAGraphs:
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """Make the program's side stream current, ordered after and before the caller's work."""
-        with torch.cuda.device(self._torch_device):
+        with torch.cuda.device(self.torch_device):
             caller = torch.cuda.current_stream()
-            stream = self._stream = self._stream or _take_stream(self._torch_device)
+            stream = self._stream = self._stream or _take_stream(self.torch_device)
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
@@ -72,13 +72,13 @@ class CUDAGraphs:
             # told here, or it would keep every freed block from now on; a torch that told it finds nothing to end. The
             # one for pinned memory cannot be told and keeps a callback into the graph, so the graph stays.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._torch_device.index, pool)
-                torch._C._cuda_releasePool(self._torch_device.index, pool)
+                torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
+                torch._C._cuda_releasePool(self.torch_device.index, pool)
             _BROKEN.append(graph)
 
     def synchronize(self) -> None:
         """Block until all work queued on the GPU is done."""
-        torch.cuda.synchronize(self._torch_device)
+        torch.cuda.synchronize(self.torch_device)
 
     def release(self) -> None:
         """Give back the stream, for the next program, and unused cached memory to the GPU."""

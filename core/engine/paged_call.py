@@ -1,0 +1,63 @@
+"""The functions that the paged route compiles: a model over the flattened tokens of one step, and the next tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from core.engine.attention import StepTensors
+from core.engine.runner import accepted_arguments
+from core.engine.sampling import Sampling, next_tokens
+
+
+class PagedLogits:
+    """The model over the flattened tokens of one step, for one phase: its logits."""
+
+    def __init__(self, model: Any, step: StepTensors, max_query_len: int) -> None:
+        self._model = model
+        self._step = step
+        self._max_query_len = max_query_len
+        self._selects_rows = "logits_to_keep" in accepted_arguments(model)
+
+    def __repr__(self) -> str:
+        return type(self._model).__name__  # stands in reports and errors of tracing
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """Return logits (rows, vocabulary) after the tokens at logit_rows; shapes as in `step_inputs`."""
+        step = self._step
+        step.block_table, step.slot_mapping = block_table, slot_mapping
+        step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
+        arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
+        output = self._model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
+        )
+        step.clear()
+        logits: Tensor = output.logits[0]
+        return logits if self._selects_rows else logits[logit_rows]
+
+
+class PagedCall:
+    """The function that is compiled: one step of the model and the choice of the next tokens."""
+
+    def __init__(self, logits: PagedLogits) -> None:
+        self.logits = logits
+
+    def __repr__(self) -> str:
+        return repr(self.logits)
+
+    def __call__(
+        self, *, sampling_params: Tensor, sampling: Sampling = "greedy", **step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens (rows,) and the logits (rows, vocabulary) they were chosen from. sampling: a guard."""
+        logits = self.logits(**step)
+        return next_tokens(logits, sampling_params, sampling), logits

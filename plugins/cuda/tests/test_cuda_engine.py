@@ -1,0 +1,80 @@
+"""The engine on an NVIDIA GPU: sampling and verification in graphs, and models that can't be traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import core
+from core.device import Device
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.engine.assets import embedded_model
+from core.engine.config import SamplingParams
+from core.engine.engine import Engine
+from core.engine.loading import build_model
+from core.engine.runner import EngineConfig
+from core.engine.tiny import tiny_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of torch"),
+]
+PROMPTS = [
+    "If the argument is",
+    "The list of the list of the list",
+    "a",
+    "The Python interpreter is a program that",
+] * 3
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return core.select_device("cuda")
+
+
+def params() -> list[SamplingParams]:
+    return [
+        SamplingParams(max_new_tokens=6 + 3 * index, ignore_eos=True)
+        if index % 2
+        else SamplingParams(max_new_tokens=6 + 3 * index, temperature=0.8, top_p=0.9, top_k=20, seed=index)
+        for index in range(len(PROMPTS))
+    ]
+
+
+def test_tokens_are_the_same_with_speculation_chunks_and_sampling_in_the_graph(device: Device) -> None:
+    generated = []
+    for config in (
+        EngineConfig(max_num_seqs=4, max_model_len=128, strict=True),
+        EngineConfig(max_num_seqs=4, max_model_len=128, prefill_buckets=(8,), speculative=3, strict=True),
+        EngineConfig(max_num_seqs=4, max_model_len=128, mode="off"),
+    ):
+        with Engine.load(embedded_model(), device, config, dtype=torch.float32) as engine:
+            generated.append([c.token_ids for c in engine.generate(PROMPTS, params())])
+            report, stats = engine.report(), engine.stats()
+            if config.mode is None:
+                assert report.modes["decode"] == "full" and report.modes["prefill"] == "piecewise"
+                assert report.notes == () and report.fallbacks == {} and report.compiles == {}
+            assert (stats.accepted > 10 and stats.chunked > 3) == bool(config.speculative)
+    assert generated[0] == generated[1] == generated[2]
+
+
+def test_dbrx_runs_segmented_and_gives_its_own_tokens(device: Device) -> None:
+    loaded = build_model(tiny_config("dbrx"), torch_device=device.torch_device, dtype=torch.float32)
+    prompt = [3, 4, 5, 6, 7, 8, 9]
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(8):
+            ids = torch.tensor([tokens], device=device.torch_device)
+            tokens.append(int(loaded.model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+    config = EngineConfig(
+        max_num_seqs=2, max_model_len=32, decode_buckets=(2,), prefill_buckets=(16,), sampling=("greedy",)
+    )
+    with Engine(loaded, device, config) as engine:
+        (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=8, ignore_eos=True))
+        report = engine.report()
+    assert list(completion.token_ids) == tokens[len(prompt) :]
+    assert report.modes == {"decode": "segmented", "prefill": "segmented"}
+    assert any("it can't be traced" in note for note in report.notes)
+    assert any("experts runs eagerly between graphs" in note for note in report.notes)

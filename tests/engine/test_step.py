@@ -1,0 +1,111 @@
+"""What a step computes and the tensors that say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from core.engine.config import SamplingParams
+from core.engine.sampling import make_generator
+from core.engine.sequence import Sequence
+from core.engine.step import Part, Phase, Step, step_inputs, step_tensors
+
+CPU = torch.device("cpu")
+HOT = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=1)
+
+
+def sequence(
+    prompt: list[int], *, blocks: list[int], generated: tuple[int, ...] = (), computed: int = 0, hot: bool = False
+) -> Sequence:
+    params = HOT if hot else SamplingParams()
+    found = Sequence(0, prompt, params, make_generator(params), list(generated), blocks)
+    found.num_computed = computed
+    return found
+
+
+def tensors(phase: Phase, *parts: Part, max_blocks: int = 3) -> dict[str, Any]:
+    step = step_tensors(Step(phase, parts), max_blocks=max_blocks, block_size=4, device=CPU)
+    return {name: tensor.tolist() for name, tensor in step.items()}
+
+
+def test_a_prefill_step_flattens_sequences_and_finds_their_slots() -> None:
+    first, second = sequence([5, 6, 7, 8, 9], blocks=[3, 1]), sequence([11, 12], blocks=[2])
+    step = tensors("prefill", Part(first, 5), Part(second, 2))
+    assert step["input_ids"] == [5, 6, 7, 8, 9, 11, 12]
+    assert step["position_ids"] == [0, 1, 2, 3, 4, 0, 1]
+    assert step["slot_mapping"] == [12, 13, 14, 15, 4, 8, 9]
+    assert step["block_table"] == [[3, 1, 0], [2, 0, 0]]
+    assert step["seq_lens"] == [5, 2]
+    assert step["query_starts"] == [0, 5, 7]
+    assert step["logit_rows"] == [4, 6]
+
+
+def test_a_decode_step_has_one_token_of_each() -> None:
+    first = sequence([5, 6, 7, 8], blocks=[3, 1], generated=(9,), computed=4)
+    second = sequence([11], blocks=[2], generated=(12, 13), computed=2)
+    step = tensors("decode", Part(first, 1), Part(second, 1))
+    assert step["input_ids"] == [9, 13]
+    assert step["position_ids"] == [4, 2]
+    assert step["slot_mapping"] == [4, 10]
+    assert step["seq_lens"] == [5, 3]
+    assert step["logit_rows"] == [0, 1]
+
+
+def test_a_mixed_step_holds_a_generating_sequence_and_a_chunk_of_a_prompt() -> None:
+    generating = sequence([5, 6, 7, 8], blocks=[3, 1], generated=(9,), computed=4)
+    chunk = sequence([21, 22, 23, 24, 25, 26], blocks=[2, 4], computed=2)
+    parts = (Part(generating, 1), Part(chunk, 3))
+    assert [part.emits for part in parts] == [True, False]
+    step = tensors("prefill", *parts)
+    assert step["input_ids"] == [9, 23, 24, 25]
+    assert step["position_ids"] == [4, 2, 3, 4]
+    assert step["slot_mapping"] == [4, 10, 11, 16]
+    assert step["seq_lens"] == [5, 5]  # what the chunk leaves for later is not in the cache
+    assert step["logit_rows"] == [0, 3]
+
+
+def test_a_verify_step_has_drafts_behind_the_pending_token_and_wants_all_rows() -> None:
+    first = sequence([5, 6, 7], blocks=[3, 1], generated=(9,), computed=3)
+    second = sequence([11], blocks=[2], generated=(12,), computed=1)
+    step = tensors("verify", Part(first, 1, (30, 31)), Part(second, 1))
+    assert step["input_ids"] == [9, 30, 31, 12]
+    assert step["position_ids"] == [3, 4, 5, 1]
+    assert step["slot_mapping"] == [15, 4, 5, 9]
+    assert step["seq_lens"] == [6, 2]
+    assert step["query_starts"] == [0, 3, 4]
+    assert step["logit_rows"] == [0, 1, 2, 3]
+
+
+def test_the_parameters_of_each_row_carry_the_number_of_its_token() -> None:
+    hot = sequence([5], blocks=[1], generated=(6, 7), computed=2, hot=True)
+    step = Step("verify", (Part(sequence([5], blocks=[2], generated=(6,), computed=1), 1), Part(hot, 1, (8,))))
+    assert step.is_random and step.num_rows == 3
+    packed = step.sampling_params(CPU)
+    assert packed.dtype == torch.float32
+    assert packed[:, :3].tolist() == [[0, 0, 1], [0.5, 7, 0.75], [0.5, 7, 0.75]]
+    assert packed[1:, 3].tolist() == [hot.uniform(2), hot.uniform(3)]
+
+
+def test_a_chunk_of_a_prompt_samples_nothing() -> None:
+    step = Step("prefill", (Part(sequence([5, 6, 7], blocks=[1], hot=True), 2),))
+    assert not step.is_random
+    assert step.sampling_params(CPU).tolist() == [[0, 0, 1, 0]]
+
+
+def test_a_step_has_the_declared_names_and_dtypes() -> None:
+    step = Step("prefill", (Part(sequence([5], blocks=[1]), 1),))
+    declared = step_inputs(2)
+    given = step_tensors(step, max_blocks=2, block_size=4, device=CPU)
+    given["sampling_params"] = step.sampling_params(CPU)
+    assert given.keys() == declared.keys()
+    for name, tensor in given.items():
+        assert tensor.dtype == declared[name].dtype
+        assert tensor.shape == declared[name].resolve({"tokens": 1, "seqs": 1, "rows": 1})
+
+
+def test_padding_belongs_to_no_sequence() -> None:
+    declared = step_inputs(2)
+    # Rows past the last token begin nowhere: the last start is repeated; all else is 0, the null block's slot.
+    assert {name for name, spec in declared.items() if spec.padding == "edge"} == {"query_starts"}
+    assert {spec.padding for spec in declared.values()} == {"edge", "zero"}
