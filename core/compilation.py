@@ -45,6 +45,7 @@ def compile(
     strict: bool = False,
     debug: bool = False,
     verify: Verify = "off",
+    outputs: Sequence[OutputDims] | None = None,
     bound: Mapping[str, Tensor] | None = None,
     reset: Callable[[], None] | None = None,
     examples: AnyExamples | None = None,
@@ -57,10 +58,11 @@ def compile(
     assumes. buckets: sizes of the bucket dimensions to capture, as a list, or a list per phase; None for inputs of
     fixed shape. guards: what else a phase is captured for, name -> values, for all phases or per phase: the model gets
     one value of each by name, calls name theirs. mode, lowering, passes, disable_passes, enable_passes, break_at,
-    eager, strict, debug, verify: see `CompileOptions`. bound: the tensors of inputs declared "bound". reset: called
-    between warm-up and capture of each bucket, and after it, to undo what these wrote into state. examples: sets of
-    inputs by name, per phase or for a single phase, on which `verify` judges the passes and on which captures without
-    trace are checked. A bucket dimension named "tokens" tells passes with a token range how many tokens a graph serves.
+    eager, strict, debug, verify: see `CompileOptions`. outputs: as in `capture`, for phases that run without a trace.
+    bound: the tensors of inputs declared "bound". reset: called between warm-up and capture of each bucket, and after
+    it, to undo what these wrote into state. examples: sets of inputs by name, per phase or for a single phase, on which
+    `verify` judges the passes and on which captures without a trace are checked. A bucket dimension named "tokens"
+    tells passes with a token range how many tokens a graph serves.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
     writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
@@ -82,7 +84,7 @@ def compile(
         verify=verify,
     )
     table = BucketTable.build(inputs, buckets, guards)
-    pipeline = Pipeline(model, _device(device), inputs, table, options, bound=bound, reset=reset)
+    pipeline = Pipeline(model, _device(device), inputs, table, options, bound=bound, reset=reset, outputs=outputs)
     return pipeline.run(examples, progress)
 
 

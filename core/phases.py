@@ -186,7 +186,8 @@ class TracedPhases:
     def _served_examples(self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...]) -> list[tuple[Any, ...]]:
         """Return placeholder values of the phase's examples, filled up to a bucket where the graph serves only that."""
         found = []
-        for example in self._examples.get(phase, ()):
+        for given in self._examples.get(phase, ()):
+            example = {**self._buffers.bound, **given}
             sizes: dict[str, int] = {}
             for name, spec in self._inputs.items():
                 spec.measure(name, example[name].shape, sizes)

@@ -134,7 +134,7 @@ class Pipeline:
         with torch.inference_mode(False):
             if all(mode == "off" for mode in preferred.values()):
                 self.account.modes = preferred
-                runner, buffers = GraphRunner(self.device, CallBackend()), None
+                runner, buffers = GraphRunner(self.device, CallBackend(), strict=self.options.strict), None
             else:
                 self.stages = self._stages(given)
                 runner, buffers = self.stages.runner, self.stages.buffers
@@ -154,6 +154,7 @@ class Pipeline:
             captured=captured,
             report=self._report(buffers),
             strict=self.options.strict,
+            bound=self.bound,
         )
 
     def _stages(self, examples: Examples) -> _Stages:
@@ -215,22 +216,24 @@ class Pipeline:
         """Capture every phase, the one with the largest bucket first."""
         left = {phase: list(modes) for phase, modes in self.candidates.items()}
         keys = {phase: self._prepare(phase, left[phase]) for phase in self.table.phases}
-        tell = _Teller(progress, sum(map(len, keys.values())))
-        captured: dict[GraphKey, CapturedBucket] = {}
-        with self.stages.runner.capture_session():
-            for phase in sorted(keys, key=lambda phase: -max((max(k.dims, default=1) for k in keys[phase]), default=0)):
-                while True:
-                    try:
+        while True:
+            tell = _Teller(progress, sum(map(len, keys.values())))
+            captured: dict[GraphKey, CapturedBucket] = {}
+            phase = ""
+            try:
+                with self.stages.runner.capture_session():
+                    for phase in sorted(keys, key=lambda each: -_largest(keys[each])):
                         captured |= self._capture_phase(phase, keys[phase], tell)
-                        break
-                    except CaptureError as error:
-                        if self.account.modes[phase] not in self.traced_modes:
-                            raise
-                        self._downgrade(phase, left[phase], error, "captured")
-                        self.account.buckets = [each for each in self.account.buckets if each.key.phase != phase]
-                        keys[phase] = self._prepare(phase, left[phase])
-            tell.end()
-        return captured
+                tell.end()
+                return captured
+            except CaptureError as error:
+                if self.account.modes.get(phase) not in self.traced_modes:
+                    raise
+                self._downgrade(phase, left[phase], error, "captured")
+            # All start anew: a backend can't drop single graphs, and the memory of those captured would stay taken.
+            self.stages.runner.cleanup()
+            self.account.buckets.clear()
+            keys[phase] = self._prepare(phase, left[phase])
 
     def _capture_phase(self, phase: str, keys: Sequence[GraphKey], tell: _Teller) -> dict[GraphKey, CapturedBucket]:
         """Capture the keys of a phase, largest first: later captures then fit into memory that the first one took."""
@@ -296,6 +299,10 @@ class Pipeline:
             total_s=time.perf_counter() - account.start,
             notes=(*account.notes, *(stages.untraced.notes if stages is not None else ())),
         )
+
+
+def _largest(keys: Sequence[GraphKey]) -> int:
+    return max((max(key.dims, default=1) for key in keys), default=0)
 
 
 def _reason(error: TraceError | CaptureError) -> str:

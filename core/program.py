@@ -63,6 +63,7 @@ class Program:
         captured: Mapping[GraphKey, CapturedBucket],
         report: ProgramReport,
         strict: bool = False,
+        bound: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.device = device
         self._models = dict(models)
@@ -77,7 +78,7 @@ class Program:
         self._plans: dict[tuple[Any, ...], Plan | str] = {}
         # A program with one phase needs no phase in its calls.
         self._only_phase = next(iter(table.phases)) if len(table.phases) == 1 else None
-        self._bound = frozenset(name for name, spec in inputs.items() if spec.padding == "bound")
+        self._bound = dict(bound or {})
         self._closed = False
 
     @property
@@ -168,7 +169,9 @@ class Program:
                 outputs[index] = outputs[index].clone()
             for index, crop in plan.crops:
                 outputs[index] = outputs[index][crop]
-        return outputs[plan.single] if plan.single >= 0 else plan.output.rebuild(outputs, inputs)
+        if plan.single >= 0:
+            return outputs[plan.single]
+        return plan.output.rebuild(outputs, {**self._bound, **inputs} if self._bound else inputs)
 
     def close(self) -> None:
         """Drop all captured graphs and return their memory; the program can't be called afterwards."""
@@ -177,6 +180,7 @@ class Program:
         self._plans.clear()
         self._models = {}
         self._buffers = None
+        self._bound = {}
         self._closed = True
         self.device.parts.empty_cache()
 
@@ -203,7 +207,7 @@ class Program:
         return phase
 
     def _check_names(self, inputs: Mapping[str, Tensor]) -> None:
-        if not self._inputs.keys() - self._bound <= inputs.keys() <= self._inputs.keys():
+        if not self._inputs.keys() - self._bound.keys() <= inputs.keys() <= self._inputs.keys():
             raise UsageError(
                 f"inputs {sorted(inputs)}",
                 found=f"the program declares {sorted(self._inputs)}",
@@ -212,8 +216,8 @@ class Program:
 
     def _check_bound(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> None:
         """Refuse another tensor in place of one whose memory the graphs read; a bound input need not be given."""
-        for name in self._bound & inputs.keys():
-            bound = self._captured[key].inputs[name]
+        for name in self._bound.keys() & inputs.keys():
+            bound = self._bound[name]
             if inputs[name].data_ptr() != bound.data_ptr():
                 raise CaptureError(
                     f"input {name!r} at {inputs[name].data_ptr():#x}",
@@ -231,9 +235,8 @@ class Program:
             if reason not in self._runner.fallbacks:
                 log.warning("%s runs eagerly: %s", phase, reason)
             self._runner.fallbacks[reason] += 1
-        bound = self._buffers.bound if self._buffers is not None else {}
         with torch.no_grad():
-            result = self._models[phase](**{**bound, **inputs}, **guards)
+            result = self._models[phase](**{**self._bound, **inputs}, **guards)
         self._runner.compiles.raise_pending()
         return result
 
@@ -262,15 +265,23 @@ class Program:
     ) -> Plan:
         key = self._table.find(phase, sizes, guards)
         if key is None:
+            asked = f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards))
+            alike = [known for known in self._table.phases[phase] if known.guards == guards]
+            if not alike:
+                raise CaptureError(
+                    asked,
+                    found=f"these guards were not captured; captured are: {', '.join(map(str, self._captured))}",
+                    remedy="compile with this value too: guards={name: (value, …)}",
+                )
             raise CaptureError(
-                f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards)),
-                found=f"no bucket is that large; the largest is {self._table.phases[phase][-1]}",
+                asked,
+                found=f"no bucket is that large; the largest is {alike[-1]}",
                 remedy="compile with a larger bucket, or split the batch",
             )
         bucket = self._bucket(key)
         return make_plan(
             key,
-            inputs,
+            {**self._bound, **inputs},
             specs=self._inputs,
             buffers=bucket.inputs,
             output=bucket.output,

@@ -57,13 +57,17 @@ class UntracedPhases:
 
     def bind(self, key: GraphKey, model: Callable[..., Any]) -> Bound:
         """Bind a phase's model to the static inputs and guards of a key."""
-        call = UntracedCall(model, self._buffers.views(key), dict(key.guards))
+        views = self._buffers.views(key)
+        call = UntracedCall(model, views, dict(key.guards), writable=self._buffers.bound)
+        # Aliases keep the memory that a captured graph reads, whatever the modules' tensors come to point at later.
+        held = [t for m in modules_of(model).values() for t in (*m._parameters.values(), *m._buffers.values())]
 
         def output() -> Any:
             assert call.output is not None  # asked after the capture has run it
             return call.output
 
-        return Bound(run=call, values=(), lower_s=0.0, output=output, cropper=self._cropper)
+        values = (*views.values(), *(tensor.detach() for tensor in held if tensor is not None))
+        return Bound(run=call, values=values, lower_s=0.0, output=output, cropper=self._cropper)
 
     def capture(
         self,
@@ -104,11 +108,29 @@ class UntracedPhases:
         Control flow that depends on data and is not in a break point was frozen at capture: this finds it, as far as
         the inputs take another way.
         """
+        host_arguments = self._runner.host_arguments(key)
+        if host_arguments:  # their values for other inputs are the caller's to know
+            self._note(
+                f"{key.phase}: not checked on further inputs: {', '.join(sorted(host_arguments))} come from the host"
+            )
+            return
         views = self._buffers.views(key)
         sets = self._further_inputs(key, views)
         if not sets:
             self._note(f"{key.phase}: not checked on further inputs: give some by examples={{{key.phase!r}: [inputs]}}")
             return
+        try:
+            self._compare(key, bound, views, sets)
+        finally:
+            for name, spec in self._inputs.items():
+                if spec.padding != "bound":
+                    views[name].fill_(spec.value if spec.padding == "sentinel" else 0)
+            if self._reset is not None:
+                self._reset()
+
+    def _compare(
+        self, key: GraphKey, bound: Bound, views: Mapping[str, Tensor], sets: Sequence[Mapping[str, Tensor]]
+    ) -> None:
         for values in sets:
             for name, value in values.items():
                 views[name].copy_(value)
@@ -125,9 +147,6 @@ class UntracedPhases:
                     found="its replay differs from a run without graphs: what Python decided at capture was frozen",
                     remedy="take the module that decides by data as a break point: eager=[its path]; or mode 'off'",
                 )
-        for name, spec in self._inputs.items():
-            if spec.padding != "bound":
-                views[name].fill_(spec.value if spec.padding == "sentinel" else 0)
 
     def _run(self, run: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
         if self._reset is not None:
@@ -145,8 +164,8 @@ class UntracedPhases:
         found: list[Mapping[str, Tensor]] = []
         for example in self._examples.get(key.phase, ()):
             real: dict[str, int] = {}
-            for name, spec in self._inputs.items():
-                spec.measure(name, example[name].shape, real)
+            for name, tensor in example.items():
+                self._inputs[name].measure(name, tensor.shape, real)
             if all(size <= sizes[dim] for dim, size in real.items()):
                 found.append({n: s.padded(example[n], sizes) for n, s in self._inputs.items() if s.padding != "bound"})
         if found:

@@ -111,6 +111,16 @@ def test_the_code_of_the_page_runs_and_prints_what_is_shown(names: dict[str, Any
     assert names["FUSE_SOFTCAP"].name == "acme_softcap"
 
 
+CAPTURE = [b for b in blocks((ROOT / "docs/capture.md").read_text(encoding="utf-8")) if b.kind == "python"]
+
+
+@pytest.mark.parametrize("block", CAPTURE, ids=lambda block: f"line {block.line}")
+def test_each_program_on_capturing_runs(block: Block) -> None:
+    module = types.ModuleType(f"docs_capture_{block.line}")
+    sys.modules[module.__name__] = module
+    run(block, vars(module))
+
+
 @pytest.mark.slow
 def test_the_slow_code_of_the_page_does_so_too(names: dict[str, Any]) -> None:
     chosen = [block for block in with_output(PAGE) if block.slow]

@@ -1,22 +1,72 @@
-"""The garbage collector kept from running: `paused` for speed, `frozen` so that nothing is freed at a wrong time."""
+"""The garbage collector kept from running: `paused` for speed, `frozen` so that nothing is freed at a wrong time.
+
+The collector is the process's: of blocks that overlap in several threads the first to begin and the last to end count.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+class _Shared:
+    """A state of the process that blocks hold together. enter: sets it, returns what it was; leave: gives that back."""
+
+    def __init__(self, enter: Callable[[], bool], leave: Callable[[bool], None]) -> None:
+        self._enter, self._leave = enter, leave
+        self._lock = threading.Lock()
+        self._num_blocks = 0
+        self._before = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the state for the block."""
+        with self._lock:
+            if self._num_blocks == 0:
+                self._before = self._enter()
+            self._num_blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_blocks -= 1
+                if self._num_blocks == 0:
+                    self._leave(self._before)
+
+
+def _disable() -> bool:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    return was_enabled
+
+
+def _enable_again(was_enabled: bool) -> None:
+    if was_enabled:
+        gc.enable()
+
+
+def _freeze() -> bool:
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    return was_frozen
+
+
+def _unfreeze(was_frozen: bool) -> None:
+    if not was_frozen:  # else unfreezing would take in what the caller froze
+        gc.unfreeze()
+
+
+_OFF = _Shared(_disable, _enable_again)
+_FROZEN = _Shared(_freeze, _unfreeze)
 
 
 @contextmanager
 def paused() -> Iterator[None]:
     """Keep the collector from walking the whole process in the middle of work that makes many small objects."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with _OFF.held():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
@@ -27,11 +77,5 @@ def frozen() -> Iterator[None]:
     someone asks for inside finds only what is new.
     """
     gc.collect()
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
-    try:
-        with paused():
-            yield
-    finally:
-        if not was_frozen:  # else unfreezing would take in what the caller froze
-            gc.unfreeze()
+    with _OFF.held(), _FROZEN.held():
+        yield

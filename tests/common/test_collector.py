@@ -60,3 +60,18 @@ def test_what_the_caller_froze_stays_frozen() -> None:
     with frozen():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() > 0
+
+
+@BOTH
+def test_blocks_that_overlap_in_threads_end_with_the_last(context: Context) -> None:
+    """Two threads capture at once: the first to end must not let the collector loose, nor the last leave it frozen."""
+    first, second, third = context(), context(), context()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled() and bool(gc.get_freeze_count()) is (context is frozen)
+    third.__enter__()
+    second.__exit__(None, None, None)
+    assert not gc.isenabled() and bool(gc.get_freeze_count()) is (context is frozen)
+    third.__exit__(None, None, None)
+    assert gc.isenabled() and gc.get_freeze_count() == 0

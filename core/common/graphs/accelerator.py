@@ -21,7 +21,7 @@ class AcceleratorGraphs:
     """`StreamGraphs` of torch's current accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        self._torch_device = device
+        self.torch_device = device
         self._stream: torch.Stream | None = None
 
     def new_pool(self) -> Any:
@@ -31,8 +31,8 @@ class AcceleratorGraphs:
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """Make the program's stream current, ordered after and before the caller's work."""
-        caller = torch.accelerator.current_stream(self._torch_device)
-        stream = self._stream = self._stream or torch.Stream(self._torch_device)
+        caller = torch.accelerator.current_stream(self.torch_device)
+        stream = self._stream = self._stream or torch.Stream(self.torch_device)
         stream.wait_stream(caller)
         try:
             with stream:
@@ -60,7 +60,7 @@ class AcceleratorGraphs:
 
     def synchronize(self) -> None:
         """Block until all work queued on the device is done."""
-        torch.accelerator.synchronize(self._torch_device)
+        torch.accelerator.synchronize(self.torch_device)
 
     def release(self) -> None:
         """Return unused cached memory to the device."""

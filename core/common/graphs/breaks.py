@@ -86,54 +86,83 @@ def breaks_at(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> Iter
             )
         chosen += found
     paths = tuple(dict.fromkeys(chosen))
-    touched: list[tuple[nn.Module, Any]] = []
+    touched: list[nn.Module] = []
     try:
         for path in paths:
-            module = modules[path]
-            touched.append((module, module.__dict__.get("forward")))
-            module.forward = _breaking_forward(path, module.forward)
+            _break_at(modules[path], path)
+            touched.append(modules[path])
         yield paths
     finally:
-        for module, own in reversed(touched):
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
+        for module in touched:
+            _unbreak(module)
 
 
-def _breaking_forward(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return call_break(path, forward, args, kwargs)
+class _BreakingForward:
+    """A module's forward as a break point; own: the module's own attribute of that name, if it had one."""
 
-    return call
+    def __init__(self, path: str, forward: Callable[..., Any], own: Any) -> None:
+        self.path, self.forward, self.own = path, forward, own
+        self.num_users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return call_break(self.path, self.forward, args, kwargs)
+
+
+# Two threads may capture one model: who ends first must not take the other's break points away.
+_install_lock = threading.Lock()
+
+
+def _break_at(module: nn.Module, path: str) -> None:
+    with _install_lock:
+        own = module.__dict__.get("forward")
+        if not isinstance(own, _BreakingForward):
+            own = module.__dict__["forward"] = _BreakingForward(path, module.forward, own)
+        own.num_users += 1
+
+
+def _unbreak(module: nn.Module) -> None:
+    with _install_lock:
+        installed = module.__dict__["forward"]
+        installed.num_users -= 1
+        if installed.num_users:
+            return
+        if installed.own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = installed.own
 
 
 def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     """Return the modules that a callable runs, by path: its own if it is one, else those it holds.
 
-    Looks at attributes, a bound method's object and a closure's cells. Paths within the only model held have no prefix;
-    of several models each has its own name as prefix.
+    Looks at attributes, a bound method's object and a closure's cells, and at those of callables found there. Paths
+    within the only model held have no prefix; of several models each has its own name as prefix.
     """
-    if isinstance(function, nn.Module):
-        return dict(function.named_modules())
-    held = {**_attributes(function), **_attributes(getattr(function, "__self__", None))}
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False):
-        try:
-            held[name] = cell.cell_contents
-        except ValueError:  # a cell that is not filled yet
-            continue
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        held = {"": owner}
-    models = {name: value for name, value in held.items() if isinstance(value, nn.Module)}
-    if len(models) == 1:
+    models: dict[str, nn.Module] = {}
+    _collect(function, "", models, depth=3)
+    if len({id(model) for model in models.values()}) == 1:
         return dict(next(iter(models.values())).named_modules())
     return {path: module for name, model in models.items() for path, module in model.named_modules(prefix=name)}
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    return dict(getattr(owner, "__dict__", {}))
+def _collect(value: Any, name: str, models: dict[str, nn.Module], *, depth: int) -> None:
+    """Add the models that a callable holds, each by the name under which it is held."""
+    owner = getattr(value, "__self__", None)
+    for candidate in (value, owner):
+        if isinstance(candidate, nn.Module):
+            models.setdefault(name, candidate)
+            return
+    if depth == 0 or not callable(value):
+        return
+    held = {**getattr(value, "__dict__", {}), **getattr(owner, "__dict__", {})}
+    code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None) or ()
+    for cell_name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False):
+        try:
+            held[cell_name] = cell.cell_contents
+        except ValueError:  # a cell that is not filled yet
+            continue
+    for inner, each in held.items():
+        _collect(each, inner, models, depth=depth - 1)
 
 
 def blamed_module(error: BaseException, modules: Mapping[str, nn.Module]) -> str:

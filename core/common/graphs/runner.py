@@ -112,6 +112,8 @@ class GraphRunner:
         inputs: the static tensors it reads, by name. reset: undoes what warm-up and capture wrote to state. Call inside
         `capture_session`. Raises `CaptureError`; the device stays usable, and keys captured before stay valid.
         """
+        # A capture that fails may have replaced some parts of an earlier one: what is left is no graph of the key.
+        self._entries.pop(key, None)
         warm: list[int] = []
 
         def after_warmup() -> None:
@@ -125,7 +127,7 @@ class GraphRunner:
             if in_parts:
                 parts = self._capture_parts(key, fn, after_warmup)
                 outputs, num_graphs, eager, source = parts.outputs, parts.num_graphs, parts.eager, parts.replay.source
-                run = _run_parts(parts, self.compiles)
+                run = _run_parts(parts)
             else:
                 outputs, num_graphs, eager, source = self._backend.capture_one(key, fn, inputs, after_warmup), 1, (), ""
                 run = _run_whole(self._backend, key)
@@ -161,7 +163,10 @@ class GraphRunner:
         if self._checks or step is not None:
             self._check(key, entry, step)
         entry.num_replays += 1
-        return entry.run(step)
+        outputs = entry.run(step)
+        if self.compiles.pending:
+            self.compiles.raise_pending()
+        return outputs
 
     def not_captured(self, key: GraphKey) -> CaptureError:
         """Return the error for a key that has no graph."""
@@ -174,6 +179,10 @@ class GraphRunner:
     def replays(self) -> dict[GraphKey, int]:
         """Return how often each captured key was replayed."""
         return {key: entry.num_replays for key, entry in self._entries.items()}
+
+    def host_arguments(self, key: GraphKey) -> frozenset[str]:
+        """Return the names of the host-side arguments that a replay of a captured key has to be given."""
+        return self._entries[key].host_arguments
 
     def source(self, key: GraphKey) -> str:
         """Return the generated Python that replays a key captured in parts; "" for a whole graph."""
@@ -203,7 +212,14 @@ class GraphRunner:
             )
         backend = cast("SegmentBackend", self._backend)
         num_warmups = LATER_WARMUPS if self._entries else FIRST_WARMUPS
-        return capture_parts(backend, key, fn, num_warmups=num_warmups, after_warmup=after_warmup)
+        return capture_parts(
+            backend,
+            key,
+            fn,
+            num_warmups=num_warmups,
+            after_warmup=after_warmup,
+            device=self._device.torch_device,
+        )
 
     def _check(self, key: GraphKey, entry: _Entry, step: Mapping[str, Any] | None) -> None:
         """Refuse host-side arguments that differ from the captured ones, and, in debug mode, memory that has moved."""
@@ -227,14 +243,12 @@ def _run_whole(backend: GraphBackend, key: GraphKey) -> Callable[[Any], tuple[Te
     return lambda step: replay(key, step)
 
 
-def _run_parts(parts: CapturedParts, compiles: CompileWatch) -> Callable[[Any], tuple[Tensor, ...]]:
+def _run_parts(parts: CapturedParts) -> Callable[[Any], tuple[Tensor, ...]]:
     run, outputs = parts.replay.run, parts.outputs
 
     @torch.no_grad()
     def replay(step: Any) -> tuple[Tensor, ...]:
         run()
-        if compiles.pending:
-            compiles.raise_pending()
         return outputs
 
     return replay

@@ -8,8 +8,9 @@ capture, and what it decided then stays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
 from core.common.graphs.breaks import breaking
 from core.common.graphs.stitch import EagerStep, GraphStep, Step, Stitched, stitch
-from core.common.graphs.weak import addresses, release
+from core.common.graphs.weak import Loose, addresses, has_address
 from core.errors import CaptureError
 
 
@@ -80,14 +81,15 @@ class _Warmup:
 class _Capture:
     """Ends the recording at each break point, runs it, and begins the next recording."""
 
-    def __init__(self, backend: SegmentBackend, key: GraphKey, results: list[_Result]) -> None:
+    def __init__(self, backend: SegmentBackend, key: GraphKey, results: list[_Result], device: torch.device) -> None:
         self._backend = backend
+        self._device = device
         self._key = key
         self._results = results
         self._open: AbstractContextManager[None] | None = None
         self._part = 0
-        self.steps: list[Step] = []
-        self.outputs: tuple[Tensor, ...] = ()
+        self._steps: list[Step] = []
+        self._outputs: Any = ()
         self.num_breaks = 0
 
     def begin(self) -> None:
@@ -103,8 +105,24 @@ class _Capture:
         segment.__exit__(None, None, None)
         key = self._key._replace(part=self._part)
         self._backend.replay(key)
-        self.steps.append(GraphStep(key))
+        self._steps.append(GraphStep(key))
         self._part += 1
+
+    def finish(self, outputs: tuple[Tensor, ...]) -> None:
+        """End the last part and let go of the outputs, which the caller must not hold."""
+        self.end()
+        self._outputs = self._loose(outputs)
+
+    def settled(self) -> tuple[list[Step], tuple[Tensor, ...]]:
+        """Return steps and outputs with stand-ins for their tensors, weak where the memory is the graphs' own."""
+        steps = [
+            step if isinstance(step, GraphStep) else EagerStep(step.name, step.fn, *_settle(step))
+            for step in self._steps
+        ]
+        return steps, pytree.tree_map_only(Loose, Loose.settle, self._outputs)
+
+    def _loose(self, tree: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: Loose.of(tensor, self._device), tree)
 
     def abandon(self, error: BaseException) -> None:
         """Leave the part that is being recorded, if any, by this error."""
@@ -117,6 +135,7 @@ class _Capture:
         if expected is None or expected.name != name:
             raise _other_way(self._key, name)
         self.num_breaks += 1
+        fn = _as_now(fn)
         # Allocated while recording: from the graphs' own pool, which reuses it once the model's code lets go of it.
         targets = [meta.allocate() for meta in expected.metas]
         self.end()
@@ -124,8 +143,9 @@ class _Capture:
             result = fn(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         tensors = _checked_leaves(name, result, (args, kwargs))
-        shapes = [(t.dtype, tuple(t.shape)) for t in tensors]
-        if shapes != [(m.dtype, m.shape) for m in expected.metas]:
+        memory = addresses(_tensors((args, kwargs)))
+        found = [_Meta.of(tensor, memory) for tensor in tensors]
+        if [(m.dtype, m.shape, m.given) for m in found] != [(m.dtype, m.shape, m.given) for m in expected.metas]:
             raise _other_way(self._key, name)
         given = iter(zip(targets, tensors, strict=True))
         for index, leaf in enumerate(leaves):
@@ -134,57 +154,66 @@ class _Capture:
                 if target is not None:
                     target.copy_(tensor)
                     leaves[index] = target
-        self.steps.append(EagerStep(name, fn, args, kwargs, tuple(targets)))
+        # Let go of at once: what the steps held, the graphs of later layers could not use again.
+        self._steps.append(EagerStep(name, fn, *self._loose((args, kwargs, tuple(targets)))))
         self.begin()
         return pytree.tree_unflatten(leaves, spec)
 
 
 def capture_parts(
-    backend: SegmentBackend, key: GraphKey, fn: BoundCallable, *, num_warmups: int, after_warmup: Callable[[], None]
+    backend: SegmentBackend,
+    key: GraphKey,
+    fn: BoundCallable,
+    *,
+    num_warmups: int,
+    after_warmup: Callable[[], None],
+    device: torch.device,
 ) -> CapturedParts:
     """Run `fn` to warm up, call `after_warmup`, and capture `fn` in parts under `key`. Call inside `capture_session`.
 
-    Capturing runs `fn` once more, for real. Raises what `fn` raises while it is recorded, with the device usable.
+    device: where the backend's graphs allocate. Capturing runs `fn` once more, for real. Raises what `fn` raises while
+    it is recorded, with the device usable.
     """
     for _ in range(num_warmups):
         warmup = _Warmup()
         with breaking(warmup):
             fn()
     after_warmup()
-    capture = _Capture(backend, key, warmup.results)
+    capture = _Capture(backend, key, warmup.results, device)
     try:
         with breaking(capture):
             capture.begin()
-            capture.outputs = fn()
-            capture.end()
+            capture.finish(fn())
     except BaseException as error:
         capture.abandon(error)
         raise
     if capture.num_breaks != len(warmup.results):
         raise _other_way(key, warmup.results[capture.num_breaks].name)
-    num_graphs = sum(isinstance(step, GraphStep) for step in capture.steps)
-    steps, outputs = _release(capture)
+    steps, outputs = capture.settled()
+    num_graphs = sum(isinstance(step, GraphStep) for step in steps)
     eager = tuple(step.name for step in steps if isinstance(step, EagerStep))
     return CapturedParts(stitch("replay", steps, backend.replay), outputs, num_graphs, eager)
 
 
-def _release(capture: _Capture) -> tuple[list[Step], tuple[Tensor, ...]]:
-    """Take steps and outputs with stand-ins for their tensors, which let the pool reuse the memory."""
-    calls = [(s.name, s.fn) if isinstance(s, EagerStep) else s for s in capture.steps]
-    bound = [(s.args, s.kwargs, s.targets) for s in capture.steps if isinstance(s, EagerStep)]
-    leaves, spec = pytree.tree_flatten((capture.outputs, bound))
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[index] for index in places]
-    # From here on the list alone holds them; what else does is an owner.
-    del bound
-    capture.steps, capture.outputs = [], ()
-    for index in places:
-        leaves[index] = None
-    for index, tensor in zip(places, release(tensors), strict=True):
-        leaves[index] = tensor
-    outputs, released = pytree.tree_unflatten(leaves, spec)
-    arguments = iter(released)
-    return [s if isinstance(s, GraphStep) else EagerStep(*s, *next(arguments)) for s in calls], outputs
+def _settle(step: EagerStep) -> Any:
+    return pytree.tree_map_only(Loose, Loose.settle, (step.args, step.kwargs, step.targets))
+
+
+def _as_now(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` in the autocast regions that it is called in now: at a replay nothing else opens them."""
+    kinds = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+    regions = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    if not regions:
+        return fn
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for kind, dtype in regions:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -193,7 +222,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _checked_leaves(name: str, result: Any, given: Any) -> list[Tensor]:
     """Return the tensors of a break point's result; refuse values that the code after it would freeze."""
-    handed_through = {id(leaf) for leaf in pytree.tree_leaves(given)}
+    # Python has one object for all equal small numbers: of these, a returned one need not be the one that was given.
+    handed_through = {id(leaf) for leaf in pytree.tree_leaves(given) if not isinstance(leaf, (bool, int, float, str))}
     leaves = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
     other = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and id(leaf) not in handed_through]
     if other:
@@ -202,7 +232,15 @@ def _checked_leaves(name: str, result: Any, given: Any) -> list[Tensor]:
             found=f"it returns a {type(other[0]).__name__}, and what the code after it makes of that would be frozen",
             remedy="take a module around it as the break point, which returns tensors only",
         )
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    foreign = [tensor for tensor in tensors if not has_address(tensor)]
+    if foreign:
+        raise CaptureError(
+            f"the break point {name}",
+            found=f"it returns a {type(foreign[0]).__name__} of {foreign[0].layout}: no memory that a graph can read",
+            remedy="take a module around it as the break point, which returns plain tensors",
+        )
+    return tensors
 
 
 def _other_way(key: GraphKey, name: str) -> CaptureError:

@@ -5,9 +5,11 @@ One line per graph and one per eager call, every tensor bound once: no interpret
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from keyword import iskeyword
 from types import FunctionType
 from typing import Any
 
@@ -67,11 +69,15 @@ def stitch(name: str, steps: Sequence[Step], replay: Callable[[GraphKey], object
 
 def _eager_lines(number: int, step: EagerStep, bound: dict[str, Any]) -> list[str]:
     """Return the lines of one eager call and bind what they name."""
-    label = "".join(c if c.isalnum() else "_" for c in step.name.rsplit("::")[-1])
+    label = re.sub(r"[^0-9A-Za-z]", "_", step.name.rsplit("::")[-1])
     called = f"call_{label}_{number}"
     bound[called] = step.fn
     arguments = [_name(f"{called}_a{i}", value, bound) for i, value in enumerate(step.args)]
-    arguments += [f"{key}={_name(f'{called}_{key}', value, bound)}" for key, value in step.kwargs.items()]
+    keywords = [(key, _name(f"{called}_k{i}", value, bound)) for i, (key, value) in enumerate(step.kwargs.items())]
+    if all(key.isidentifier() and not iskeyword(key) for key, _ in keywords):
+        arguments += [f"{key}={value}" for key, value in keywords]
+    else:  # names that only `**` can pass
+        arguments.append("**{" + ", ".join(f"{key!r}: {value}" for key, value in keywords) + "}")
     call = f"{called}({', '.join(arguments)})"
     if all(target is None for target in step.targets):
         return [f"    {call}"]
@@ -92,7 +98,10 @@ def _name(name: str, value: Any, bound: dict[str, Any]) -> str:
 def land(target: Tensor, result: Any) -> None:
     """Copy an eager result to the address that the next graph reads."""
     if type(result) is not Tensor:
-        (result,) = leaves_of(result)
+        leaves = leaves_of(result)
+        if len(leaves) != 1:
+            raise _other_structure(len(leaves), 1)
+        (result,) = leaves
     if result.shape != target.shape or result.dtype is not target.dtype:
         raise _changed(target, result)
     target.copy_(result)
@@ -102,11 +111,7 @@ def land_all(targets: tuple[Tensor | None, ...], result: Any) -> None:
     """Copy several eager results, in order of the tree they come in."""
     leaves = leaves_of(result)
     if len(leaves) != len(targets):
-        raise CaptureError(
-            "an eager call between two graphs",
-            found=f"it gave {len(leaves)} tensors, and {len(targets)} when it was captured",
-            remedy="return the same structure at each call, or take a module around it as the break point",
-        )
+        raise _other_structure(len(leaves), len(targets))
     for target, leaf in zip(targets, leaves, strict=True):
         if target is not None:
             land(target, leaf)
@@ -117,6 +122,14 @@ def leaves_of(result: Any) -> list[Any]:
     from torch.utils import _pytree as pytree
 
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _other_structure(given: int, captured: int) -> CaptureError:
+    return CaptureError(
+        "an eager call between two graphs",
+        found=f"it gave {given} tensors, and {captured} when it was captured",
+        remedy="return the same structure at each call, or take a module around it as the break point",
+    )
 
 
 def _changed(target: Tensor, result: Tensor) -> CaptureError:

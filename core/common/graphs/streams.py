@@ -33,7 +33,9 @@ class StreamGraph(Protocol):
 
 
 class StreamGraphs(Protocol):
-    """What differs between devices that capture streams."""
+    """What differs between devices that capture streams. torch_device: where the graphs allocate."""
+
+    torch_device: torch.device
 
     def new_pool(self) -> Any:
         """Return a handle of a new memory pool."""
@@ -112,7 +114,7 @@ class StreamGraphBackend:
         self._device.synchronize()
         with self.segment(key):
             outputs = list(fn())
-        captured = _Captured(self._graphs[key].graph, tuple(release(outputs)))
+        captured = _Captured(self._graphs[key].graph, tuple(release(outputs, self._device.torch_device)))
         self._graphs[key] = captured
         return captured.outputs
 
@@ -125,9 +127,9 @@ class StreamGraphBackend:
             yield
             self._device.end(graph)
         except BaseException:
-            self._device.abandon(graph, self._pool)
             # The allocator may refuse the old pool from here on: it still records to it, or its last user is gone.
-            self._pool = self._device.new_pool()
+            pool, self._pool = self._pool, self._device.new_pool()
+            self._device.abandon(graph, pool)
             raise
         self._graphs[key] = _Captured(graph)
 

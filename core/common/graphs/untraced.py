@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,32 @@ class UntracedCall:
     """A callable bound to static inputs and guards; knows the structure of what it returned last."""
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Mapping[str, Tensor], guards: Mapping[str, Hashable]
+        self,
+        function: Callable[..., Any],
+        inputs: Mapping[str, Tensor],
+        guards: Mapping[str, Hashable],
+        *,
+        writable: Collection[str] = (),
     ) -> None:
+        """writable: inputs that the callable may write into, since their memory is the caller's own."""
         self._function = function
         self._arguments = {**inputs, **guards}
+        self._inputs = {name: tensor for name, tensor in inputs.items() if name not in writable}
         self._names = {id(tensor): name for name, tensor in inputs.items()}
         self.output: OutputTree | None = None
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Run it and return the tensors of its result, flat."""
+        versions = [(name, tensor, tensor._version) for name, tensor in self._inputs.items()]
         with torch.no_grad():
             result = self._function(**self._arguments)
+        written = [name for name, tensor, version in versions if tensor._version != version]
+        if written:
+            raise CaptureError(
+                f"capturing a callable that writes into its input {written[0]!r}",
+                found="inputs are copied into static buffers, so the caller's tensor would not change",
+                remedy='write into a copy, or declare InputSpec(…, padding="bound") and give the tensor in bound=',
+            )
         leaves, spec = pytree.tree_flatten(result)
         tensors: list[Tensor] = []
         refs = []
@@ -74,12 +89,27 @@ class ObservedCropper:
     def observe(self, key: GraphKey, outputs: Sequence[Tensor]) -> None:
         """Note the shapes of a bucket's outputs."""
         self._shapes[key] = [tuple(tensor.shape) for tensor in outputs]
-        if self._declared is not None and [len(d) for d in self._declared] != [t.dim() for t in outputs]:
+        if self._declared is not None and not self._is_declared(key):
             raise UsageError(
                 f"outputs={tuple(self._declared)!r}",
-                found=f"{key} returns tensors of shapes {self._shapes[key]}",
-                remedy="declare each output tensor, in order, with one entry per dimension",
+                found=f"{key} returns tensors of shapes {self._shapes[key]}; the bucket's sizes are "
+                f"{self._table.sizes(key)}",
+                remedy="declare each output tensor, in order, with one entry per dimension: a size as in "
+                "`InputSpec.shape`, or None",
             )
+
+    def _is_declared(self, key: GraphKey) -> bool:
+        """Return whether the outputs of a bucket have the shapes that were declared."""
+        declared, shapes, sizes = self._declared or (), self._shapes[key], self._table.sizes(key)
+        if [len(dims) for dims in declared] != [len(shape) for shape in shapes]:
+            return False
+        for dims, shape in zip(declared, shapes, strict=True):
+            spec = InputSpec(
+                tuple(size if dim is None else dim for dim, size in zip(dims, shape, strict=True)), torch.bool
+            )
+            if not set(spec.dims()) <= sizes.keys() or spec.resolve(sizes) != shape:
+                return False
+        return True
 
     def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
         """Return the part of each output that belongs to these inputs; raise `CaptureError` where that is unknown."""
@@ -99,7 +129,10 @@ class ObservedCropper:
             declared = self._declared[index][dim]
             spec = InputSpec((declared,), torch.bool) if isinstance(declared, str) else None
             return slice(None) if spec is None else slice(spec.resolve(real)[0])
-        seen = {k: s[index][dim] for k, s in self._shapes.items() if k.phase == key.phase and k.guards == key.guards}
+        # Every bucket of this phase and these guards that returned outputs alike tells.
+        form = [len(shape) for shape in self._shapes[key]]
+        same = {k: s for k, s in self._shapes.items() if k.phase == key.phase and k.guards == key.guards}
+        seen = {k: s[index][dim] for k, s in same.items() if [len(shape) for shape in s] == form}
         owners = [d for d in self._table.dims if all(self._table.sizes(k)[d] == size for k, size in seen.items())]
         told = [d for d in owners if len({self._table.sizes(k)[d] for k in seen}) > 1]
         if len(told) == 1:

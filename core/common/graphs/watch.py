@@ -28,16 +28,18 @@ class Watched:
     """A tensor whose address a captured graph holds. current: returns the tensor that its owner has now."""
 
     name: str
-    current: Callable[[], Tensor]
+    current: Callable[[], Tensor | None]
     address: int
 
     def check(self, key: GraphKey) -> None:
         """Raise `CaptureError` if the tensor is elsewhere now: the graph would go on reading the old memory."""
-        address = self.current().data_ptr()
+        tensor = self.current()
+        address = None if tensor is None else tensor.data_ptr()
         if address != self.address:
+            where = "is gone" if address is None else f"lies at {address:#x}"
             raise CaptureError(
                 f"replaying {key}",
-                found=f"{self.name} lies at {address:#x}, and at {self.address:#x} when the graph was captured",
+                found=f"{self.name} {where}, and lay at {self.address:#x} when the graph was captured",
                 remedy="write into it in place (tensor.copy_(new)), or compile again after replacing it",
             )
 
@@ -54,8 +56,8 @@ def watch_modules(modules: dict[str, nn.Module]) -> tuple[Watched, ...]:
     return tuple(found)
 
 
-def _getter(module: nn.Module, name: str) -> Callable[[], Tensor]:
-    return lambda: getattr(module, name)
+def _getter(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
+    return lambda: getattr(module, name, None)  # None: taken away or deleted
 
 
 class CompileWatch:
@@ -66,6 +68,7 @@ class CompileWatch:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
+        self._watched: set[int] = set()
         self.counts: Counter[str] = Counter()
         self.pending = ""
 
@@ -75,15 +78,20 @@ class CompileWatch:
         from torch._dynamo.callback import callback_handler
 
         thread = threading.get_ident()
+        if thread in self._watched:
+            yield  # by the block around this one
+            return
 
         def hear(event: Any) -> None:
             if threading.get_ident() == thread:
                 self._hear(event)
 
         callback_handler.register_start_callback(hear)
+        self._watched.add(thread)
         try:
             yield
         finally:
+            self._watched.discard(thread)
             callback_handler.remove_start_callback(hear)
 
     def raise_pending(self) -> None:

@@ -7,13 +7,15 @@ memory to the next capture, so what must be known of it after the capture is its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["release", "weak_tensor"]
+__all__ = ["Loose", "addresses", "has_address", "release", "weak_tensor"]
 
 
 def weak_tensor(tensor: Tensor) -> Tensor:
@@ -27,30 +29,49 @@ def weak_tensor(tensor: Tensor) -> Tensor:
     )
 
 
-def release(tensors: list[Tensor]) -> list[Tensor]:
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A tensor let go of: whether somebody else holds its memory is asked when it is settled.
+
+    tensor: a weak stand-in; the tensor itself where its memory can lie in no graph's pool.
+    """
+
+    tensor: Tensor
+    reference: StorageWeakRef | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device) -> Loose:
+        """Let go of a tensor. device: of the graphs, index included; tensors elsewhere (on the host) are kept."""
+        # Memory alone does not tell what a conjugated view or a tensor subclass means.
+        if not _is_plain(tensor) or tensor.device != device:
+            return cls(tensor, None)
+        return cls(weak_tensor(tensor), StorageWeakRef(tensor.untyped_storage()))
+
+    def settle(self) -> Tensor:
+        """Return a tensor that holds the memory if anybody still does, and a weak one otherwise.
+
+        Memory that somebody holds (weights, static inputs, a cache) must outlive its owner, as a captured graph has its
+        address. Memory that nobody holds belongs to a graph's pool, by the contract of `SegmentBackend.segment`.
+        """
+        if self.reference is None:
+            return self.tensor
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return self.tensor if storage is None else _over(storage, self.tensor)
+
+
+def release(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Empty the list and return stand-ins for its tensors, weak where nobody else holds the memory.
 
-    Memory that somebody else holds (weights, static inputs, a cache) is held by its stand-in too: a captured graph has
-    its address, so it must outlive its owner. Memory that nobody holds belongs to a graph's pool, by the contract of
-    `SegmentBackend.segment`. The caller must hold no other reference to the tensors.
+    The caller must hold no other reference to the tensors. See `Loose`.
     """
-    # Memory alone does not tell what a conjugated view or a tensor subclass means.
-    loose = [weak_tensor(tensor) if _is_plain(tensor) else tensor for tensor in tensors]
-    references = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    loose = [Loose.of(tensor, device) for tensor in tensors]
     tensors.clear()
-    return [_hold(reference, tensor) for reference, tensor in zip(references, loose, strict=True)]
+    return [each.settle() for each in loose]
 
 
 def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return plain and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _hold(reference: StorageWeakRef, tensor: Tensor) -> Tensor:
-    if not _is_plain(tensor):
-        return tensor
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return tensor if storage is None else _over(storage, tensor)
 
 
 def _over(storage: Any, like: Tensor) -> Tensor:
@@ -61,5 +82,10 @@ def _over(storage: Any, like: Tensor) -> Tensor:
 
 
 def addresses(tensors: Sequence[Tensor]) -> frozenset[int]:
-    """Return the addresses of the storages of these tensors."""
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    """Return the addresses of the storages of these tensors; one that is not memory alone has none."""
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if has_address(tensor))
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Return whether a tensor is memory alone: neither sparse nor a subclass that wraps others."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)

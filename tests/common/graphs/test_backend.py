@@ -25,7 +25,7 @@ class Counting:
 
 def test_a_key_reads_well_and_sorts_by_phase_and_size() -> None:
     assert str(KEY) == f"{KEY}" == "decode[8, 4]"
-    assert KEY == GraphKey("decode", (8, 4)) and hash(KEY) == hash(GraphKey("decode", (8, 4)))
+    assert GraphKey("decode", (8, 4)) == KEY and hash(KEY) == hash(GraphKey("decode", (8, 4)))
     guarded = KEY._replace(guards=(("lora", False), ("sampling", "greedy")), part=3)
     assert str(guarded) == "decode[8, 4, lora=False, sampling=greedy] part 3" and guarded != KEY
     assert GraphKey("prefill", (8, 4)) != KEY

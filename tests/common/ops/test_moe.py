@@ -174,9 +174,9 @@ def test_products_by_group_are_those_of_every_expert(name: str, monkeypatch: pyt
 
 def test_products_go_by_group_where_no_kernel_waits_for_the_device() -> None:
     def grouped(device: str) -> bool:
-        with FakeTensorMode():
-            rows, matrices = (torch.empty(*shape, dtype=BF16, device=device) for shape in ((9, 16), (5, 16, 48)))
-        return moe._can_group(rows, matrices)
+        # Not every build of torch makes fake tensors of a device that it lacks.
+        rows: Any = SimpleNamespace(device=torch.device(device), dtype=BF16)
+        return moe._can_group(rows, torch.empty(5, 16, 48, dtype=BF16))
 
     assert grouped("cpu") and grouped("cpu:0")
     assert not grouped("xpu:1")  # torch's own for any device reads where the groups end

@@ -1,0 +1,170 @@
+"""Measure what capturing a model of a given shape costs: seconds and bytes per bucket, and what a step then takes.
+
+Weights are random. Decode is captured whole over batch sizes, prefill piecewise over token counts, as the engine does.
+The memory of the graphs is set against the largest activation of an eager run, which a pool can't be smaller than.
+
+    python benchmarks/capture.py --device cuda --shape 8b --max-num-seqs 256 --context 1024 [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig
+
+import core
+from core.common.graphs.backend import GraphKey
+from core.device import Device
+from core.engine.engine import Engine
+from core.engine.loading import build_model
+from core.engine.runner import EngineConfig
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+KV_HEADS = {"tiny": 2, "1b": 8, "8b": 8}
+VOCABULARY = {"tiny": 512, "1b": 128256, "8b": 128256}
+
+
+def build(arguments: argparse.Namespace, device: Device) -> Any:
+    """Return the loaded model of the shape asked for."""
+    config = LlamaConfig(
+        **SHAPES[arguments.shape],
+        num_key_value_heads=KV_HEADS[arguments.shape],
+        vocab_size=VOCABULARY[arguments.shape],
+        max_position_embeddings=max(arguments.context, 8192),
+        tie_word_embeddings=False,
+    )
+    dtype = getattr(torch, arguments.dtype)
+    return build_model(config, torch_device=device.torch_device, dtype=dtype, seed=0)
+
+
+def peak_of(device: Device, run: Callable[[], object]) -> int:
+    """Return the bytes that a run takes at its peak, beyond what was there before."""
+    device.parts.empty_cache()
+    device.synchronize()
+    before = device.parts.memory().used_bytes
+    device.parts.reset_peak_memory()
+    with torch.no_grad():
+        run()
+    device.synchronize()
+    return device.parts.memory().peak_bytes - before
+
+
+def decode_activation(engine: Engine, device: Device, key: GraphKey) -> int:
+    """Return the peak of one eager run of the function that the largest decode bucket captured."""
+    program: Any = engine._runner._program  # type: ignore[attr-defined]  # the paged runner's
+    inputs = {name: tensor.clone() for name, tensor in program.inputs(key).items()}
+    return peak_of(device, lambda: program._models[key.phase](**inputs, **dict(key.guards)))
+
+
+def prefill_activation(loaded: Any, device: Device, num_tokens: int, context: int) -> int:
+    """Return the peak of the unmodified model on as many tokens as the largest prefill bucket, no cache written."""
+    ids = torch.zeros(
+        num_tokens // context or 1, min(num_tokens, context), dtype=torch.int64, device=device.torch_device
+    )
+    return peak_of(device, lambda: loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1))
+
+
+def replay_times(engine: Engine, device: Device, keys: list[GraphKey], rounds: int = 20) -> dict[str, float]:
+    """Return the median milliseconds of a replay by key, the device waited for each time."""
+    program: Any = engine._runner._program  # type: ignore[attr-defined]  # the paged runner's
+    found = {}
+    for key in keys:
+        samples = []
+        for _ in range(rounds):
+            device.synchronize()
+            start = time.perf_counter()
+            program.replay(key)
+            device.synchronize()
+            samples.append((time.perf_counter() - start) * 1e3)
+        found[str(key)] = statistics.median(samples)
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Capture, and return the account."""
+    device = core.select_device(arguments.device)
+    start = time.perf_counter()
+    loaded = build(arguments, device)
+    build_s = time.perf_counter() - start
+    config = EngineConfig(
+        max_num_seqs=arguments.max_num_seqs,
+        max_model_len=arguments.context,
+        prefill_buckets=tuple(arguments.prefill),
+        sampling=("greedy",),
+        lowering=arguments.lowering,
+    )
+    start = time.perf_counter()
+    with Engine(loaded, device, config) as engine:
+        engine_s = time.perf_counter() - start
+        report = engine.report()
+        print(report)
+        decode = [bucket for bucket in report.buckets if bucket.key.phase == "decode"]
+        prefill = [bucket for bucket in report.buckets if bucket.key.phase == "prefill"]
+        activations = {"decode": decode_activation(engine, device, decode[0].key)}
+        times = replay_times(engine, device, [b.key for b in (*decode[:1], *decode[-1:], *prefill)])
+    activations["prefill"] = prefill_activation(loaded, device, max(arguments.prefill), arguments.context)
+    beyond = report.graph_bytes - max(activations.values())
+    return {
+        "environment": {
+            "device": str(device),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "shape": arguments.shape,
+            "dtype": arguments.dtype,
+            "context": arguments.context,
+            "lowering": report.lowering,
+            "modes": report.modes,
+        },
+        "parameters_billion": loaded.num_parameters / 1e9,
+        "build_s": build_s,
+        "engine_s": engine_s,
+        "trace_s": {trace.phase: trace.trace_s + trace.passes_s for trace in report.traces},
+        "decode": {"buckets": len(decode), "capture_s": sum(b.capture_s for b in decode)},
+        "prefill": {
+            "buckets": len(prefill),
+            "capture_s": sum(b.capture_s for b in prefill),
+            "graphs": [b.num_graphs for b in prefill],
+        },
+        "graph_bytes": report.graph_bytes,
+        "largest_eager_activation_bytes": activations,
+        "beyond_activation_percent_of_card": 100 * beyond / device.parts.memory().total_bytes,
+        "bytes_by_bucket": {str(b.key): b.num_bytes for b in report.buckets},
+        "replay_ms": times,
+    }
+
+
+def main() -> None:
+    """Print the account as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--prefill", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--lowering", default=None)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    figures = measure(arguments)
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
