@@ -47,7 +47,9 @@ def build(arguments: argparse.Namespace, device: Device) -> Any:
         tie_word_embeddings=False,
     )
     dtype = getattr(torch, arguments.dtype)
-    return build_model(config, torch_device=device.torch_device, dtype=dtype, seed=0)
+    # Weights drawn on the device: which they are is no matter here, and a host takes minutes over billions.
+    with device.torch_device:
+        return build_model(config, torch_device=device.torch_device, dtype=dtype, seed=0)
 
 
 def peak_of(device: Device, run: Callable[[], object]) -> int:

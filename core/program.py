@@ -227,13 +227,13 @@ class Program:
 
     def _run_eager(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor], reason: str) -> Any:
         """Run the model as it is. reason: why, where that is not what the phase's mode says."""
-        self._measure(inputs)
+        sizes = self._measure(inputs)
         for name, tensor in inputs.items():
             if tensor.dtype is not self._inputs[name].dtype:
                 raise self._wrong_dtype(name, tensor, self._inputs[name].dtype)
         if reason:
             if reason not in self._runner.fallbacks:
-                log.warning("%s runs eagerly: %s", phase, reason)
+                log.warning("%s runs eagerly with %s: %s", phase, sizes, reason)
             self._runner.fallbacks[reason] += 1
         with torch.no_grad():
             result = self._models[phase](**{**self._bound, **inputs}, **guards)
@@ -258,7 +258,7 @@ class Program:
         except CaptureError as error:
             if self._strict:
                 raise
-            return f"{error.asked}: {error.found}"
+            return f"{phase}: {error.found}"  # what was asked holds the sizes, of which there may be many
 
     def _captured_plan(
         self, phase: str, guards: Guards, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
@@ -268,9 +268,10 @@ class Program:
             asked = f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards))
             alike = [known for known in self._table.phases[phase] if known.guards == guards]
             if not alike:
+                given = ", ".join(f"{name} = {value}" for name, value in guards)
                 raise CaptureError(
                     asked,
-                    found=f"these guards were not captured; captured are: {', '.join(map(str, self._captured))}",
+                    found=f"not captured with {given}; captured are: {', '.join(map(str, self._captured))}",
                     remedy="compile with this value too: guards={name: (value, …)}",
                 )
             raise CaptureError(

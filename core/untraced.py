@@ -58,7 +58,7 @@ class UntracedPhases:
     def bind(self, key: GraphKey, model: Callable[..., Any]) -> Bound:
         """Bind a phase's model to the static inputs and guards of a key."""
         views = self._buffers.views(key)
-        call = UntracedCall(model, views, dict(key.guards), writable=self._buffers.bound)
+        call = UntracedCall(model, views, dict(key.guards), writable=self._buffers.bound, padded=bool(self._table.dims))
         # Aliases keep the memory that a captured graph reads, whatever the modules' tensors come to point at later.
         held = [t for m in modules_of(model).values() for t in (*m._parameters.values(), *m._buffers.values())]
 

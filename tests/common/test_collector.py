@@ -17,6 +17,7 @@ BOTH = pytest.mark.parametrize("context", [paused, frozen], ids=lambda context: 
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
+    gc.unfreeze()  # a library may have frozen what there was
     yield
     gc.unfreeze()
     gc.enable()

@@ -5,6 +5,7 @@ The result is one callable in which break points are marked; capturing it in par
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -71,11 +72,18 @@ def lower_pieces(graph: fx.GraphModule, values: tuple[Any, ...], pieces: PieceLo
 
 
 def _split(graph: fx.GraphModule) -> fx.GraphModule:
-    """Split into submodules in the order of execution: every marked node is one, and all between two are one."""
+    """Split into submodules in the order of execution: every marked node is one, and all between two are one.
+
+    A node with several results takes along what picks them, so that tensors and sizes only go from piece to piece.
+    """
+    _pick_at_once(graph.graph)
     partition, after_break = 0, False
     numbers: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output"):
+            continue
+        if _picks(node):
+            numbers[node] = numbers[node.args[0]]
             continue
         if BREAK_POINT in node.meta or after_break:
             partition += 1
@@ -86,6 +94,24 @@ def _split(graph: fx.GraphModule) -> fx.GraphModule:
     for number, name in names.items():
         getattr(split, f"submod_{number}").meta[BREAK_POINT] = name
     return split
+
+
+def _pick_at_once(graph: fx.Graph) -> None:
+    """Move each node that picks one of several results behind the node that gives them."""
+    for node in list(graph.nodes):
+        if _picks(node):
+            node.args[0].append(node)
+
+
+def _picks(node: fx.Node) -> bool:
+    """Return whether a node picks one of several results; `x[0]` of a tensor, which may be written before, does not."""
+    if node.op != "call_function" or node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    source = node.args[0]
+    if isinstance(source.target, torch._ops.OpOverload):
+        returns = source.target._schema.returns
+        return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
+    return isinstance(source.meta.get("example_value", source.meta.get("val")), (tuple, list))
 
 
 class _Lowerer(fx.Interpreter):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
@@ -36,13 +37,15 @@ class CapturedParts:
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """What a result looks like. given: it lies in memory of the arguments, so the graphs find it there."""
+    """What a result looks like. given: it lies in memory of the arguments, so the graphs find it there. kept: where it
+    lies if it outlived the warm-up, in memory of the function's own; else 0."""
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     given: bool
+    kept: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor, given: frozenset[int]) -> _Meta:
@@ -67,15 +70,28 @@ class _Warmup:
     """Runs break points as they are and notes what they return."""
 
     def __init__(self) -> None:
-        self.results: list[_Result] = []
+        self._results: list[tuple[str, list[_Meta]]] = []
+        self._memory: list[list[tuple[StorageWeakRef, int]]] = []
 
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = addresses(_tensors((args, kwargs)))
         with breaking(None):
             result = fn(*args, **kwargs)
-        given = addresses(_tensors((args, kwargs)))
         leaves = _checked_leaves(name, result, (args, kwargs))
-        self.results.append(_Result(name, tuple(_Meta.of(leaf, given) for leaf in leaves)))
+        self._results.append((name, [_Meta.of(leaf, given) for leaf in leaves]))
+        self._memory.append([(StorageWeakRef(leaf.untyped_storage()), leaf.data_ptr()) for leaf in leaves])
         return result
+
+    def results(self) -> list[_Result]:
+        """Return what the break points returned; asked when the run is over and its results are gone."""
+        return [
+            _Result(name, tuple(replace(m, kept=_kept(m, *at)) for m, at in zip(metas, memory, strict=True)))
+            for (name, metas), memory in zip(self._results, self._memory, strict=True)
+        ]
+
+
+def _kept(meta: _Meta, reference: StorageWeakRef, address: int) -> int:
+    return 0 if meta.given or reference.expired() else address
 
 
 class _Capture:
@@ -115,10 +131,7 @@ class _Capture:
 
     def settled(self) -> tuple[list[Step], tuple[Tensor, ...]]:
         """Return steps and outputs with stand-ins for their tensors, weak where the memory is the graphs' own."""
-        steps = [
-            step if isinstance(step, GraphStep) else EagerStep(step.name, step.fn, *_settle(step))
-            for step in self._steps
-        ]
+        steps = [step if isinstance(step, GraphStep) else _settle(step) for step in self._steps]
         return steps, pytree.tree_map_only(Loose, Loose.settle, self._outputs)
 
     def _loose(self, tree: Any) -> Any:
@@ -139,14 +152,18 @@ class _Capture:
         # Allocated while recording: from the graphs' own pool, which reuses it once the model's code lets go of it.
         targets = [meta.allocate() for meta in expected.metas]
         self.end()
+        # Before the call: a function may change the containers that it is given.
+        arguments, memory = self._loose((args, kwargs)), addresses(_tensors((args, kwargs)))
         with breaking(None):
             result = fn(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         tensors = _checked_leaves(name, result, (args, kwargs))
-        memory = addresses(_tensors((args, kwargs)))
         found = [_Meta.of(tensor, memory) for tensor in tensors]
         if [(m.dtype, m.shape, m.given) for m in found] != [(m.dtype, m.shape, m.given) for m in expected.metas]:
             raise _other_way(self._key, name)
+        # What lies where it lay in the warm-up is memory of the function's own, a cache: graphs find it there.
+        kept = tuple(m.kept if m.kept == t.data_ptr() else 0 for m, t in zip(expected.metas, tensors, strict=True))
+        targets = [None if address else target for address, target in zip(kept, targets, strict=True)]
         given = iter(zip(targets, tensors, strict=True))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -155,7 +172,8 @@ class _Capture:
                     target.copy_(tensor)
                     leaves[index] = target
         # Let go of at once: what the steps held, the graphs of later layers could not use again.
-        self._steps.append(EagerStep(name, fn, *self._loose((args, kwargs, tuple(targets)))))
+        own_args, own_kwargs = arguments
+        self._steps.append(EagerStep(name, fn, own_args, own_kwargs, self._loose(tuple(targets)), kept))
         self.begin()
         return pytree.tree_unflatten(leaves, spec)
 
@@ -179,7 +197,8 @@ def capture_parts(
         with breaking(warmup):
             fn()
     after_warmup()
-    capture = _Capture(backend, key, warmup.results, device)
+    results = warmup.results()
+    capture = _Capture(backend, key, results, device)
     try:
         with breaking(capture):
             capture.begin()
@@ -187,16 +206,18 @@ def capture_parts(
     except BaseException as error:
         capture.abandon(error)
         raise
-    if capture.num_breaks != len(warmup.results):
-        raise _other_way(key, warmup.results[capture.num_breaks].name)
+    if capture.num_breaks != len(results):
+        raise _other_way(key, results[capture.num_breaks].name)
     steps, outputs = capture.settled()
     num_graphs = sum(isinstance(step, GraphStep) for step in steps)
     eager = tuple(step.name for step in steps if isinstance(step, EagerStep))
     return CapturedParts(stitch("replay", steps, backend.replay), outputs, num_graphs, eager)
 
 
-def _settle(step: EagerStep) -> Any:
-    return pytree.tree_map_only(Loose, Loose.settle, (step.args, step.kwargs, step.targets))
+def _settle(step: EagerStep) -> EagerStep:
+    bound: Any = pytree.tree_map_only(Loose, Loose.settle, (step.args, step.kwargs, step.targets))
+    args, kwargs, targets = bound
+    return replace(step, args=args, kwargs=kwargs, targets=targets)
 
 
 def _as_now(fn: Callable[..., Any]) -> Callable[..., Any]:

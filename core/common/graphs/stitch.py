@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from core.common.graphs.backend import GraphKey
 from core.errors import CaptureError
@@ -29,13 +30,15 @@ class GraphStep:
 @dataclass(frozen=True, slots=True)
 class EagerStep:
     """A call between two graphs. args, kwargs: static; targets: for each tensor of the result, in order of the tree,
-    the static tensor that the graphs read it from, or None where the result lies in memory of an argument."""
+    the static tensor that the graphs read it from, or None where the result lies in memory of an argument or of the
+    function's own; kept: for each tensor the address of the latter, else 0."""
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: tuple[Tensor | None, ...]
+    kept: tuple[int, ...] = ()
 
 
 Step = GraphStep | EagerStep
@@ -79,6 +82,9 @@ def _eager_lines(number: int, step: EagerStep, bound: dict[str, Any]) -> list[st
     else:  # names that only `**` can pass
         arguments.append("**{" + ", ".join(f"{key!r}: {value}" for key, value in keywords) + "}")
     call = f"{called}({', '.join(arguments)})"
+    if any(step.kept):
+        bound["land_kept"], bound[f"{called}_out"], bound[f"{called}_at"] = land_kept, step.targets, step.kept
+        return [f"    land_kept({called}_out, {called}_at, {call})"]
     if all(target is None for target in step.targets):
         return [f"    {call}"]
     bound[f"{called}_out"] = step.targets[0] if len(step.targets) == 1 else step.targets
@@ -92,7 +98,19 @@ def _name(name: str, value: Any, bound: dict[str, Any]) -> str:
     if value is None or type(value) in (bool, int, str):
         return repr(value)
     bound[name] = value
-    return name
+    if pytree.tree_is_leaf(value):
+        return name
+    bound["fresh"] = fresh
+    return f"fresh({name})"
+
+
+def fresh(tree: Any) -> Any:
+    """Return new containers around the same tensors: a function may change those that it is given."""
+    return pytree.tree_map(_same, tree)
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 def land(target: Tensor, result: Any) -> None:
@@ -117,10 +135,21 @@ def land_all(targets: tuple[Tensor | None, ...], result: Any) -> None:
             land(target, leaf)
 
 
+def land_kept(targets: tuple[Tensor | None, ...], kept: tuple[int, ...], result: Any) -> None:
+    """Copy what has a target; check that results in memory of the function's own are where the graphs read them."""
+    leaves = leaves_of(result)
+    land_all(targets, leaves)
+    for address, leaf in zip(kept, leaves, strict=True):
+        if address and leaf.data_ptr() != address:
+            raise CaptureError(
+                "an eager call between two graphs",
+                found=f"its result lies at {leaf.data_ptr():#x}, and at {address:#x} when it was captured",
+                remedy="return the same memory at each call, or a tensor made anew at each",
+            )
+
+
 def leaves_of(result: Any) -> list[Any]:
     """Return the tensors of a result, in order."""
-    from torch.utils import _pytree as pytree
-
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 

@@ -29,8 +29,11 @@ class UntracedCall:
         guards: Mapping[str, Hashable],
         *,
         writable: Collection[str] = (),
+        padded: bool = False,
     ) -> None:
-        """writable: inputs that the callable may write into, since their memory is the caller's own."""
+        """writable: inputs that the callable may write into, since their memory is the caller's own. padded: calls may
+        be of other sizes than the capture, so a number among the results may be wrong for them."""
+        self._padded = padded
         self._function = function
         self._arguments = {**inputs, **guards}
         self._inputs = {name: tensor for name, tensor in inputs.items() if name not in writable}
@@ -58,6 +61,12 @@ class UntracedCall:
             elif isinstance(leaf, Tensor):
                 refs.append(OutputRef(index=len(tensors)))
                 tensors.append(leaf)
+            elif self._padded and type(leaf) in (int, float):
+                raise CaptureError(
+                    f"capturing a callable that returns the number {leaf}",
+                    found="it was computed at the bucket's size, and would be returned for calls of any size",
+                    remedy="return tensors; or read the size off the inputs",
+                )
             elif leaf is None or isinstance(leaf, (bool, int, float, str)):
                 refs.append(OutputRef(value=leaf))
             else:

@@ -169,19 +169,26 @@ _Project = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _Mlp = Callable[[Tensor, _Project], Tensor]
 
 
-_HOST = torch.UntypedStorage(0).device.type
-"""The type of device that is the host's own memory: a storage lies there unless told otherwise."""
+_HOST_KEY = torch._C._dispatch_key_for_device(torch.UntypedStorage(0).device.type)
+"""Dispatch key of tensors in the host's memory: a storage lies there unless told otherwise."""
 
 
 def _can_group(x: Tensor, *matrices: Tensor) -> bool:
     """Tell whether `torch._grouped_mm` takes these, also as fake tensors and while a graph is captured."""
-    device = x.device.type
-    # A device without a kernel of its own gets one that reads the groups' ends on the host: free in the host's memory,
-    # elsewhere a wait for the device, which no graph can hold.
-    waits = device != _HOST and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        "aten::_grouped_mm", torch._C._dispatch_key_for_device(device)
-    )
-    return not waits and x.dtype == torch.bfloat16 and all(_is_aligned(each) for each in matrices)
+    return not _waits(x.device.type) and x.dtype == torch.bfloat16 and all(_is_aligned(each) for each in matrices)
+
+
+def _waits(device_type: str) -> bool:
+    """Tell whether grouped products wait for the device there: no graph can hold that.
+
+    A device without a kernel of its own gets one that reads the groups' ends on the host, free in the host's memory.
+    """
+    key = torch._C._dispatch_key_for_device(device_type)
+    return key != _HOST_KEY and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
+
+
+# As `torch.compiler.assume_constant_result` does, without its import of Dynamo: a trace asks and does not look inside.
+_waits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_aligned(matrices: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,32 @@ def test_in_place_writes_between_breaks_keep_their_order_and_number() -> None:
         assert torch.equal(call(x, *ours)[0], fn(x, *theirs)[0])
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert breaks_of(call, x, *ours) == ["core_test::store"] * 2
+
+
+def test_only_tensors_and_sizes_cross_from_piece_to_piece() -> None:
+    """A lowering for fixed sizes makes constants of all but tensors: of results in a tuple too."""
+    seen: list[Any] = []
+
+    def lowering(request: LoweringRequest) -> FlatCallable:
+        seen.extend(request.example_inputs)
+        return inline(request)
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        first, second = torch.ops.core_test.both(x * 2)
+        third, _ = torch.ops.core_test.both(first)  # adjacent, and its second result is not used
+        fourth = torch.ops.core_test.both(third)[1]
+        return torch.ops.core_test.mix(fourth) + second, second
+
+    graph, pieces, x = graph_of(fn, torch.ones(4, 2)), PieceLowering(lowering), torch.randn(4, 2)
+    # A pass may leave a result to be taken where it is used.
+    (late,) = [node for node in graph.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    for node in [node for node in graph.graph.nodes if node.target is operator.getitem and late in node.users]:
+        late.prepend(node)
+    assert mark_breaks(graph, OPS) == 4
+    call = lower_pieces(graph, (torch.ones(4, 2),), pieces)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(call(x), fn(x), strict=True))
+    assert breaks_of(call, x) == ["core_test::both"] * 3 + ["core_test::mix"]
+    assert seen and all(isinstance(value, (Tensor, int)) for value in seen)
 
 
 class Layers(nn.Module):
