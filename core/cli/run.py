@@ -32,7 +32,10 @@ def run(
     seed: int | None = typer.Option(None, help="Seed of the sampling."),
     stop: list[str] = typer.Option([], help="Text that ends the generation; repeatable."),
     dtype: str = DTYPE,
-    mode: str | None = typer.Option(None, help="Capture mode, for example compile, full or off (eager)."),
+    mode: str | None = typer.Option(
+        None, help="Capture mode (full, piecewise, segmented, compile, off), or one per phase: decode=full,prefill=off."
+    ),
+    speculative: int = typer.Option(0, help="Tokens drafted at most per step from what the text said before."),
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
     with_pass: list[str] = WITH_PASS,
     only_pass: list[str] = ONLY_PASS,
@@ -52,7 +55,8 @@ def run(
     )
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options = {
-        "mode": mode,
+        "mode": _modes(mode),
+        "speculative": speculative,
         "lowering": lowering,
         "passes": switches.only,
         "disable_passes": switches.disable,
@@ -70,6 +74,14 @@ def run(
         else:
             _print_table(engine, comparison)
     return 0 if comparison is None or comparison.passed else 1
+
+
+def _modes(text: str | None) -> Any:
+    """Return `--mode` as the engine takes it: one for all phases, or by phase."""
+    if text is None or "=" not in text:
+        return text
+    pairs = [item.partition("=") for item in text.split(",")]
+    return {phase.strip(): mode.strip() for phase, _, mode in pairs}
 
 
 def _engine(
@@ -172,12 +184,17 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         (
             "programs",
             f"{modes}; lowering {report.lowering}; {report.num_traces} traces, {report.num_captures} buckets"
-            if report.num_traces
+            if report.num_captures
             else f"{modes}; nothing compiled",
         ),
+        *(("note", note) for note in report.notes),
+        *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
+    if engine.config.speculative:
+        stats = engine.stats()
+        rows.append(("drafts", f"{stats.accepted} of {stats.drafted} drafted tokens accepted"))
     if comparison is None:
         return [*rows, ("check", "not run (--no-check)")]
     ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
@@ -186,7 +203,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         *rows,
         ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
         (
-            "tokens/s, compiled" if report.num_traces else "tokens/s, engine",
+            "tokens/s, compiled" if report.num_captures else "tokens/s, engine",
             f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x eager, {comparison.rounds} rounds in turns)",
         ),
         (

@@ -85,6 +85,17 @@ def test_two_prompts_are_checked_together(capsys: pytest.CaptureFixture[str]) ->
     assert document["check"]["passed"]
 
 
+def test_modes_are_chosen_by_phase_and_drafts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--mode", "decode=off,prefill=compile", "--lowering", "inline", "--speculative", "2", "--no-check"]
+    assert main(["run", "--device", "cpu", "--prompt", "the list of the list of the list", *arguments]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "decode off, prefill compile, verify compile" in out and "drafted tokens accepted" in out
+    assert main(["run", "--device", "cpu", "--mode", "decode=full", "--no-check"]) == 2
+    assert "mode 'full' for phase 'decode'" in capsys.readouterr().err
+    assert main(["run", "--device", "cpu", "--mode", "encode=off", "--no-check"]) == 2
+    assert "the phases are" in capsys.readouterr().err
+
+
 def test_without_a_check_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys, "--no-check", "--mode", "off")
     assert (code, document["check"]) == (0, None)
