@@ -10,7 +10,8 @@ from torch import Tensor
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.arguments import Examples
 from core.common.config import CompileOptions, Verify
-from core.common.graphs.inputs import Buckets, BucketTable, GuardValues, InputSpec
+from core.common.graphs.guards import GuardValues
+from core.common.graphs.inputs import Buckets, BucketTable, InputSpec
 from core.common.graphs.untraced import OutputDims
 from core.device import Device, Mode
 from core.errors import UsageError
@@ -117,7 +118,7 @@ def capture(
     `CaptureError` where they differ, or where something can't be captured, naming the module to run eagerly.
     """
     device = _device(device)
-    preferred = tuple(m for m in UNTRACED if m == "off" or m in device.capabilities.modes)
+    preferred = next(m for m in UNTRACED if m == "off" or m in device.capabilities.modes)
     options = CompileOptions(
         mode=preferred if mode is None else mode, passes=(), eager=eager, strict=strict, debug=debug
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from torch import Tensor
 from core.arguments import (
     Examples,
     check_bound,
+    check_callable,
     check_ops,
+    check_outputs,
     check_phases,
     check_signature,
     check_training_mode,
@@ -110,7 +113,9 @@ class Pipeline:
             check_signature(each, inputs, table.guards[phase])
             check_training_mode(each)
         check_phases(options.mode, table)
-        self.bound = check_bound(bound or {}, inputs)
+        self.bound = check_bound(bound, inputs)
+        check_outputs(outputs, table.dims)
+        check_callable("reset", reset)
         self.candidates = {phase: options.modes_of(phase, device.capabilities.modes) for phase in table.phases}
         device.lowerings.resolve(options.lowering)
         check_ops(device)
@@ -127,6 +132,7 @@ class Pipeline:
 
     def run(self, examples: Examples | Sequence[Mapping[str, Tensor]] | None, progress: Progress | None) -> Program:
         """Trace, rewrite, lower and capture every phase that is not "off"."""
+        check_callable("progress", progress)
         preferred = {phase: modes[0] for phase, modes in self.candidates.items()}
         given = examples_per_phase(examples, self.inputs, preferred, self.options.verify)
         captured: dict[GraphKey, CapturedBucket] = {}
@@ -143,6 +149,8 @@ class Pipeline:
                 except BaseException:
                     runner.cleanup()
                     raise
+        if self.options.eager and "segmented" not in self.account.modes.values():
+            self._note(f"eager={self.options.eager!r} is not used: no phase runs 'segmented'")
         return Program(
             device=self.device,
             models=self.models,
@@ -188,25 +196,27 @@ class Pipeline:
             try:
                 num_breaks = self.stages.traced.trace(phase, self.models[phase], mode)
             except TraceError as error:
-                self._downgrade(phase, left, error, "traced")
+                self._downgrade(phase, left, error)
                 continue
             if mode == "piecewise" and not num_breaks:
                 self._note(f"{phase} is one graph: no op in it is a break point of 'piecewise'")
             return self.table.phases[phase]
 
-    def _downgrade(self, phase: str, left: list[Mode], error: TraceError | CaptureError, what: str) -> None:
-        """Leave in `left` the modes that need no trace and say why; raise the error where there is none, or strict.
+    def _downgrade(self, phase: str, left: list[Mode], error: TraceError | CaptureError) -> None:
+        """Leave in `left` the modes that may do what the present one can't, and say why; raise the error where there is
+        none, or strict.
 
-        What can't be captured is not run eagerly by itself: the fault may be anything, a full memory or a bug.
+        Traced modes give way to those without a trace. A model that could be traced is run eagerly only after a capture
+        without a trace failed too: before that the fault may be anything, a full memory or a bug.
         """
-        dropped = self.traced_modes if what == "traced" else (*self.traced_modes, "off")
-        left[:] = [mode for mode in left if mode not in dropped]
+        mode, traced = self.account.modes[phase], isinstance(error, CaptureError)
+        dropped = (*self.traced_modes, "off") if traced and mode in self.traced_modes else self.traced_modes
+        left[:] = [other for other in left if other not in dropped or (other == "off" and "segmented" in left)]
         if not left or self.options.strict:
             raise error
         self.stages.traced.forget(phase)
-        self._note(
-            f"{phase} runs {left[0]!r} instead of {self.account.modes[phase]!r}: it can't be {what}: {_reason(error)}"
-        )
+        what = "captured" if traced else "traced"
+        self._note(f"{phase} runs {left[0]!r} instead of {mode!r}: it can't be {what}: {_reason(error)}")
 
     def _note(self, note: str) -> None:
         log.warning(note)
@@ -227,9 +237,9 @@ class Pipeline:
                 tell.end()
                 return captured
             except CaptureError as error:
-                if self.account.modes.get(phase) not in self.traced_modes:
+                if not phase:
                     raise
-                self._downgrade(phase, left[phase], error, "captured")
+                self._downgrade(phase, left[phase], error)
             # All start anew: a backend can't drop single graphs, and the memory of those captured would stay taken.
             self.stages.runner.cleanup()
             self.account.buckets.clear()
@@ -309,7 +319,9 @@ def _reason(error: TraceError | CaptureError) -> str:
     """Return in one line why a model could not be traced or captured, and at which place of its code."""
     text = " ".join(error.found.split())
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
-    why = re.split(r" (?:Hint|Developer debug context): ", text)[0].replace(" Explanation:", ":")
+    why = re.split(r" (?:(?:Hint|Developer debug context): |The branch condition involves)", text)[0]
+    why = why.replace(" Explanation:", ":")
+    why = textwrap.shorten(why, 300, placeholder=" …")
     return f"{why} ({places[-1][0].rsplit('/')[-1]}:{places[-1][1]})" if places else why
 
 

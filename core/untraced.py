@@ -27,6 +27,7 @@ log = logging.getLogger("core.compilation")
 MAX_FOUND = 16
 """Break points that are found by trial; a model that needs more is better described by hand."""
 NUM_CHECKS = 2
+"""Input sets made up where no examples are given."""
 
 
 class UntracedPhases:
@@ -90,7 +91,10 @@ class UntracedPhases:
                 further = _alike(blamed_module(error.__cause__ or error, modules), modules)
                 if not further:
                     raise
-                if self._options.eager is not None or set(further) <= set(patterns) or len(patterns) >= MAX_FOUND:
+                if set(further) <= set(patterns):
+                    error.remedy = f"take a module around {', '.join(further)} as the break point: eager=(its path,)"
+                    raise
+                if self._options.eager is not None or self._options.strict or len(patterns) >= MAX_FOUND:
                     error.remedy = f"run it eagerly between the graphs: eager={(*patterns, *further)!r}"
                     raise
                 patterns += further
@@ -110,14 +114,14 @@ class UntracedPhases:
         """
         host_arguments = self._runner.host_arguments(key)
         if host_arguments:  # their values for other inputs are the caller's to know
-            self._note(
-                f"{key.phase}: not checked on further inputs: {', '.join(sorted(host_arguments))} come from the host"
-            )
+            names = ", ".join(sorted(host_arguments))
+            self._unchecked(key.phase, f"{names} come from the host", "compare a few replays yourself")
             return
         views = self._buffers.views(key)
         sets = self._further_inputs(key, views)
         if not sets:
-            self._note(f"{key.phase}: not checked on further inputs: give some by examples={{{key.phase!r}: [inputs]}}")
+            why = "which integers are valid is not for core to guess"
+            self._unchecked(key.phase, why, f"give input sets: examples={{{key.phase!r}: [inputs]}}")
             return
         try:
             self._compare(key, bound, views, sets)
@@ -131,32 +135,37 @@ class UntracedPhases:
     def _compare(
         self, key: GraphKey, bound: Bound, views: Mapping[str, Tensor], sets: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        for values in sets:
-            for name, value in values.items():
-                views[name].copy_(value)
-            first, second = (self._run(bound.run) for _ in range(2))
-            if not _equal(first, second):
-                self._note(
-                    f"{key.phase}: not checked: two runs without graphs differ (state without `reset`, or chance)"
-                )
-                return
-            replayed = self._run(lambda: self._runner.replay(key))
-            if not _equal(first, replayed):
-                raise CaptureError(
-                    f"checking {key} on further inputs",
-                    found="its replay differs from a run without graphs: what Python decided at capture was frozen",
-                    remedy="take the module that decides by data as a break point: eager=[its path]; or mode 'off'",
-                )
+        """Run the input sets one after the other, state moving on between them, without graphs and by replays."""
 
-    def _run(self, run: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
-        if self._reset is not None:
-            self._reset()
-        return [tensor.clone() for tensor in run()]
+        def outputs(run: Callable[[], tuple[Tensor, ...]]) -> list[Tensor]:
+            if self._reset is not None:
+                self._reset()
+            found = []
+            for values in sets:
+                for name, value in values.items():
+                    views[name].copy_(value)
+                found += [tensor.clone() for tensor in run()]
+            return found
 
-    def _note(self, note: str) -> None:
+        first, second = outputs(bound.run), outputs(bound.run)
+        if not _equal(first, second):
+            why = "two runs without graphs differ: it keeps state, or draws by chance"
+            self._unchecked(key.phase, why, "give `reset`, which brings state in place back to where it was")
+        elif not _equal(first, outputs(lambda: self._runner.replay(key))):
+            raise CaptureError(
+                f"checking {key} on further inputs",
+                found="its replay differs from a run without graphs: what Python decided at capture was frozen",
+                remedy="take the module that decides by data as a break point: eager=[its path]; or mode 'off'",
+            )
+
+    def _unchecked(self, phase: str, why: str, remedy: str) -> None:
+        """Say that frozen Python would go unnoticed in a phase; raise `CaptureError` where strict."""
+        if self._options.strict:
+            raise CaptureError(f"checking {phase} on further inputs", found=why, remedy=remedy)
+        note = f"{phase}: not checked on further inputs: {why}; {remedy}"
         if note not in self.notes:
             self.notes.append(note)
-            log.info(note)
+            log.warning(note)
 
     def _further_inputs(self, key: GraphKey, views: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         """Return input sets of a bucket's shapes: the phase's examples that fit, else numbers where any will do."""
@@ -169,7 +178,7 @@ class UntracedPhases:
             if all(size <= sizes[dim] for dim, size in real.items()):
                 found.append({n: s.padded(example[n], sizes) for n, s in self._inputs.items() if s.padding != "bound"})
         if found:
-            return found[:NUM_CHECKS]
+            return found
         floating = {n: v for n, v in views.items() if v.is_floating_point() and self._inputs[n].padding != "bound"}
         generator = torch.Generator().manual_seed(0)
         # Which integers are valid (tokens, positions, lengths) is not for core to guess: they keep their zeros.

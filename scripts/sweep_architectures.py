@@ -7,6 +7,7 @@ have a line for the installed versions are not run again unless asked for.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ def examine(model_type: str, device: Any) -> dict[str, Any]:
 
     from core.engine.loading import build_model
     from core.engine.tiny import tiny_config
-    from core.errors import TraceError
 
     stage = "config"
     try:
@@ -44,12 +44,7 @@ def examine(model_type: str, device: Any) -> dict[str, Any]:
         stage = "transformers"
         _run_plain(loaded, device)
         stage = "engine"
-        try:
-            return _judge(loaded, device, lowering="inline")
-        except TraceError as error:
-            # Built anew, because a trace that failed may have left stand-ins in the model.
-            loaded = build_model(config, torch_device=device.torch_device, dtype=torch.float32)
-            return {**_judge(loaded, device, mode="off"), "untraced": one_line(error)}
+        return _judge(loaded, device)
     except Exception as error:
         return {"stage": stage, "error": one_line(error)}
 
@@ -76,15 +71,24 @@ def _run_plain(loaded: Any, device: Any) -> None:
                 raise RuntimeError(f"its generation with a cache differs from its fp64 forward by {difference:.2g}")
 
 
-def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
+def _judge(loaded: Any, device: Any) -> dict[str, Any]:
     from core.engine.check import compare
     from core.engine.engine import Engine
     from core.engine.runner import EngineConfig
 
-    config = EngineConfig(max_num_seqs=2, max_model_len=64, decode_buckets=(2,), prefill_buckets=(32,), **options)
+    config = EngineConfig(
+        max_num_seqs=2,
+        max_model_len=64,
+        decode_buckets=(2,),
+        prefill_buckets=(32,),
+        sampling=("greedy",),
+        lowering="inline",
+    )
     with Engine(loaded, device, config) as engine:
-        facts: dict[str, Any] = {"stage": "check", "route": engine.route, "reason": engine.route_reason, "untraced": ""}
-        facts["num_traces"] = engine.report().num_traces
+        report = engine.report()
+        untraced = " | ".join(textwrap.shorten(note, 300) for note in report.notes if "it can't be" in note)
+        facts: dict[str, Any] = {"stage": "check", "route": engine.route, "reason": engine.route_reason}
+        facts |= {"num_traces": report.num_traces, "modes": dict(report.modes), "untraced": untraced}
         try:
             result = compare(engine, PROMPTS, num_tokens=NUM_TOKENS, rounds=1)
         except Exception as error:
@@ -106,7 +110,7 @@ def describe(result: dict[str, Any]) -> str:
     """Return one line about a result, for the terminal."""
     parts = [f"{result['type']:24} {verdict_of(result):18}"]
     if "route" in result:
-        parts.append(f"{result['route']}, {'traced' if not result['untraced'] else 'NOT TRACED'}")
+        parts.append(f"{result['route']}, {_modes(result)}")
     if result.get("verdict"):
         parts.append(f"T1 {result['verdict']['rms_ratio']:.2f} {result['verdict']['max_ratio']:.2f}")
         parts.append("tokens equal" if result["tokens_equal"] else f"tokens: {result['mismatch']}")
@@ -118,7 +122,7 @@ def _reasons(result: dict[str, Any]) -> Iterator[str]:
     if result.get("route") == "static":
         yield f"static: {result['reason']}"
     if result.get("untraced"):
-        yield f"not traced: {result['untraced']}"
+        yield result["untraced"]
     if result.get("verdict") and result["verdict"]["reason"]:
         yield f"T1: {result['verdict']['reason']}"
     if result.get("error"):
@@ -146,7 +150,7 @@ def write_report(path: Path, results: list[dict[str, Any]], device: str) -> None
         "|---|---|",
         *(f"| {name} | {count} |" for name, count in _counts(results).items()),
         "",
-        "| type | outcome | cache | traced | tokens | T1 | s |",
+        "| type | outcome | cache | modes | tokens | T1 | s |",
         "|---|---|---|---|---|---|---|",
         *map(_row, results),
         "",
@@ -167,8 +171,14 @@ def _counts(results: list[dict[str, Any]]) -> dict[str, int]:
         "passed (tokens and criterion T1)": sum(r["passed"] for r in done),
         "on the paged cache": sum(r["route"] == "paged" for r in done),
         "on the static cache": sum(r["route"] == "static" for r in done),
-        "not traced whole, run eagerly": sum(bool(r["untraced"]) for r in done),
+        "segmented, for want of a trace": sum("segmented" in r["modes"].values() for r in done),
+        "not captured, run eagerly": sum("off" in r["modes"].values() for r in done),
     }
+
+
+def _modes(result: dict[str, Any]) -> str:
+    """Return the modes of a result's phases, each once."""
+    return ", ".join(dict.fromkeys(result["modes"].values()))
 
 
 def _row(result: dict[str, Any]) -> str:
@@ -177,8 +187,8 @@ def _row(result: dict[str, Any]) -> str:
         f"{result['verdict']['rms_ratio']:.2f}, {result['verdict']['max_ratio']:.2f}" if result.get("verdict") else ""
     )
     tokens = ("equal" if result["tokens_equal"] else "a tie" if result["allowed"] else "differ") if ran else ""
-    traced = ("no" if result["untraced"] else "whole") if "route" in result else ""
-    cells = [f"`{result['type']}`", verdict_of(result), result.get("route", ""), traced, tokens, ratios]
+    modes = _modes(result) if "route" in result else ""
+    cells = [f"`{result['type']}`", verdict_of(result), result.get("route", ""), modes, tokens, ratios]
     return "| " + " | ".join([*cells, f"{result.get('seconds', 0):.0f}"]) + " |"
 
 

@@ -12,8 +12,10 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
+from core.errors import LoweringError
 
 
 def inline(request: LoweringRequest) -> FlatCallable:
@@ -41,13 +43,22 @@ def inductor(request: LoweringRequest) -> FlatCallable:
 
 
 def specialize(graph: fx.GraphModule, examples: tuple[Any, ...]) -> tuple[fx.GraphModule, list[int]]:
-    """Replace symbolic sizes by the examples' ints; return the graph and the indices of the placeholders kept."""
+    """Replace symbolic sizes by the examples' ints; return the graph and the indices of the placeholders kept.
+
+    Raises `LoweringError` for a placeholder that holds several tensors.
+    """
     kept = []
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for index, (node, example) in enumerate(zip(nodes, examples, strict=True)):
         if isinstance(example, Tensor):
             kept.append(index)
             continue
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):
+            raise LoweringError(
+                f"fixing the sizes of a graph that takes {node.name}",
+                found=f"it is a {type(example).__name__} that holds tensors: they would become constants",
+                remedy="hand tensors over one by one, or use lowering 'inline'",
+            )
         constant = dict.fromkeys([node], example)
         for user in list(node.users):
             user.args = fx.map_arg(user.args, partial(_replace, constant))

@@ -97,7 +97,9 @@ class Engine:
     ) -> Engine:
         """Load a model folder onto a device and compile it; see `load_model` for what a folder must hold."""
         resolved = device if isinstance(device, Device) else select_device(device)
-        loaded = load_model(path, torch_device=resolved.torch_device, dtype=dtype, progress=progress)
+        # Weights made in inference mode could be used in no other, and not be compiled.
+        with torch.inference_mode(False):
+            loaded = load_model(path, torch_device=resolved.torch_device, dtype=dtype, progress=progress)
         return cls(loaded, resolved, config, progress=progress)
 
     @property
@@ -276,10 +278,11 @@ class Engine:
 
     def _make_runner(self, progress: Progress | None) -> ModelRunner:
         model, length = self.loaded.model, self.max_model_len
-        try:
-            return PagedRunner(model, self.device, self.config, max_model_len=length, progress=progress)
-        except NotPageable as refusal:
-            log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", refusal)
-            return StaticRunner(
-                model, self.device, self.config, max_model_len=length, reason=str(refusal), progress=progress
-            )
+        with torch.inference_mode(False):  # steps in any mode write the cache
+            try:
+                return PagedRunner(model, self.device, self.config, max_model_len=length, progress=progress)
+            except NotPageable as refusal:
+                log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", refusal)
+                return StaticRunner(
+                    model, self.device, self.config, max_model_len=length, reason=str(refusal), progress=progress
+                )

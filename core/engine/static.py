@@ -19,10 +19,12 @@ from core.engine.sampling import GREEDY_ROW, Sampling, next_tokens, sampling_gua
 from core.engine.sequence import Sequence as EngineSequence
 from core.engine.static_cache import cache_name, full_mask, static_cache
 from core.engine.step import Step, StepOutput
-from core.errors import ModelError, TraceError
+from core.errors import CaptureError, ModelError, TraceError
 from core.program import Program
 
 log = logging.getLogger("core.engine")
+NUM_EXAMPLES = 5
+"""Decode steps on which a captured one is checked."""
 
 
 class StaticRunner:
@@ -66,20 +68,29 @@ class StaticRunner:
         """
         first, *others = config.modes_of("decode", self._device.capabilities)
         try:
-            return self._compile_as(config, progress, (first,))
+            return self._compile_as(config, progress, max_model_len, (first,))
+        except CaptureError as error:
+            if not others or config.strict:
+                raise error from None
         except TraceError as error:
             self._mask_len = max_model_len
             try:
                 self._prepare_cache(max_model_len)
-                return self._compile_as(config, progress, (first,))
-            except (ModelError, TraceError):
+                return self._compile_as(config, progress, max_model_len, (first,))
+            except (ModelError, TraceError, CaptureError):
                 if not others or config.strict:
                     raise error from None
         self._mask_len = 0
         self._prepare_cache(max_model_len)
-        return self._compile_as(config, progress, (first, *others))
+        program = self._compile_as(config, progress, max_model_len, (first, *others))
+        if program.report().modes["decode"] == "off":
+            # What failed captures left in a cache that keeps Python state lies in memory of graphs that are gone.
+            self._prepare_cache(max_model_len)
+        return program
 
-    def _compile_as(self, config: EngineConfig, progress: Progress | None, modes: tuple[Mode, ...]) -> Program:
+    def _compile_as(
+        self, config: EngineConfig, progress: Progress | None, max_model_len: int, modes: tuple[Mode, ...]
+    ) -> Program:
         shapes = {"input_ids": InputSpec((1,), torch.int64, padding="copy")}
         if self._positions:
             shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
@@ -89,7 +100,7 @@ class StaticRunner:
             self._device,
             inputs=shapes,
             buckets={"decode": [{}]},
-            examples=[self._example(shapes)],
+            examples=self._make_examples(shapes, max_model_len),
             reset=self._restore,
             progress=progress,
             **{**config.compile_options(("decode",), self._device.capabilities), "mode": {"decode": one_or_all(modes)}},
@@ -100,10 +111,14 @@ class StaticRunner:
         self._cache.reset()
         self._prefill(self._probe[:-1])
 
-    def _example(self, shapes: dict[str, InputSpec]) -> dict[str, Tensor]:
-        """Return the inputs of the decode step that follows what the self-check left in the cache."""
-        values = self._inputs(self._probe[-1], len(self._probe), GREEDY_ROW)
-        return {name: values[name] for name in shapes}
+    def _make_examples(self, shapes: dict[str, InputSpec], max_model_len: int) -> list[dict[str, Tensor]]:
+        """Return the inputs of the decode steps that follow what `_restore` leaves in the cache.
+
+        Several, since what a model decides by its length shows only as that grows.
+        """
+        first, last = len(self._probe) - 1, min(len(self._probe) - 1 + NUM_EXAMPLES, max_model_len)
+        steps = [self._inputs(self._probe[-1 - i], first + i, GREEDY_ROW) for i in range(last - first)]
+        return [{name: values[name] for name in shapes} for values in steps]
 
     def _inputs(self, token: int, position: int, sampling_row: tuple[float, ...]) -> dict[str, Any]:
         values = {"input_ids": [token], "position_ids": [position], "sampling_params": [sampling_row]}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.common.lowering import LoweringRequest, Lowerings
 from core.common.lowerings import INLINE_AND_INDUCTOR, inductor, inline, specialize
 from core.common.tracing import TracedGraph, trace
-from core.errors import UsageError
+from core.errors import LoweringError, UsageError
 from tests.support import Block, refused
 
 
@@ -79,3 +82,30 @@ def test_an_unknown_lowering_names_the_known_ones() -> None:
     own = Lowerings(available={"zeta": inline, "alpha": inline}, default="zeta")
     with refused(UsageError, "lowering 'inductor'", "this device has: alpha, zeta", "core.compile(..., lowering=...)"):
         own.resolve("inductor")
+
+
+def test_tensors_in_a_tuple_do_not_become_constants() -> None:
+    graph = fx.Graph()
+    pair = graph.placeholder("pair")
+    graph.output((graph.call_function(operator.getitem, (pair, 0)),))
+    with pytest.raises(LoweringError, match="a tuple that holds tensors"):
+        specialize(fx.GraphModule(torch.nn.Module(), graph), ((torch.ones(2), torch.ones(2)),))
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="torch fails on inputs that share written memory, or takes cached code of inputs that do not"
+)
+def test_inductor_sees_a_write_through_another_input() -> None:
+    def add_and_read(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        x.add_(1)
+        return (x + y,)
+
+    def overlapping() -> tuple[Tensor, Tensor]:
+        memory = torch.ones(16)
+        return memory[:8], memory[4:12]
+
+    for values in ((torch.ones(8), torch.ones(8)), overlapping()):
+        graph = make_fx(add_and_read)(torch.ones(8), torch.ones(8))
+        call = inductor(LoweringRequest(graph=graph, example_inputs=values))
+    assert torch.equal(call(*overlapping())[0], add_and_read(*overlapping())[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from core.engine.runner import EngineConfig
 from core.engine.tiny import tiny_config
 from core.errors import ModelError, UsageError
 from core.host import select_device
+from tests.recording import acme
 from tests.support import needs_static_cache
 
 CPU = torch.device("cpu")
@@ -264,6 +266,24 @@ def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
         first.close()  # once more: it must not touch what the second attached
         assert [c.token_ids for c in second.generate(IDS, GREEDY)] == [c.token_ids for c in expected]
     assert loaded.config._attn_implementation != "core"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mamba"])
+def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str) -> None:
+    loaded = build_model(tiny_config(model_type), torch_device=CPU)
+    found = []
+    with torch.inference_mode():
+        engine = Engine(loaded, acme(), replace(SMALL, mode="full", sampling=("greedy",)))
+    with engine:
+        for mode in (torch.inference_mode, torch.enable_grad):
+            with mode():
+                found += engine.generate([[5, 6, 7, 5, 6]], GREEDY)
+    assert found[0].token_ids == found[1].token_ids
+
+
+def test_weights_loaded_in_inference_mode_are_no_inference_tensors(pristine: Path) -> None:
+    with torch.inference_mode(), Engine.load(pristine, "cpu", SMALL) as engine:
+        assert not any(weight.is_inference() for weight in engine.loaded.model.parameters())
 
 
 def test_a_refused_engine_does_not_hold_the_model() -> None:

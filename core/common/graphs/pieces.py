@@ -10,29 +10,61 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.fx.node import _get_qualified_name
 from torch.fx.passes.split_module import split_module
 
 from core.common.graphs.breaks import call_break
+from core.common.graphs.weak import has_address
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.lower import BREAK_POINT
 
-__all__ = ["PieceLowering", "lower_pieces", "mark_breaks"]
+__all__ = ["PieceLowering", "lower_pieces", "mark_breaks", "op_names"]
 
 
 def mark_breaks(graph: fx.GraphModule, names: Iterable[str]) -> int:
-    """Mark the nodes that call an op of one of these qualified names; return how many nodes are marked."""
+    """Mark the nodes that call something of one of these names (see `op_names`); return how many nodes are marked."""
     wanted = frozenset(names)
     for node in graph.graph.nodes:
-        if node.op == "call_function" and BREAK_POINT not in node.meta and _op_name(node.target) in wanted:
-            node.meta[BREAK_POINT] = _op_name(node.target)
+        name = next((name for name in _spellings(node) if name in wanted), None)
+        if name is not None and BREAK_POINT not in node.meta:
+            node.meta[BREAK_POINT] = _spellings(node)[0]
     return sum(BREAK_POINT in node.meta for node in graph.graph.nodes)
 
 
-def _op_name(target: Any) -> str:
+def op_names(graph: fx.GraphModule) -> dict[str, str]:
+    """Return the names of all that a graph calls and could be cut at, each with its shortest spelling.
+
+    An op is "ns::op" or "ns::op.overload"; a function or method of torch is called what fx writes in generated code, or
+    where it is public, such as "torch.tanh", "torch.nn.functional.gelu" or "torch.Tensor.tanh".
+    """
+    spelled = [_spellings(node) for node in graph.graph.nodes]
+    return {name: names[0] for names in spelled for name in names}
+
+
+def _spellings(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of what a node calls, the shortest first; () for what is no op of torch."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return (f"torch.Tensor.{target}",)
+    if node.op != "call_function":
+        return ()
     if isinstance(target, torch._ops.OpOverload):
-        return str(target.name()).split(".")[0]
-    return str(getattr(target, "_qualified_op_name", ""))
+        name = str(target._schema.name)
+        return name, f"{name}.{target._overloadname}"
+    name = str(getattr(target, "_qualified_op_name", ""))
+    if name:
+        return (name,)
+    try:
+        name = _get_qualified_name(target)
+    except (AttributeError, RuntimeError):  # a callable object, or one of no module
+        return ()
+    if not name.startswith("torch."):
+        return ()
+    short = target.__name__
+    if getattr(nn.functional, short, None) is target:  # fx has it where it is defined, which may be torch._C._nn
+        return tuple(dict.fromkeys((f"torch.nn.functional.{short}", name)))
+    return (name,)
 
 
 class PieceLowering:
@@ -105,9 +137,11 @@ def _pick_at_once(graph: fx.Graph) -> None:
 
 def _picks(node: fx.Node) -> bool:
     """Return whether a node picks one of several results; `x[0]` of a tensor, which may be written before, does not."""
-    if node.op != "call_function" or node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+    if node.op != "call_function" or node.target is not operator.getitem:
         return False
-    source = node.args[0]
+    source, index = node.args
+    if not isinstance(source, fx.Node) or source.op == "placeholder" or not isinstance(index, int):
+        return False
     if isinstance(source.target, torch._ops.OpOverload):
         returns = source.target._schema.returns
         return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
@@ -172,7 +206,23 @@ def _signature(graph: fx.GraphModule, examples: tuple[Any, ...]) -> str:
         arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _Name(numbers[each]))
         lines.append(f"{node.op} {target} {arguments}")
     lines += [_describe(example) for example in examples]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_overlaps(examples)])
+
+
+def _overlaps(examples: tuple[Any, ...]) -> list[str]:
+    """Say which examples share memory, and how: a write to one is seen in the other, so that order matters."""
+    spans = []
+    for index, example in enumerate(examples):
+        if isinstance(example, Tensor) and has_address(example) and example.numel():
+            last = sum((size - 1) * stride for size, stride in zip(example.shape, example.stride(), strict=True))
+            start = example.data_ptr()
+            spans.append((start, start + (last + 1) * example.element_size(), index))
+    return [
+        f"%{index} {start - begin} %{other}"
+        for position, (begin, end, other) in enumerate(spans)
+        for start, stop, index in spans[position + 1 :]
+        if start < end and begin < stop
+    ]
 
 
 class _Name(str):

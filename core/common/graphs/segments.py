@@ -161,9 +161,12 @@ class _Capture:
         found = [_Meta.of(tensor, memory) for tensor in tensors]
         if [(m.dtype, m.shape, m.given) for m in found] != [(m.dtype, m.shape, m.given) for m in expected.metas]:
             raise _other_way(self._key, name)
-        # What lies where it lay in the warm-up is memory of the function's own, a cache: graphs find it there.
-        kept = tuple(m.kept if m.kept == t.data_ptr() else 0 for m, t in zip(expected.metas, tensors, strict=True))
-        targets = [None if address else target for address, target in zip(kept, targets, strict=True)]
+        # What lies in an argument, or where it lay in the warm-up (a cache of the function's own), graphs read there.
+        kept = tuple(
+            t.detach() if m.given or m.kept == t.data_ptr() else None
+            for m, t in zip(expected.metas, tensors, strict=True)
+        )
+        targets = [target if at is None else None for at, target in zip(kept, targets, strict=True)]
         given = iter(zip(targets, tensors, strict=True))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -173,7 +176,7 @@ class _Capture:
                     leaves[index] = target
         # Let go of at once: what the steps held, the graphs of later layers could not use again.
         own_args, own_kwargs = arguments
-        self._steps.append(EagerStep(name, fn, own_args, own_kwargs, self._loose(tuple(targets)), kept))
+        self._steps.append(EagerStep(name, fn, own_args, own_kwargs, *self._loose((tuple(targets), kept))))
         self.begin()
         return pytree.tree_unflatten(leaves, spec)
 
@@ -215,9 +218,9 @@ def capture_parts(
 
 
 def _settle(step: EagerStep) -> EagerStep:
-    bound: Any = pytree.tree_map_only(Loose, Loose.settle, (step.args, step.kwargs, step.targets))
-    args, kwargs, targets = bound
-    return replace(step, args=args, kwargs=kwargs, targets=targets)
+    bound: Any = pytree.tree_map_only(Loose, Loose.settle, (step.args, step.kwargs, step.targets, step.kept))
+    args, kwargs, targets, kept = bound
+    return replace(step, args=args, kwargs=kwargs, targets=targets, kept=kept)
 
 
 def _as_now(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,14 +31,14 @@ class GraphStep:
 class EagerStep:
     """A call between two graphs. args, kwargs: static; targets: for each tensor of the result, in order of the tree,
     the static tensor that the graphs read it from, or None where the result lies in memory of an argument or of the
-    function's own; kept: for each tensor the address of the latter, else 0."""
+    function's own; kept: for each tensor what lies there, else None."""
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: tuple[Tensor | None, ...]
-    kept: tuple[int, ...] = ()
+    kept: tuple[Tensor | None, ...] = ()
 
 
 Step = GraphStep | EagerStep
@@ -82,7 +82,7 @@ def _eager_lines(number: int, step: EagerStep, bound: dict[str, Any]) -> list[st
     else:  # names that only `**` can pass
         arguments.append("**{" + ", ".join(f"{key!r}: {value}" for key, value in keywords) + "}")
     call = f"{called}({', '.join(arguments)})"
-    if any(step.kept):
+    if any(kept is not None for kept in step.kept):
         bound["land_kept"], bound[f"{called}_out"], bound[f"{called}_at"] = land_kept, step.targets, step.kept
         return [f"    land_kept({called}_out, {called}_at, {call})"]
     if all(target is None for target in step.targets):
@@ -135,15 +135,19 @@ def land_all(targets: tuple[Tensor | None, ...], result: Any) -> None:
             land(target, leaf)
 
 
-def land_kept(targets: tuple[Tensor | None, ...], kept: tuple[int, ...], result: Any) -> None:
-    """Copy what has a target; check that results in memory of the function's own are where the graphs read them."""
+def land_kept(targets: tuple[Tensor | None, ...], kept: tuple[Tensor | None, ...], result: Any) -> None:
+    """Copy what has a target; check that what has none is what the graphs read, in the same form and place."""
     leaves = leaves_of(result)
     land_all(targets, leaves)
-    for address, leaf in zip(kept, leaves, strict=True):
-        if address and leaf.data_ptr() != address:
+    for at, leaf in zip(kept, leaves, strict=True):
+        if at is None:
+            continue
+        if leaf.shape != at.shape or leaf.dtype is not at.dtype:
+            raise _changed(at, leaf)
+        if leaf.data_ptr() != at.data_ptr() or leaf.stride() != at.stride():
             raise CaptureError(
                 "an eager call between two graphs",
-                found=f"its result lies at {leaf.data_ptr():#x}, and at {address:#x} when it was captured",
+                found=f"its result lies at {leaf.data_ptr():#x}, and at {at.data_ptr():#x} when it was captured",
                 remedy="return the same memory at each call, or a tensor made anew at each",
             )
 

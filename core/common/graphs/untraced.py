@@ -152,6 +152,6 @@ class ObservedCropper:
         raise CaptureError(
             f"padding to {key}",
             found=f"dimension {dim} of output {index} has sizes {sorted(set(seen.values()))} in the buckets captured, "
-            "which does not tell where padding lies in it",
+            "which does not tell where padding lies in it; outputs=[…] would",
             remedy="declare the outputs: outputs=[('tokens', None)], or fill a bucket exactly",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,8 +17,8 @@ __all__ = ["CUDAGraphs", "cuda_graph_backend"]
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture broke; see `CUDAGraphs.abandon`."""
 
-_STREAMS: list[torch.cuda.Stream] = []
-"""Capture streams of closed programs."""
+_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Capture streams of closed programs, by GPU."""
 
 
 def cuda_graph_backend(device: torch.device) -> StreamGraphBackend:
@@ -84,13 +85,12 @@ class CUDAGraphs:
         """Give back the stream, for the next program, and unused cached memory to the GPU."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            _STREAMS.append(stream)
+            _STREAMS[stream.device].append(stream)
         torch.cuda.empty_cache()
 
 
 def _take_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream that no program uses: cuBLAS keeps 32 MiB of workspace for each it has seen."""
-    with suppress(StopIteration):
-        found = next(index for index, stream in enumerate(_STREAMS) if stream.device == device)
-        return _STREAMS.pop(found)
+    with suppress(IndexError):  # not asked first whether there is one: another thread may take it in between
+        return _STREAMS[device].pop()
     return torch.cuda.Stream(device)

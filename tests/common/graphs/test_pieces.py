@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -214,6 +215,21 @@ def test_pieces_for_other_shapes_dtypes_and_strides_are_lowered_anew() -> None:
         mark_breaks(graph, OPS)
         lower_pieces(graph, (x,), pieces)
     assert len(seen) == len(set(seen)) == pieces.num_lowered == 4
+
+
+def test_a_piece_whose_inputs_share_memory_is_lowered_anew() -> None:
+    """What is compiled for inputs apart may read one of them after it has written the other."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        x.add_(1)
+        return (torch.ops.core_test.mix(x + y),)
+
+    pieces, graph = PieceLowering(inline), graph_of(fn, torch.ones(8), torch.ones(8))
+    mark_breaks(graph, OPS)
+    both = torch.ones(16)
+    for values in ((torch.ones(8), torch.ones(8)), (both[:8], both[8:]), (both[:8], both[:8]), (both[:8], both[4:12])):
+        lower_pieces(fx.GraphModule(graph, copy.deepcopy(graph.graph)), values, pieces)
+    assert pieces.num_lowered == 3
 
 
 def test_constants_of_equal_names_are_not_mixed_up() -> None:

@@ -347,3 +347,19 @@ def test_writes_into_a_cache_that_a_break_returned_reach_the_cache() -> None:
     with refused(CaptureError, "its result lies at", "return the same memory at each call"):
         parts.replay.run()
     assert moved.tolist() == [[2, 2]] * 4
+
+
+def test_a_view_of_an_argument_must_stay_the_same_view() -> None:
+    count = [4]
+
+    @eager_break
+    def first(x: Tensor) -> Tensor:
+        return x[: count[0]]
+
+    x = torch.ones(4, 2)
+    parts = captured(lambda: (first(x * 2) + 1,))
+    parts.replay.run()
+    assert parts.outputs[0].tolist() == [[3, 3]] * 4
+    count[0] = 2
+    with refused(CaptureError, "shape (2, 2)", "shape (4, 2) when it was captured"):
+        parts.replay.run()
