@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +49,11 @@ def check_phases(mode: ModeChoice | Mapping[str, ModeChoice] | None, table: Buck
         )
 
 
-def check_bound(bound: Mapping[str, Tensor], inputs: Mapping[str, InputSpec]) -> Mapping[str, Tensor]:
+def check_bound(bound: Mapping[str, Tensor] | None, inputs: Mapping[str, InputSpec]) -> Mapping[str, Tensor]:
     """Return the tensors of the inputs declared "bound", checked against their declaration."""
+    bound = {} if bound is None else bound
+    if not isinstance(bound, Mapping):
+        raise _wrong("bound", bound, "a mapping from the names of bound inputs to their tensors")
     declared = {name for name, spec in inputs.items() if spec.padding == "bound"}
     if bound.keys() != declared:
         raise UsageError(
@@ -58,6 +62,8 @@ def check_bound(bound: Mapping[str, Tensor], inputs: Mapping[str, InputSpec]) ->
             remedy="give the tensor of each of these, and of no other: bound={name: tensor}",
         )
     for name, tensor in bound.items():
+        if not isinstance(tensor, Tensor):
+            raise _wrong(f"bound[{name!r}]", tensor, "the tensor itself, on the device")
         if tuple(tensor.shape) != inputs[name].shape or tensor.dtype != inputs[name].dtype:
             raise UsageError(
                 f"bound input {name!r} of {tensor.dtype} and shape {tuple(tensor.shape)}",
@@ -67,8 +73,52 @@ def check_bound(bound: Mapping[str, Tensor], inputs: Mapping[str, InputSpec]) ->
     return bound
 
 
+def check_outputs(outputs: Any, dims: Sequence[str]) -> None:
+    """Refuse declared outputs that are none, or that name no bucket dimension among `dims`."""
+    if outputs is None:
+        return
+    known = ", ".join(dims) or "none"
+    form = 'one tuple of dimensions per output tensor, such as outputs=[("tokens", None)]'
+    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+        raise _wrong("outputs", outputs, form)
+    for entry in outputs:
+        if isinstance(entry, str) or not isinstance(entry, Sequence):
+            raise _wrong("outputs", outputs, form)
+        named = InputSpec(tuple(0 if dim is None else dim for dim in entry), torch.bool).dims()
+        unknown = sorted(set(named) - set(dims))
+        if unknown:
+            raise UsageError(
+                f"outputs={tuple(outputs)!r}",
+                found=f"no bucket dimension is named {', '.join(map(repr, unknown))}; the inputs' are: {known}",
+                remedy="name one of these, or give None for a dimension that no bucket changes",
+            )
+
+
+def check_callable(name: str, given: object) -> None:
+    """Refuse an argument that is neither None nor a function."""
+    if given is not None and not callable(given):
+        raise _wrong(name, given, "a function, or leave it out")
+
+
+def _wrong(name: str, given: object, wanted: str) -> UsageError:
+    return UsageError(f"{name}={given!r}", found=f"a {type(given).__name__}", remedy=f"give {wanted}")
+
+
+def check_breaks(phase: str, break_at: Sequence[str], names: Mapping[str, str]) -> None:
+    """Refuse break points that nothing in a phase's graphs is called. names: of what is, each -> its short spelling."""
+    unknown = [name for name in break_at if name not in names]
+    if unknown:
+        near = get_close_matches(unknown[0], sorted(set(names.values())), n=10, cutoff=0)
+        raise UsageError(
+            f"break_at={tuple(break_at)!r} for phase {phase!r}",
+            found=f"its graphs call nothing named {', '.join(map(repr, unknown))}",
+            remedy=f"name what they call: {', '.join(near) or 'nothing, so leave it out'}"
+            + (", …" if len(set(names.values())) > len(near) else ""),
+        )
+
+
 def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec], guards: Mapping[str, object]) -> None:
-    """Refuse input names that the model does not take, before Dynamo says so in its own words."""
+    """Refuse names of inputs and guards that the model does not take, before Dynamo says so in its own words."""
     function = model.forward if isinstance(model, torch.nn.Module) else model
     if not callable(function):
         raise UsageError(f"compiling {model!r}", found="it can't be called", remedy="pass a module or a function")
@@ -79,12 +129,21 @@ def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec], 
     try:
         signature.bind(**inputs, **guards)
     except TypeError as error:
-        name = getattr(model, "__name__", type(model).__name__)
-        raise UsageError(
-            f"calling {name} with the inputs {', '.join(map(repr, (*inputs, *guards)))}",
-            found=f"its signature is {signature}: {error}",
-            remedy="name the inputs as the model's forward names its parameters",
-        ) from None
+        called = f"calling {getattr(model, '__name__', type(model).__name__)} with the inputs "
+        called += ", ".join(map(repr, inputs)) + (f" and the guards {', '.join(map(repr, guards))}" if guards else "")
+        refused = next((name for name in guards if _takes(signature, *inputs) and not _takes(signature, name)), None)
+        remedy = "name the inputs as the model's forward names its parameters"
+        if refused is not None:
+            remedy = f"a guard goes to the model by name: add a parameter {refused!r} to it, or leave the guard out"
+        raise UsageError(called, found=f"its signature is {signature}: {error}", remedy=remedy) from None
+
+
+def _takes(signature: inspect.Signature, *names: str) -> bool:
+    try:
+        signature.bind_partial(**dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
 
 
 def check_training_mode(model: Callable[..., Any]) -> None:
@@ -121,6 +180,9 @@ def examples_per_phase(
 
     Raises `UsageError` where they don't fit it, or where there are none for a phase that is to be verified.
     """
+    form = "a list of input sets, or one list per phase, each set a mapping of all inputs by name"
+    if examples is not None and not isinstance(examples, (Mapping, Sequence)):
+        raise _wrong("examples", examples, form)
     given = examples if isinstance(examples, Mapping) else dict.fromkeys(modes, examples or ())
     unknown = sorted(given.keys() - modes.keys())
     if unknown:
@@ -130,6 +192,8 @@ def examples_per_phase(
             remedy="name only these: examples={'decode': [inputs]}",
         )
     for phase, sets in given.items():
+        if isinstance(sets, Mapping) or not isinstance(sets, Sequence):
+            raise _wrong(f"examples[{phase!r}]", sets, form)
         for example in sets:
             _check_example(phase, example, inputs)
     for phase, mode in modes.items():
@@ -153,6 +217,8 @@ def _check_example(phase: str, example: Mapping[str, Tensor], inputs: Mapping[st
         )
     sizes: dict[str, int] = {}
     for name, spec in inputs.items():
+        if not isinstance(example[name], Tensor):
+            raise _wrong(f"example input {name!r}", example[name], f"a tensor of {spec.dtype}")
         spec.measure(name, example[name].shape, sizes)
         if example[name].dtype != spec.dtype:
             raise UsageError(

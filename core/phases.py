@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from core.arguments import Examples
+from core.arguments import Examples, check_breaks
 from core.common.graphs.backend import BoundCallable, GraphKey, Guards
 from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
-from core.common.graphs.pieces import PieceLowering, lower_pieces, mark_breaks
+from core.common.graphs.pieces import PieceLowering, lower_pieces, mark_breaks, op_names
 from core.common.graphs.plan import Cropper, TracedCropper
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.declaration import declared_ops
@@ -76,7 +76,7 @@ class TracedPhases:
     def trace(self, phase: str, model: Callable[..., Any], mode: Mode) -> int:
         """Trace a phase for all its keys; return how many break points its graphs have in a piecewise mode.
 
-        Raises `TraceError`, with nothing of the phase kept.
+        Raises `TraceError`, with nothing of the phase kept, and `UsageError` for a break point that is in none of them.
         """
         names = self._break_names() if mode == "piecewise" else ()
         traced: list[tuple[TracedGraph, tuple[GraphKey, ...], str]] = []
@@ -86,11 +86,15 @@ class TracedPhases:
         for guards, keys in conditions.items():
             traced += self._trace_guarded(model, guards, keys)
         num_breaks = 0
+        known: dict[str, str] = {}
         for graph, served, reason in traced:
             rewritten, breaks = self._rewrite(phase, graph, served, reason, names)
+            known |= op_names(rewritten.module) | {choice.op: choice.op for choice in self.reports[-1].ops}
             num_breaks += breaks
             self._serving.update(dict.fromkeys(served, rewritten))
             self._piecewise.update(served if breaks else ())
+        if mode == "piecewise":  # the default names may well be in no graph
+            check_breaks(phase, self._options.break_at or (), known)
         return num_breaks
 
     def forget(self, phase: str) -> None:

@@ -143,10 +143,10 @@ class Program:
         try:
             signature: tuple[Any, ...] = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
             if guards:
-                signature += tuple(guards.items())
+                signature += tuple((name, value, type(value)) for name, value in guards.items())  # 1 is no True
             plan = self._plans.get(signature)
         except (AttributeError, TypeError):
-            raise self._wrong_call(phase, inputs) from None
+            raise self._wrong_call(phase, inputs, guards) from None
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
@@ -297,7 +297,7 @@ class Program:
             raise self._runner.not_captured(key)
         return self._captured[key]
 
-    def _wrong_call(self, phase: object, inputs: Mapping[str, Any]) -> CoreError:
+    def _wrong_call(self, phase: object, inputs: Mapping[str, Any], guards: object = None) -> CoreError:
         """Return the error for arguments that are no tensors by name."""
         if phase is not None and not isinstance(phase, str):
             return UsageError(
@@ -307,6 +307,12 @@ class Program:
             )
         self._check_names(inputs)
         wrong = [(n, v) for n, v in inputs.items() if not isinstance(v, Tensor)]
+        if not wrong and not isinstance(guards, Mapping):
+            return UsageError(
+                f"calling a program with guards={guards!r}",
+                found=f"a {type(guards).__name__}",
+                remedy="give a mapping: guards={name: value}",
+            )
         if not wrong:
             return UsageError(
                 "calling a program with guards", found="a value that can't be hashed", remedy="pass plain values"

@@ -77,6 +77,8 @@ def test_a_guard_value_that_was_not_captured_runs_eagerly_or_is_refused() -> Non
     strict = compiled(guarded, guards={"sampling": ("greedy",)}, buckets=[4], strict=True)
     with refused(CaptureError, "sampling = random", "not captured with sampling = random", "guards={"):
         strict(x=rows(2), guards={"sampling": "random"})
+    with refused(UsageError, "guards='random'", "a str", "give a mapping"):
+        strict(x=rows(2), guards="random")
     with refused(UsageError, "can't be hashed"):
         strict(x=rows(2), guards={"sampling": ["random"]})
 

@@ -25,10 +25,11 @@ class CompileOptions:
     and the model allows, with a note in the report where it is not the first; None: of all that the device has, and
     "off" in the end. lowering: name of one of the device's lowerings; None takes its default. passes: names of the
     passes to run; None runs all, `()` none. disable_passes: names to leave out of these. enable_passes: names to run
-    although the device finds them unprofitable. break_at: ops at which "piecewise" cuts, by qualified name; None takes
-    the canonical ops that declare it. eager: modules that "segmented" runs eagerly, by path, `*` for any part; None
-    finds those that can't be captured. strict: a failing pass, a broken promise of one, a call without a graph, and a
-    compile while serving are errors. debug: check at each replay that nothing the graphs read has moved. verify:
+    although the device finds them unprofitable. break_at: what "piecewise" cuts at: ops as "ns::op", functions and
+    methods of torch as fx's generated code has them ("torch.tanh"), each in some graph of every piecewise phase; None
+    takes the canonical ops that declare it. eager: modules that "segmented" runs eagerly, by path, `*` for any part;
+    None finds those that can't be captured. strict: a failing pass, a broken promise of one, a call without a graph,
+    and a compile while serving are errors. debug: check at each replay that nothing the graphs read has moved. verify:
     judge each pass on example inputs against an fp64 run; "sample" takes one input set and a third of the sites.
     """
 

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
+from core.common.passes.writes import find_writes
 from core.errors import LoweringError
 
 
@@ -31,6 +33,7 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     """
     graph, kept = specialize(request.graph, request.example_inputs)
     examples = [request.example_inputs[i] for i in kept]
+    _refuse_shared_writes(graph, examples)
     # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
     context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
     with torch.no_grad(), tracing(context):
@@ -40,6 +43,24 @@ def inductor(request: LoweringRequest) -> FlatCallable:
         return tuple(compiled(*[args[i] for i in kept]))
 
     return call
+
+
+def _refuse_shared_writes(graph: fx.GraphModule, examples: list[Tensor]) -> None:
+    """Refuse a graph that writes into memory which it also reads through another input.
+
+    Inductor takes inputs for memory apart, and may serve code from its cache that was compiled for such.
+    """
+    shared = overlaps(examples)
+    if not shared:
+        return
+    writes, nodes = find_writes(graph), graph.graph.find_nodes(op="placeholder")
+    for one, other, _ in shared:
+        if writes.writers(nodes[one]) or writes.writers(nodes[other]):
+            raise LoweringError(
+                "lowering by 'inductor'",
+                found=f"inputs {nodes[other].name} and {nodes[one].name} share memory, and one of them is written",
+                remedy="use lowering 'inline'",
+            )
 
 
 def specialize(graph: fx.GraphModule, examples: tuple[Any, ...]) -> tuple[fx.GraphModule, list[int]]:

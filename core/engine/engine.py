@@ -163,7 +163,13 @@ class Engine:
 
         Raises as `generate` does for a prompt that the model can't take.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UsageError(
+                f"a request with params={params!r}",
+                found=f"a {type(params).__name__}",
+                remedy="pass a SamplingParams: SamplingParams(max_new_tokens=8)",
+            )
         encoded = encode_prompt(prompt, self.loaded, params, max_context=self.max_model_len)
         return self._add(encoded, params, collect_logits)
 
@@ -180,6 +186,8 @@ class Engine:
         step that only computes a part of a prompt gives it no output. Where the model fails on the paged cache, every
         request is as it was before: step again. On the static cache, whose states may be half-done, abort.
         """
+        if self._closed:
+            raise UsageError("a step", found="the engine is closed", remedy="make another one")
         step = self._scheduler.schedule()
         if step is None:
             assert not self._requests  # an idle cache has room for any sequence
@@ -201,7 +209,7 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request where it is and return its cache; one that has ended is left alone."""
-        if not 0 <= request_id < self._num_requests:
+        if not isinstance(request_id, int) or not 0 <= request_id < self._num_requests:
             raise UsageError(
                 f"abort request {request_id!r}",
                 found=f"{self._num_requests} requests were added, numbered from 0",
@@ -274,7 +282,8 @@ class Engine:
     def _leave(self, request: Request) -> None:
         self._scheduler.remove(request.sequence)
         self._runner.release(request.sequence)
-        self._counts.left += self._requests.pop(request.sequence.index, None) is not None
+        self._requests.pop(request.sequence.index, None)
+        self._counts.left += request.sequence.num_computed > 0  # who waited never joined
 
     def _make_runner(self, progress: Progress | None) -> ModelRunner:
         model, length = self.loaded.model, self.max_model_len

@@ -183,10 +183,21 @@ def test_a_closed_engine_takes_no_request() -> None:
     loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
     engine = Engine(loaded, select_device("cpu"), SMALL)
     engine.add_request([5, 6, 7])
+    engine.step()
+    waiting = engine.add_request([5, 6, 7])
+    engine.abort(waiting)
     engine.close()
-    assert not engine.has_unfinished and engine.stats().left == 1
-    with pytest.raises(UsageError, match="the engine is closed"):
-        engine.add_request([5, 6, 7])
+    assert not engine.has_unfinished and engine.stats().joined == engine.stats().left == 1
+    for call in (lambda: engine.add_request([5, 6, 7]), engine.step):
+        with pytest.raises(UsageError, match="the engine is closed"):
+            call()
+
+
+def test_requests_and_ids_of_another_kind_are_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="pass a SamplingParams"):
+        engine.add_request([5, 6, 7], {"max_new_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="pass an id that add_request returned"):
+        engine.abort("first")  # type: ignore[arg-type]
 
 
 def test_parameters_must_match_the_prompts(engine: Engine) -> None:

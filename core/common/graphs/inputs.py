@@ -6,14 +6,15 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+from math import inf, prod
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey, Guards
+from core.common.graphs.guards import GuardValues, check_call, guards_per_phase
 from core.errors import UsageError
 
 Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]
@@ -23,8 +24,6 @@ one tensor of the caller's (a cache), given at compile, which graphs read and ma
 
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
 Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
-GuardValues = Mapping[str, Sequence[Hashable]]
-"""What a phase is captured for besides its sizes: name -> values; the model gets each by name."""
 RESERVED = frozenset({"guards", "step"})
 DEFAULT_PHASE = "main"
 
@@ -36,7 +35,8 @@ class InputSpec:
     A named dimension is filled up to the bucket's size: naming it states that the model treats its entries
     independently or masks them itself. A mean or an unmasked softmax over it would include the padding.
 
-    padding: what rows past the real input hold. value: the number that `sentinel` writes.
+    padding: what rows past the real input hold. value: the number that `sentinel` writes, of which the dtype must be
+    capable; given for no other padding.
     """
 
     shape: tuple[int | str, ...]
@@ -64,6 +64,21 @@ class InputSpec:
                     found="it is neither an int nor 'name' nor 'name + int', or it is negative",
                     remedy="name a bucket dimension, for example 'tokens' or 'seqs + 1'",
                 )
+        self._check_value()
+
+    def _check_value(self) -> None:
+        if not isinstance(self.value, (int, float)) or not _holds(self.dtype, self.value):
+            raise UsageError(
+                f"InputSpec(…, {self.dtype}, value={self.value!r})",
+                found="no number of that dtype",
+                remedy="give a number that the dtype can hold, or declare another dtype",
+            )
+        if self.padding != "sentinel" and self.value != 0:
+            raise UsageError(
+                f"InputSpec(…, padding={self.padding!r}, value={self.value!r})",
+                found="only padding 'sentinel' writes a value",
+                remedy="add padding='sentinel', or leave the value out",
+            )
 
     def dims(self) -> tuple[str, ...]:
         """Return the bucket dimensions this input uses, in order of appearance."""
@@ -101,6 +116,17 @@ class InputSpec:
             result.copy_(tensor[tuple(slice(-1, None) for _ in shape)].expand(shape))
         result[kept] = tensor
         return result
+
+
+def _holds(dtype: torch.dtype, value: int | float) -> bool:
+    """Return whether a dtype has this number; a floating one may round it."""
+    if value == 0:
+        return True
+    special = value != value or abs(value) == inf
+    if dtype.is_floating_point or dtype.is_complex:
+        return special or abs(value) <= torch.finfo(dtype).max
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return not special and value == int(value) and low <= value <= high
 
 
 def _is_size(value: object) -> bool:
@@ -158,7 +184,7 @@ class BucketTable:
             buckets = {DEFAULT_PHASE: buckets}
         if not buckets:
             raise UsageError("an empty mapping of buckets", found="no phase", remedy="name at least one phase")
-        per_phase = _guards_per_phase(guards or {}, tuple(buckets), inputs)
+        per_phase = guards_per_phase({} if guards is None else guards, tuple(buckets), inputs)
         phases = {phase: cls._keys(phase, dims, entries, per_phase[phase]) for phase, entries in buckets.items()}
         return cls(dims, phases, per_phase)
 
@@ -199,44 +225,12 @@ class BucketTable:
         return next((k for k in keys if all(a >= b for a, b in zip(k.dims, wanted, strict=True))), None)
 
     def check_guards(self, phase: str, guards: Mapping[str, Hashable]) -> Guards:
-        """Return the guards of a call as a key holds them; raise `UsageError` unless it names exactly the phase's."""
-        declared = self.guards.get(phase, {})
-        if guards.keys() != declared.keys():
-            raise UsageError(
-                f"calling phase {phase!r} with guards {sorted(guards)}",
-                found="it was compiled with: "
-                + (", ".join(f"{n} in {list(v)}" for n, v in declared.items()) or "none"),
-                remedy="give exactly these: program(phase, guards={name: value}, …)",
-            )
-        return tuple(sorted(guards.items()))
+        """Return the guards of a call as a key holds them; raise `UsageError` unless they are the phase's."""
+        return check_call(phase, self.guards.get(phase, {}), guards)
 
 
 def _combinations(guards: GuardValues) -> list[tuple[Hashable, ...]]:
     return list(product(*(guards[name] for name in sorted(guards))))
-
-
-def _guards_per_phase(
-    guards: GuardValues | Mapping[str, GuardValues], phases: tuple[str, ...], inputs: Mapping[str, InputSpec]
-) -> dict[str, GuardValues]:
-    """Bring guards, for all phases or per phase, into one form, checked."""
-    given: Mapping[str, Any] = guards
-    nested = any(isinstance(value, Mapping) for value in given.values())
-    if nested and not given.keys() <= set(phases):
-        raise UsageError(
-            f"guards for phases {sorted(given.keys() - set(phases))}",
-            found=f"the buckets name the phases {sorted(phases)}",
-            remedy="name only these, or give one mapping for all: guards={'lora': (False, True)}",
-        )
-    found: dict[str, GuardValues] = {phase: dict(given.get(phase, {}) if nested else given) for phase in phases}
-    for values in found.values():
-        for name, each in values.items():
-            if isinstance(each, str) or not isinstance(each, Sequence) or not each or name in inputs:
-                raise UsageError(
-                    f"guard {name!r} with values {each!r}",
-                    found="an input has that name" if name in inputs else "not a sequence of at least one value",
-                    remedy="give each guard a name of its own and its values: guards={'lora': (False, True)}",
-                )
-    return found
 
 
 class StaticBuffers:

@@ -15,7 +15,7 @@ from torch.fx.node import _get_qualified_name
 from torch.fx.passes.split_module import split_module
 
 from core.common.graphs.breaks import call_break
-from core.common.graphs.weak import has_address
+from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.lower import BREAK_POINT
 
@@ -206,23 +206,9 @@ def _signature(graph: fx.GraphModule, examples: tuple[Any, ...]) -> str:
         arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _Name(numbers[each]))
         lines.append(f"{node.op} {target} {arguments}")
     lines += [_describe(example) for example in examples]
-    return "\n".join([*lines, *_overlaps(examples)])
-
-
-def _overlaps(examples: tuple[Any, ...]) -> list[str]:
-    """Say which examples share memory, and how: a write to one is seen in the other, so that order matters."""
-    spans = []
-    for index, example in enumerate(examples):
-        if isinstance(example, Tensor) and has_address(example) and example.numel():
-            last = sum((size - 1) * stride for size, stride in zip(example.shape, example.stride(), strict=True))
-            start = example.data_ptr()
-            spans.append((start, start + (last + 1) * example.element_size(), index))
-    return [
-        f"%{index} {start - begin} %{other}"
-        for position, (begin, end, other) in enumerate(spans)
-        for start, stop, index in spans[position + 1 :]
-        if start < end and begin < stop
-    ]
+    # A write to one is seen in the other, so that the order of reads and writes matters.
+    lines += [f"%{one} {distance} %{other}" for one, other, distance in overlaps(examples)]
+    return "\n".join(lines)
 
 
 class _Name(str):

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -92,7 +92,8 @@ class CompileWatch:
             yield
         finally:
             self._watched.discard(thread)
-            callback_handler.remove_start_callback(hear)
+            with suppress(ValueError):  # gone with all others, where somebody called torch._dynamo.reset()
+                callback_handler.remove_start_callback(hear)
 
     def raise_pending(self) -> None:
         """Raise `CaptureError` for a compile since the last call, where strict."""

@@ -89,3 +89,18 @@ def addresses(tensors: Sequence[Tensor]) -> frozenset[int]:
 def has_address(tensor: Tensor) -> bool:
     """Return whether a tensor is memory alone: neither sparse nor a subclass that wraps others."""
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def overlaps(values: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """Return each pair of tensors among the values that share memory: both indices, and the bytes between starts."""
+    spans = []
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and has_address(value) and value.numel():
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            spans.append((value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size(), index))
+    return [
+        (index, other, start - begin)
+        for position, (begin, end, other) in enumerate(spans)
+        for start, stop, index in spans[position + 1 :]
+        if start < end and begin < stop
+    ]

@@ -155,7 +155,7 @@ def test_buffers_share_one_storage_and_are_contiguous() -> None:
 
 def test_addresses_and_first_content() -> None:
     specs = {
-        padding: InputSpec(("n",), torch.int64, padding=padding, value=7)  # type: ignore[arg-type]
+        padding: InputSpec(("n",), torch.int64, padding=padding, value=7 if padding == "sentinel" else 0)  # type: ignore[arg-type]
         for padding in ("zero", "sentinel", "edge", "keep", "copy")
     }
     table = BucketTable.build(specs, [3])

@@ -55,7 +55,7 @@ def test_a_full_input_is_copied_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("padding", "value"), [("zero", 0), ("sentinel", 7)])
 def test_rows_past_the_input_are_filled(padding: Any, value: int) -> None:
-    found = plan({"x": torch.ones(3, 2)}, x=InputSpec(("n", 2), torch.float32, padding=padding, value=7))
+    found = plan({"x": torch.ones(3, 2)}, x=InputSpec(("n", 2), torch.float32, padding=padding, value=value))
     assert found.copies[0][1].shape == (3, 2)
     ((tail, filled),) = found.fills
     assert (tail.shape, filled) == ((1, 2), value) and tail.data_ptr() == found.copies[0][1].data_ptr() + 24
