@@ -73,7 +73,12 @@ class PassError(CoreError):
 
 
 class TraceError(CoreError):
-    """A model could not be traced as one graph."""
+    """A model could not be traced as one graph.
+
+    spoiled: the attempt may have left empty stand-ins in lists or attributes of the model, which must be loaded anew.
+    """
+
+    spoiled = False
 
 
 class LoweringError(CoreError):

@@ -212,7 +212,7 @@ class Pipeline:
         mode, traced = self.account.modes[phase], isinstance(error, CaptureError)
         dropped = (*self.traced_modes, "off") if traced and mode in self.traced_modes else self.traced_modes
         left[:] = [other for other in left if other not in dropped or (other == "off" and "segmented" in left)]
-        if not left or self.options.strict:
+        if not left or self.options.strict or (isinstance(error, TraceError) and error.spoiled):
             raise error
         self.stages.traced.forget(phase)
         what = "captured" if traced else "traced"

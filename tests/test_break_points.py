@@ -297,3 +297,17 @@ def test_an_error_in_a_break_at_replay_leaves_the_program_usable() -> None:
         program(x=torch.ones(4, 4))
     failing[0] = False
     assert program(x=torch.ones(4, 4)).tolist() == [[6] * 4] * 4
+
+
+KEPT: list[Tensor] = []
+
+
+def test_a_model_that_a_failed_trace_may_have_spoiled_is_not_run_otherwise() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            KEPT.append(x * 2)
+            return x + 1
+
+    with pytest.raises(TraceError, match="load the model anew") as caught:
+        core.compile(Keeps().eval(), acme(), inputs={"x": InputSpec((4, 4), torch.float32)})
+    assert caught.value.spoiled

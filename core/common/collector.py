@@ -47,8 +47,16 @@ def _enable_again(was_enabled: bool) -> None:
         gc.enable()
 
 
+def is_frozen() -> bool:
+    """Tell whether somebody has frozen what there is.
+
+    From Python 3.12 on, a collection moves immortal objects to the frozen ones by itself: a few of all there are.
+    """
+    return gc.get_freeze_count() > len(gc.get_objects())
+
+
 def _freeze() -> bool:
-    was_frozen = gc.get_freeze_count() > 0
+    was_frozen = is_frozen()
     gc.freeze()
     return was_frozen
 

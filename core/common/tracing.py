@@ -227,12 +227,15 @@ class _Capture:
                     remedy="return tensors, tuples, dicts or a registered output class",
                 )
         if {ref.index for ref in refs if ref.index >= 0} | repeated != set(positions.values()) | repeated:
-            raise TraceError(
+            error = TraceError(
                 "tracing a model that keeps a computed tensor",
                 found="besides its output it assigns one to an attribute or puts it into a list or dict, which a "
                 "captured graph would not repeat; an empty stand-in may be there now",
-                remedy="write into a buffer in place (buffer.copy_(new)), or return the tensor",
+                remedy="write into a buffer in place (buffer.copy_(new)), or return the tensor; or load the model anew "
+                "and run it with mode 'off' or 'segmented'",
             )
+            error.spoiled = True
+            raise error
         return OutputTree(tuple(refs), spec)
 
 

@@ -11,6 +11,7 @@ import torch
 from core_acme.runner import RecordingBackend
 from torch import Tensor
 
+from core.common.collector import is_frozen
 from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
 from core.common.graphs.breaks import eager_break
 from core.common.graphs.runner import GraphRunner
@@ -202,8 +203,8 @@ def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None
     gc.unfreeze()  # a library may have frozen what there was
     subject, seen = runner(), []
     with subject.capture_session():
-        subject.capture(KEY, lambda: (seen.append((gc.isenabled(), gc.get_freeze_count() > 0)), torch.ones(1))[1:], {})
-    assert set(seen) == {(False, True)} and gc.isenabled() and gc.get_freeze_count() == 0
+        subject.capture(KEY, lambda: (seen.append((gc.isenabled(), is_frozen())), torch.ones(1))[1:], {})
+    assert set(seen) == {(False, True)} and gc.isenabled() and not is_frozen()
     gc.disable()
     try:
         capture(subject, OTHER)
