@@ -171,7 +171,7 @@ def test_the_example_device_runs_a_model(environment: Environment) -> None:
     lines = [line.strip() for line in table.splitlines() if line.strip() and not line.startswith(" ")]
     rows = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in lines)
     assert (rows["device"], rows["plugin"]) == ("acme: Acme A1 (simulated)", "acme-device 0.1.0")
-    assert rows["programs"].startswith("decode full, prefill full; lowering inline")
+    assert rows["programs"].startswith("decode full, prefill piecewise; lowering inline")
     assert rows["greedy tokens"].startswith("equal to eager")
     assert rows["max logits error"].endswith("criterion T1 holds")
 
