@@ -148,7 +148,7 @@ class _Capture:
         if expected is None or expected.name != name:
             raise _other_way(self._key, name)
         self.num_breaks += 1
-        fn = _as_now(fn)
+        fn = _as_now(fn, self._device)
         # Allocated while recording: from the graphs' own pool, which reuses it once the model's code lets go of it.
         targets = [meta.allocate() for meta in expected.metas]
         self.end()
@@ -223,9 +223,9 @@ def _settle(step: EagerStep) -> EagerStep:
     return replace(step, args=args, kwargs=kwargs, targets=targets, kept=kept)
 
 
-def _as_now(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _as_now(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return `fn` in the autocast regions that it is called in now: at a replay nothing else opens them."""
-    kinds = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+    kinds = {"cpu", device.type}
     regions = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
     if not regions:
         return fn
