@@ -1,5 +1,4 @@
-"""Home of the conformance suite.
+"""The conformance suite: proves a device plugin numerically against eager, and says which level it has reached.
 
-At present a plugin can declare its limits (`core.common.conformance.ConformanceProfile`, returned by the hook
-`core_conformance`); the suite that will run against those declarations is not part of this version.
+A vendor runs it on its own plugin with `core conformance --device NAME` or with pytest; docs/conformance.md tells how.
 """

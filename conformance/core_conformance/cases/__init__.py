@@ -1,0 +1,1 @@
+"""The cases, one module per area; each has `collect(device, profile)`."""

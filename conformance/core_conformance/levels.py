@@ -1,0 +1,37 @@
+"""Which level a run has proven, and what stands between it and the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from core_conformance.case import AREAS, MAX_LEVEL, Outcome
+
+_PROVES = ("pass", "not-supported")
+
+
+def reached(outcomes: Sequence[Outcome], *, complete: bool = True) -> tuple[int | None, tuple[str, ...]]:
+    """Return the highest level proven, None for none, and why the next one is not, one line per reason.
+
+    A level is proven where each of its cases and of the levels below passed or is declared not supported, and every
+    area has at least one pass. An expected failure is a failure that is known, and a skip proves nothing: neither
+    grants a level. complete: every case of the levels ran (a choice of cases proves no level).
+    """
+    if not complete:
+        return None, ("only some cases were chosen: a level takes all of them",)
+    for level in range(MAX_LEVEL + 1):
+        obstacles = tuple(_obstacles(level, outcomes))
+        if obstacles:
+            return (level - 1 if level else None), obstacles
+    return MAX_LEVEL, ()
+
+
+def _obstacles(level: int, outcomes: Sequence[Outcome]) -> Iterable[str]:
+    for area, (own, _) in AREAS.items():
+        if own != level:
+            continue
+        here = [outcome for outcome in outcomes if outcome.area == area]
+        for outcome in here:
+            if outcome.status not in _PROVES:
+                yield f"{outcome.id}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else "")
+        if not any(outcome.status == "pass" for outcome in here):
+            yield f"area {area!r}: no case of it passed" if here else f"area {area!r}: no case of it ran"
