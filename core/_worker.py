@@ -1,33 +1,71 @@
-"""The worker's side of core/workers.py: one JSON line on a channel that nothing else can write to."""
+"""The worker's side of core/workers.py: JSON lines on a channel that nothing else can write to."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 def serve(answer: Callable[[str], dict[str, object]]) -> None:
     """Call `answer` with this process's argument and send what it returns to the parent, then exit at once."""
-    # What the worker's code prints, from Python or from a C library, must not mix with the answer: the real standard
-    # output is kept aside, and descriptor 1 becomes standard error.
-    channel = _high_duplicate(1)
-    os.dup2(2, 1)
-    faulthandler.enable()
+    channel = _protected_channel()
     process = os.getpid()
     line = json.dumps(answer(sys.argv[1])) + "\n"
-    if os.getpid() != process:
-        # A vendor's code forked and came back twice: only the process that was asked may answer.
-        os._exit(0)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _leave_if_forked(process)
     with os.fdopen(channel, "w") as stream:
         stream.write(line)
     # A driver that hangs or crashes while the interpreter shuts down has no say in the answer any more.
     os._exit(0)
+
+
+def serve_requests(answer: Callable[[dict[str, Any]], dict[str, object]]) -> None:
+    """Call `answer` with each request of the parent and send back what it returns; exit when the parent has gone.
+
+    An exception that `answer` lets out ends the process.
+    """
+    channel = _protected_channel()
+    # Nor may the worker's code read requests, or close the descriptor that they come from.
+    requests = _high_duplicate(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    process = os.getpid()
+    with os.fdopen(requests, "rb") as asked, os.fdopen(channel, "w") as answers:
+        for line in asked:
+            request = json.loads(line)
+            # The token of the request tells its answer from a line that other code of this process may send.
+            reply = json.dumps({"request": request["request"], "answer": answer(request["payload"])})
+            _leave_if_forked(process)
+            answers.write(f"{reply}\n")
+            answers.flush()
+        os._exit(0)
+
+
+def _protected_channel() -> int:
+    """Keep the real standard output aside for answers, and return its new descriptor.
+
+    What the worker's code prints, from Python or from a C library, must not mix with the answers: descriptor 1 becomes
+    standard error.
+    """
+    channel = _high_duplicate(1)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    return channel
+
+
+def _leave_if_forked(process: int) -> None:
+    """End here where a vendor's code forked and came back twice: only the process that was asked may answer."""
+    if os.getpid() != process:
+        os._exit(0)
+    # Before the answer goes out, so that the parent finds what was printed with the request that it belongs to.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or replaced by something else
+            stream.flush()
 
 
 def _high_duplicate(descriptor: int) -> int:

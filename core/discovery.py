@@ -102,7 +102,7 @@ def _read_all() -> tuple[list[_Found], list[str]]:
                 requires_core=requires,
                 in_tree=in_tree,
             )
-            found.append(_Found(info, defect or _name_defect(entry.name)))
+            found.append(_Found(info, defect or name_defect(entry.name)))
         warnings += [f"probe {probe!r} of {name} {version} belongs to none of its plugins" for probe in sorted(probes)]
     return found, warnings
 
@@ -146,7 +146,8 @@ def _host_range(distribution: Distribution) -> tuple[str, str]:
     return str(combined), ""
 
 
-def _name_defect(device: str) -> str:
+def name_defect(device: str) -> str:
+    """Return why this cannot be a device name, "" if it can."""
     if device == AUTO:
         return f"device name {device!r} is reserved for choosing a device automatically"
     if not _DEVICE_NAME.fullmatch(device):

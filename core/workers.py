@@ -1,51 +1,39 @@
-"""Short-lived worker processes, all at once, each with a deadline: a vendor's crash or hang stays outside this one."""
+"""Worker processes, each request with a deadline: a vendor's crash or hang stays outside this process."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import secrets
 import selectors
-import signal
-import subprocess
-import sys
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
-_OUTPUT_TAIL_BYTES = 16_384
+from core.worker_process import WorkerProcess, ending, parsed, unanswered
+from core.worker_process import WorkerResult as WorkerResult  # what both kinds of worker give
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerResult:
-    """What became of one worker.
-
-    answer: the JSON object it sent, or None. problem: why there is none, as a verb phrase. output: the tail of what it
-    printed, both streams.
-    """
-
-    answer: dict[str, Any] | None
-    problem: str = ""
-    output: str = ""
+_NO_ANSWER = "sent something else than an answer"
+_MAX_ANSWER_BYTES = 64 * 2**20
+# How soon the end of a process is seen that has left its streams open with a child.
+_POLL_S = 0.05
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: WorkerProcess
     deadline: float
     timeout_s: float
-    answer: bytes = b""
-    output: bytes = b""
-    open_streams: set[int] = field(default_factory=set)
 
     @property
     def done(self) -> bool:
-        return b"\n" in self.answer or not self.open_streams
+        return b"\n" in self.process.received or self.process.silent
 
 
 class WorkerPool:
-    """Launches workers and collects their answers; leaving the context kills whatever still runs."""
+    """Launches workers of one answer each and collects them; leaving the context kills whatever still runs."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
@@ -53,20 +41,8 @@ class WorkerPool:
 
     def launch(self, key: str, module: str, argument: str, *, timeout_s: float) -> None:
         """Start `python -m module argument`, whose answer will be found under `key`."""
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, argument],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,  # one group to kill, with everything that the worker started
-        )
-        worker = _Worker(process, time.monotonic() + timeout_s, timeout_s)
-        self._workers[key] = worker
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            worker.open_streams.add(stream.fileno())
-            self._selector.register(stream, selectors.EVENT_READ, worker)
+        process = WorkerProcess(module, argument, self._selector)
+        self._workers[key] = _Worker(process, time.monotonic() + timeout_s, timeout_s)
 
     def collect(self) -> dict[str, WorkerResult]:
         """Wait for every worker's answer, end or deadline, and return the results by key."""
@@ -78,31 +54,10 @@ class WorkerPool:
                 worker = self._workers[key]
                 if worker.done or now >= worker.deadline:
                     results[key] = _finish(worker)
-                    self._forget(worker)
                     pending.discard(key)
             if pending:
-                self._read(min(self._workers[key].deadline for key in pending) - now)
+                _serve(self._selector, min(self._workers[key].deadline for key in pending) - now)
         return results
-
-    def _read(self, timeout_s: float) -> None:
-        for ready, _ in self._selector.select(max(timeout_s, 0.0)):
-            worker: _Worker = ready.data
-            chunk = os.read(ready.fd, 65_536)
-            if not chunk:
-                self._selector.unregister(ready.fileobj)
-                worker.open_streams.discard(ready.fd)
-            elif ready.fileobj is worker.process.stdout:
-                worker.answer += chunk
-            else:
-                worker.output = (worker.output + chunk)[-_OUTPUT_TAIL_BYTES:]
-
-    def _forget(self, worker: _Worker) -> None:
-        for stream in (worker.process.stdout, worker.process.stderr):
-            assert stream is not None
-            if stream.fileno() in worker.open_streams:
-                self._selector.unregister(stream)
-            stream.close()
-        worker.open_streams.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -111,63 +66,137 @@ class WorkerPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for worker in self._workers.values():
-            if worker.process.returncode is None:
-                _kill(worker.process)
-                self._forget(worker)
+            worker.process.close()
         self._selector.close()
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment in which a worker finds the same modules as this process, and nothing of the folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+def _serve(selector: selectors.BaseSelector, timeout_s: float) -> None:
+    for key, _ in selector.select(max(timeout_s, 0.0)):
+        process: WorkerProcess = key.data
+        process.handle(key)
 
 
 def _finish(worker: _Worker) -> WorkerResult:
-    if b"\n" in worker.answer:
-        # Killed before it is reaped, while its process group's number cannot have been given to another one.
-        _kill(worker.process)
-        answer = _parsed(worker.answer)
-        problem = "" if answer is not None else "sent something else than an answer"
-        return WorkerResult(answer=answer, problem=problem, output=_text(worker))
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(timeout=max(0.0, worker.deadline - time.monotonic()))
-    code = worker.process.returncode
-    _kill(worker.process)
-    if code is None:
-        problem = f"gave no answer within {worker.timeout_s:g} s and was killed"
-    elif code < 0:
-        problem = f"crashed with {_signal_name(-code)}"
-    else:
-        problem = f"ended with exit code {code} and no answer"
-    return WorkerResult(answer=None, problem=problem, output=_text(worker))
+    process = worker.process
+    if b"\n" in process.received:
+        process.close()
+        answer = parsed(process.received)
+        return WorkerResult(answer=answer, problem="" if answer is not None else _NO_ANSWER, output=process.output)
+    code = process.wait(worker.deadline - time.monotonic())
+    process.close()
+    problem = unanswered(code, worker.timeout_s)
+    return WorkerResult(answer=None, problem=problem, timed_out=code is None, output=process.output)
 
 
-def _parsed(sent: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in the first line, or None: foreign code in the worker can write to any descriptor."""
-    try:
-        answer = json.loads(sent.partition(b"\n")[0])
-    except (ValueError, RecursionError):
+class PersistentWorker:
+    """One worker that answers request after request, and is started on the first one and again after it was lost.
+
+    The module calls `core._worker.serve_requests`. A crash, a deadline missed or anything but an answer on the channel
+    ends the process with all it has started, and is told in the result. One thread at a time may ask; any thread may
+    `close`, which ends a request under way.
+    """
+
+    def __init__(self, module: str, argument: str) -> None:
+        self._module, self._argument = module, argument
+        self._selector = selectors.DefaultSelector()
+        self._process: WorkerProcess | None = None
+        self._busy = threading.Lock()
+        # Guards the step from "not closed" to "started": a process that starts meanwhile would outlive `close`.
+        self._starting = threading.Lock()
+        self._closed = False
+
+    def lost(self) -> str:
+        """Say how a process that ran has ended by itself since its last answer; "" where it runs or none was started.
+
+        Such a process is given up: the next request starts another.
+        """
+        with self._busy:
+            if self._process is None:
+                return ""
+            self._process.drain()
+            code = self._process.wait(0)
+            if code is None and not self._process.received:
+                return ""
+            self._end()
+            return _NO_ANSWER if code is None else ending(code)
+
+    @property
+    def running(self) -> bool:
+        """Whether a process is there; `request` starts one otherwise."""
+        return self._process is not None
+
+    def request(self, payload: Mapping[str, Any], *, timeout_s: float) -> WorkerResult:
+        """Send a JSON object and wait for the answer; timeout_s counts from here, the process's start included."""
+        deadline = time.monotonic() + timeout_s
+        self.lost()
+        with self._busy:
+            process = self._started()
+            if process is None:
+                return WorkerResult(answer=None, problem="was stopped")
+            token = secrets.token_hex(8)
+            process.forget_output()
+            process.send(json.dumps({"request": token, "payload": payload}).encode() + b"\n")
+            code = self._answered(process, deadline)
+            process.drain()
+            if b"\n" not in process.received and len(process.received) <= _MAX_ANSWER_BYTES:
+                self._end()
+                problem = "was stopped" if self._closed else unanswered(code, timeout_s)
+                return WorkerResult(answer=None, problem=problem, timed_out=code is None, output=process.output)
+            answer = _taken(process, token)
+            if answer is None:
+                self._end()
+            return WorkerResult(answer=answer, problem="" if answer is not None else _NO_ANSWER, output=process.output)
+
+    def _started(self) -> WorkerProcess | None:
+        with self._starting:
+            if self._process is None and not self._closed:
+                self._process = WorkerProcess(self._module, self._argument, self._selector, requests=True)
+            return None if self._closed else self._process
+
+    def _answered(self, process: WorkerProcess, deadline: float) -> int | None:
+        """Serve the process's streams until a line has come, it has ended or time is up; return its exit code."""
+        while b"\n" not in process.received and len(process.received) <= _MAX_ANSWER_BYTES:
+            left = deadline - time.monotonic()
+            code = process.wait(0)
+            if code is not None or left <= 0:
+                return code
+            _serve(self._selector, min(left, _POLL_S))
         return None
+
+    def kill(self) -> None:
+        """End the process; the next request starts another."""
+        with self._busy:
+            self._end()
+
+    def close(self) -> None:
+        """End the process for good: a request under way returns at once, later ones start nothing."""
+        with self._starting:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+        with self._busy:
+            self._end()
+            self._selector.close()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _taken(process: WorkerProcess, token: str) -> dict[str, Any] | None:
+    """Take the answer to the request of that token; None for anything else, also for an answer with more behind it."""
+    line, _, rest = process.received.partition(b"\n")
+    process.received = b""
+    received = None if rest else parsed(line)
+    answer = received.get("answer") if received and received.get("request") == token else None
     return answer if isinstance(answer, dict) else None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _text(worker: _Worker) -> str:
-    # What stands in the pipe after the answer is of the same worker; it is short, since the worker has ended.
-    stream: IO[bytes] | None = worker.process.stderr
-    if stream is not None and stream.fileno() in worker.open_streams:
-        os.set_blocking(stream.fileno(), False)
-        worker.output += stream.read() or b""
-    return worker.output[-_OUTPUT_TAIL_BYTES:].decode(errors="replace")

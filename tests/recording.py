@@ -8,7 +8,6 @@ from typing import Any
 
 from core_acme import plugin
 from core_acme.memory import CARD
-from core_acme.runner import RecordingBackend
 
 from core.common.lowerings import INLINE
 from core.device import Device
@@ -17,14 +16,16 @@ from core.host import select_device
 
 
 def acme(**changes: Any) -> Device:
-    """Return the recording device, without passes of its own, with some of its fields or capabilities replaced."""
+    """Return the recording device, without passes of its own, with some of its fields or capabilities replaced.
+
+    What its hooks give, a fault planted by `ACME_FAULT` makes wrong.
+    """
     device = select_device("cpu")
     parts = plugin.core_open_device(OpenContext(plugin=device.plugin, index=0))
     abilities = {name: changes.pop(name) for name in ("modes", "update") if name in changes}
     parts = replace(parts, capabilities=replace(parts.capabilities, **abilities))
-    device = replace(
-        device, name="acme", parts=parts, lowerings=INLINE, graph_backend=RecordingBackend, passes=(), ops=()
-    )
+    hooks = {"graph_backend": plugin.core_graph_backend(), "ops": plugin.core_register_ops()}
+    device = replace(device, name="acme", parts=parts, lowerings=INLINE, passes=(), **hooks)
     return replace(device, **changes)
 
 

@@ -9,20 +9,23 @@ from core_conformance.case import AREAS, MAX_LEVEL, Outcome
 _PROVES = ("pass", "not-supported")
 
 
-def reached(outcomes: Sequence[Outcome], *, complete: bool = True) -> tuple[int | None, tuple[str, ...]]:
+def reached(
+    outcomes: Sequence[Outcome], *, complete: bool = True, level: int = MAX_LEVEL
+) -> tuple[int | None, tuple[str, ...]]:
     """Return the highest level proven, None for none, and why the next one is not, one line per reason.
 
     A level is proven where each of its cases and of the levels below passed or is declared not supported, and every
     area has at least one pass. An expected failure is a failure that is known, and a skip proves nothing: neither
-    grants a level. complete: every case of the levels ran (a choice of cases proves no level).
+    grants a level. complete: every case of the levels ran (a choice of cases proves no level). level: the highest one
+    asked for; of those above it nothing is said.
     """
     if not complete:
         return None, ("only some cases were chosen: a level takes all of them",)
-    for level in range(MAX_LEVEL + 1):
-        obstacles = tuple(_obstacles(level, outcomes))
+    for asked in range(level + 1):
+        obstacles = tuple(_obstacles(asked, outcomes))
         if obstacles:
-            return (level - 1 if level else None), obstacles
-    return MAX_LEVEL, ()
+            return (asked - 1 if asked else None), obstacles
+    return level, ()
 
 
 def _obstacles(level: int, outcomes: Sequence[Outcome]) -> Iterable[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
 from core.common.conformance import ConformanceProfile
@@ -10,6 +10,9 @@ from core.device import Device
 from core_conformance.case import MAX_LEVEL, Case
 
 Collector = Callable[[Device, ConformanceProfile], Iterable[Case]]
+
+HOST = "core_conformance.cases.host"
+"""The module whose `CASES` are those of level 0."""
 
 COLLECTORS: tuple[str, ...] = (
     "core_conformance.cases.torch_ops",
@@ -19,22 +22,30 @@ COLLECTORS: tuple[str, ...] = (
     "core_conformance.cases.calls",
     "core_conformance.cases.passes",
     "core_conformance.cases.models",
-    "core_conformance.cases.fuzz",
+    "core_conformance.cases.fuzz_ops",
+    "core_conformance.cases.fuzz_calls",
 )
 """Modules with a function `collect(device, profile)` each; to add an area, add a line (and to `case.AREAS`)."""
 
 
-def host_cases() -> tuple[Case, ...]:
+def host_cases(module: str = HOST) -> tuple[Case, ...]:
     """Return the cases of level 0, which need no device to be known: they are about opening one."""
-    from core_conformance.cases.host import CASES
+    cases: tuple[Case, ...] = import_module(module).CASES
+    return cases
 
-    return CASES
 
-
-def collect(device: Device, profile: ConformanceProfile, *, level: int = MAX_LEVEL, fuzz: bool = False) -> list[Case]:
-    """Return the cases up to a level, in order, and those of fuzzing where asked for."""
-    cases = list(host_cases())
-    for module in COLLECTORS:
+def collect(
+    device: Device,
+    profile: ConformanceProfile,
+    *,
+    level: int = MAX_LEVEL,
+    fuzz: bool = False,
+    host: str = HOST,
+    collectors: Sequence[str] = COLLECTORS,
+) -> list[Case]:
+    """Return the cases up to a level, in order, and those of fuzzing where asked for. host, collectors: modules."""
+    cases = list(host_cases(host))
+    for module in collectors:
         found: Collector = import_module(module).collect
         cases += [case for case in found(device, profile) if case.level <= level or (fuzz and case.level > MAX_LEVEL)]
     names = [case.id for case in cases]

@@ -26,15 +26,19 @@ class Skip(Exception):
 
 class Trial:
     """What a case is given. name: of the device, as it was asked for. seed: of every random choice.
+    fuzz: how many examples a case of area fuzz tries.
 
     The device is opened on first use, since cases of area host are about opening it. A case reports each value that it
     judges and goes on after a failure, so that a report shows all of them; it fails if any failed, or if it raises
     anything else than `NotSupported` or `Skip`.
     """
 
-    def __init__(self, name: str, opened: Callable[[], tuple[Device, ConformanceProfile]], seed: int = 0) -> None:
+    def __init__(
+        self, name: str, opened: Callable[[], tuple[Device, ConformanceProfile]], seed: int = 0, fuzz: int = 0
+    ) -> None:
         self.name = name
         self.seed = seed
+        self.fuzz = fuzz
         self._opened = opened
         self.measurements: list[Measurement] = []
         self.failures: list[str] = []
@@ -49,6 +53,10 @@ class Trial:
     def profile(self) -> ConformanceProfile:
         """What its plugin declares about itself."""
         return self._opened()[1]
+
+    def fork(self) -> Trial:
+        """Return a trial of the same device that has nothing reported yet."""
+        return Trial(self.name, self._opened, self.seed, self.fuzz)
 
     def require(self, condition: bool, reason: str) -> bool:
         """Note a failure with this reason unless the condition holds; return the condition."""

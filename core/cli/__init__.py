@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 COMMANDS: Mapping[str, str] = {
     "bisect": "core.cli.bisect:bisect",
+    # The suite is a user of core; named here, imported when asked for.
+    "conformance": "core_conformance.command:conformance",
     "devices": "core.cli.devices:devices",
     "doctor": "core.cli.doctor:doctor",
     "explain": "core.cli.explain:explain",
+    "new-plugin": "core.cli.new_plugin:new_plugin",
     "passes": "core.cli.passes:passes",
     "run": "core.cli.run:run",
 }
 """Subcommand to `module:function`. To add one, add a line; the module imports torch inside its functions only."""
+
+_JSON_FILES = frozenset({"conformance"})
+"""Subcommands whose `--json` names a file, `-` for standard output; for all others it is a flag."""
 
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -38,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug, arguments = _take_debug(arguments)
-    as_json = "--json" in arguments
+    as_json = _wants_json(arguments)
     if debug:
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -64,8 +70,26 @@ def _take_debug(arguments: list[str]) -> tuple[bool, list[str]]:
     return len(kept) < end, kept + arguments[end:]
 
 
+def _wanted(arguments: list[str]) -> str | None:
+    return next((item for item in arguments if item in COMMANDS), None)
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    """Return whether standard output is to hold JSON, and so an error too."""
+    if _wanted(arguments) not in _JSON_FILES:
+        return "--json" in arguments
+    # Without a file to write to, the option can only have meant standard output.
+    following = [*arguments[1:], "-"]
+    values = [
+        after if item == "--json" else item.removeprefix("--json=")
+        for item, after in zip(arguments, following, strict=True)
+        if item.partition("=")[0] == "--json"
+    ]
+    return values[-1:] == ["-"]
+
+
 def _run(arguments: list[str]) -> int:
-    wanted = next((item for item in arguments if item in COMMANDS), None)
+    wanted = _wanted(arguments)
     with ExitStack() as stack:
         # Importing typer takes longer than launching the probes, which run meanwhile.
         scan = stack.enter_context(_start_scan()) if wanted == "devices" and "--help" not in arguments else None

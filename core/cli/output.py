@@ -18,11 +18,16 @@ _PIPE_COLUMNS = 200
 
 
 def print_json(schema: str, **fields: Any) -> None:
-    """Print one JSON document to standard output, opened by its schema (docs/json.md) and the version of `core`.
+    """Print one JSON document to standard output; see `json_text`."""
+    print(json_text(schema, **fields))
+
+
+def json_text(schema: str, **fields: Any) -> str:
+    """Return one JSON document, opened by its schema (docs/json.md) and the version of `core`.
 
     JSON has no NaN and no infinity: such a number is written as null.
     """
-    print(json.dumps(_strict({"schema": schema, "core": __version__, **fields}), indent=2, allow_nan=False))
+    return json.dumps(_strict({"schema": schema, "core": __version__, **fields}), indent=2, allow_nan=False)
 
 
 def _strict(value: Any) -> Any:

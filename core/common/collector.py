@@ -47,12 +47,18 @@ def _enable_again(was_enabled: bool) -> None:
         gc.enable()
 
 
+_FEWEST_FROZEN = 10_000
+"""A freeze takes in all there is: more than 100,000 objects in a process that has torch."""
+
+
 def is_frozen() -> bool:
     """Tell whether somebody has frozen what there is.
 
-    From Python 3.12 on, a collection moves immortal objects to the frozen ones by itself: a few of all there are.
+    From Python 3.12 on, a collection moves immortal objects to the frozen ones by itself: some hundreds. How many
+    others there are is not asked: `gc.get_objects` takes hold of tuples that another thread is just building, which
+    then fails there with a `SystemError`.
     """
-    return gc.get_freeze_count() > len(gc.get_objects())
+    return gc.get_freeze_count() > _FEWEST_FROZEN
 
 
 def _freeze() -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from core.errors import PluginError
+
+if TYPE_CHECKING:
+    from core.common.ops.declaration import Sample
 
 ShapeRule = Callable[..., Any]
 """Takes the op's arguments as fake tensors and returns fake outputs of the right shape, dtype, stride and device."""
@@ -16,10 +19,15 @@ ShapeRule = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeOp:
-    """A fake kernel for one foreign op. op: qualified name, `library::name`. rule: computes output metadata."""
+    """A fake kernel for one foreign op. op: qualified name, `library::name`. rule: computes output metadata.
+
+    samples: device -> calls, arguments by their names in the op's schema; on these the conformance suite compares the
+    fake with the real op, and without them it can't.
+    """
 
     op: str
     rule: ShapeRule
+    samples: Callable[[torch.device], Iterable[Sample]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,10 +57,11 @@ class Verdict:
         return asdict(self)
 
 
-def judge(result: Tensor, eager: Tensor, reference: Tensor) -> Verdict:
+def judge(result: Tensor, eager: Tensor, reference: Tensor, *, slack: float = 1.0) -> Verdict:
     """Apply T0 and T1 to one floating output; all three tensors share one shape, reference is fp64.
 
-    Raises `UsageError` below 64 elements, where the ratio is noise: pool outputs first (`judge_pooled`).
+    slack: multiplies the errors of eager in every bound. Raises `UsageError` below 64 elements, where the ratio is
+    noise: pool outputs first (`judge_pooled`).
     """
     if not eager.dtype.is_floating_point:
         raise UsageError(
@@ -90,7 +91,7 @@ def judge(result: Tensor, eager: Tensor, reference: Tensor) -> Verdict:
         )
     if special.all():
         return _failed("the reference has no finite element that could be judged", g.numel())
-    return _verdict(_measure(g[~special], e[~special], r[~special], dtype), g.numel())
+    return _verdict(_measure(g[~special], e[~special], r[~special], dtype, slack), g.numel())
 
 
 def judge_pooled(results: Sequence[Tensor], eagers: Sequence[Tensor], references: Sequence[Tensor]) -> Verdict:
@@ -123,15 +124,15 @@ class _Measured:
     off: float
 
 
-def _measure(g: Tensor, e: Tensor, r: Tensor, dtype: torch.finfo) -> list[_Measured]:
+def _measure(g: Tensor, e: Tensor, r: Tensor, dtype: torch.finfo, slack: float) -> list[_Measured]:
     """Measure each magnitude of R on its own, the ordinary one first."""
     found: list[_Measured] = []
     for group in _magnitudes(r, dtype.tiny):
         part = (g[group], e[group], r[group])
         if found and group.numel() < MIN_ELEMENTS:
-            found.append(_one_by_one(*part, dtype.eps + 4 * found[0].off))
+            found.append(_one_by_one(*part, dtype.eps + 4 * found[0].off, slack))
         else:
-            found.append(_ratio_test(*part, dtype))
+            found.append(_ratio_test(*part, dtype, slack))
     return found
 
 
@@ -148,22 +149,22 @@ def _magnitudes(r: Tensor, tiny: float) -> list[Tensor]:
     return groups
 
 
-def _ratio_test(g: Tensor, e: Tensor, r: Tensor, dtype: torch.finfo) -> _Measured:
+def _ratio_test(g: Tensor, e: Tensor, r: Tensor, dtype: torch.finfo, slack: float) -> _Measured:
     ours, theirs, size = (g - r).abs(), (e - r).abs(), _rms(r)
     rms, top, eager_rms, eager_top = _rms(ours), float(ours.max()), _rms(theirs), float(theirs.max())
     floor = dtype.eps / 4 * size
-    factor = 2 if g.numel() >= _ENOUGH else 3
+    factor = slack * (2 if g.numel() >= _ENOUGH else 3)
     # An exactly zero bound (an all-zero reference) admits only an exactly equal result.
     rms_ratio = _over(rms, factor * eager_rms + floor)
     if g.numel() >= _ENOUGH and eager_top > _ISOLATED * _trimmed_rms(theirs):
         rms_ratio = max(rms_ratio, _over(_trimmed_rms(ours), factor * _trimmed_rms(theirs) + floor))
-    max_ratio = _over(top, 3 * eager_top + 4 * floor)
+    max_ratio = _over(top, 3 * slack * eager_top + 4 * floor)
     return _Measured(rms, top, eager_rms, eager_top, rms_ratio, max_ratio, _over(eager_rms, max(size, dtype.tiny)))
 
 
-def _one_by_one(g: Tensor, e: Tensor, r: Tensor, relative: float) -> _Measured:
+def _one_by_one(g: Tensor, e: Tensor, r: Tensor, relative: float, slack: float) -> _Measured:
     ours, theirs, size = (g - r).abs(), (e - r).abs(), r.abs()
-    ratio = float((ours / (3 * theirs + relative * size)).max())
+    ratio = float((ours / (3 * slack * theirs + relative * size)).max())
     off = float((theirs / size).max())
     return _Measured(_rms(ours), float(ours.max()), _rms(theirs), float(theirs.max()), ratio, ratio, off)
 

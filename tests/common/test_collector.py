@@ -85,3 +85,15 @@ def test_a_few_immortal_objects_are_no_freeze(monkeypatch: pytest.MonkeyPatch) -
     with frozen():
         pass
     assert unfrozen == [1]
+
+
+@BOTH
+def test_nobody_walks_the_objects_of_other_threads(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc.get_objects` makes `tuple(generator)` in another thread fail with a SystemError."""
+
+    def walk(generation: int | None = None) -> list[object]:
+        raise AssertionError("the collector's objects were asked for")
+
+    monkeypatch.setattr(gc, "get_objects", walk)
+    with context():
+        assert is_frozen() is (context is frozen)

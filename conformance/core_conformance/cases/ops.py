@@ -1,14 +1,161 @@
-"""Placeholder."""
+"""Area "ops": canonical ops on the device, and the device's implementations of them, each against the op's reference.
+
+The cases come from the declarations of ops and implementations; a plugin writes none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
 
 from core.common.conformance import ConformanceProfile
+from core.common.ops.canonical import OPS
+from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
+from core.common.ops.implementation import OpImplementation
+from core.common.verification.execution import error_line
 from core.device import Device
+from core_conformance import contract, oracle
 from core_conformance.case import Case
+from core_conformance.codes import judge_quantized
+from core_conformance.faked import leaves, run_fake
+from core_conformance.judging import Judge, Judged, by_t1, by_t2, each_value
+from core_conformance.opcalls import calls, positional, refusal
+from core_conformance.routing import judge_route
+from core_conformance.trial import NotSupported, Trial
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""fp32 decides whether an algorithm is right, half precision how it rounds."""
+
+RULES: Mapping[str, Callable[[Trial, Judged], None]] = MappingProxyType(
+    {"quantize": judge_quantized, "moe_route": judge_route}
+)
+"""Ops whose results are judged otherwise than value by value."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
-    """Yield the cases of this area."""
-    return ()
+    """Return the cases of this area for a device."""
+    for op in judged_ops(device):
+        for dtype in DTYPES:
+            short = str(dtype).removeprefix("torch.")
+            absent = "" if dtype in device.capabilities.dtypes else f"the device declares no arithmetic in {short}"
+            runs = {"reference": ("T2: the reference computes as well as on the host", partial(judge_reference, op=op))}
+            for name, candidate in candidates(op, device).items():
+                runs[name] = (
+                    f"{name!r} against the op's reference",
+                    partial(judge_implementation, op=op, of=candidate),
+                )
+            for name, (what, run) in runs.items():
+                yield Case(
+                    id=f"ops/{op.name}/{slug(name)}/{short}",
+                    what=f"core::{op.name}: {what}",
+                    run=partial(run, dtype=dtype),
+                    not_supported=absent,
+                )
+
+
+def judged_ops(device: Device) -> list[CanonicalOp]:
+    """Return core's canonical ops, then those that the plugin declares itself, in order of its implementations."""
+    foreign = dict.fromkeys(each.op for each in device.ops if each.op in declared_ops())
+    return [*OPS, *(declared_ops()[name] for name in foreign if declared_ops()[name] not in OPS)]
+
+
+def candidates(op: CanonicalOp, device: Device) -> dict[str, OpImplementation]:
+    """Return what may run in an op's place, by name: its form between graphs, and the device's implementations."""
+    found = [each for each in device.ops if each.op == op.qualified_name]
+    if op.eager is not None:
+        found.insert(0, OpImplementation(op=op.qualified_name, name="eager", fn=op.eager))
+    return {each.name: each for each in found}
+
+
+def slug(name: str) -> str:
+    """Return a name as ids have it: lower case, without spaces and slashes."""
+    return "-".join(name.lower().replace("/", " ").split())
+
+
+def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation, dtype: torch.dtype) -> None:
+    """Judge every call that the implementation's condition admits; raise `NotSupported` if it admits none."""
+    refused: dict[str, list[str]] = {}
+    admitted = 0
+    for sample in calls(op, dtype, trial.device.torch_device, trial.seed):
+        try:
+            reason = refusal(op, of.condition, sample.kwargs)
+        except Exception as error:
+            trial.require(False, f"{sample.name}: the condition raised {error_line(error)}; it must return a reason")
+            continue
+        if reason is not None:
+            refused.setdefault(reason, []).append(sample.name)
+            continue
+        admitted += 1
+        judge_call(trial, op, sample, of.fn)
+    for reason, names in refused.items():
+        trial.note(f"{len(names)} calls refused: {reason} ({names[0]}{', …' if names[1:] else ''})")
+    if not admitted and not trial.failures:
+        raise NotSupported("; ".join(refused))
+
+
+def judge_reference(trial: Trial, *, op: CanonicalOp, dtype: torch.dtype) -> None:
+    """Judge the reference on the device against the reference in the host's memory."""
+    for sample in calls(op, dtype, trial.device.torch_device, trial.seed):
+        judge_call(trial, op, sample, op.reference, host=True)
+
+
+def judge_call(
+    trial: Trial, op: CanonicalOp, sample: Sample, function: Callable[..., Any], *, host: bool = False
+) -> None:
+    """Judge one call against the reference on the device (T1), or in the host's memory (T2)."""
+    name = sample.name
+    args = oracle.own(sample.kwargs)
+    try:
+        results = _run(trial, op, function, args)
+    except Exception as error:
+        trial.require(False, f"{name}: admitted, and then raises {error_line(error)}")
+        return
+    fakes = leaves(run_fake(op.overload, *positional(op, sample.kwargs)))
+    if not contract.check_metadata(trial, name, results, fakes):
+        return
+    contract.check_writes(trial, name, op.mutates, sample.kwargs, args)
+    contract.check_aliasing(trial, name, results, args)
+    eager_args = (oracle.on_host if host else oracle.own)(sample.kwargs)
+    with torch.no_grad():
+        eager = leaves(op.reference(**eager_args))
+    judge: Judge = by_t2 if host else by_t1
+    judged = Judged(
+        name, sample.kwargs, results, eager, lambda: leaves(oracle.exact(op.reference, sample.kwargs)[0]), judge
+    )
+    RULES.get(op.name, each_value)(trial, judged)
+    for key in _written(op, args):
+        start = contract.unread(op, sample.kwargs, key)
+        trial.same(f"{name}, {key}", args[key][start:].cpu(), eager_args[key][start:].cpu())
+    if not {op.name, op.qualified_name} & trial.profile.nondeterministic_ops:
+        _repeat(trial, op, sample, function, (results, args))
+
+
+def _repeat(
+    trial: Trial, op: CanonicalOp, sample: Sample, function: Callable[..., Any], first: tuple[list[Any], dict[str, Any]]
+) -> None:
+    """Require the same bits of the same call once more."""
+    args = oracle.own(sample.kwargs)
+    pairs = list(zip(_run(trial, op, function, args), first[0], strict=True))
+    for key in _written(op, args):
+        start = contract.unread(op, sample.kwargs, key)
+        pairs.append((args[key][start:], first[1][key][start:]))
+    equal = all(contract.same_bits(again, before) for again, before in pairs)
+    trial.require(
+        equal, f"{sample.name}: the same call twice gives other bits, and no one declares it nondeterministic"
+    )
+
+
+def _run(trial: Trial, op: CanonicalOp, function: Callable[..., Any], kwargs: dict[str, Any]) -> list[Any]:
+    args, named = positional(op, kwargs)
+    with torch.no_grad():
+        results = leaves(function(*args, **named))
+    trial.device.synchronize()
+    return results
+
+
+def _written(op: CanonicalOp, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    return (key for key in op.mutates if isinstance(kwargs.get(key), torch.Tensor))

@@ -1,14 +1,216 @@
-"""Placeholder."""
+"""Level 2: each pass of the device fires, reports what it did, and keeps the numbers, on its matches and next to them.
+
+Nothing here knows what a pass does. Where it has to fire it says itself (`Pass.examples`, or its patterns), and else a
+corpus of small models says it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import fx, nn
 
 from core.common.conformance import ConformanceProfile
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Pass
+from core.common.verification.execution import bind, run_graph
 from core.device import Device
+from core.rewriting import device_passes
 from core_conformance.case import Case
+from core_conformance.cases.pass_claims import unclaimed, unstable
+from core_conformance.cases.pass_examples import example_dtypes
+from core_conformance.cases.pass_firings import Firings, firings
+from core_conformance.cases.pass_identity import check_identity
+from core_conformance.cases.pass_mutations import near_misses
+from core_conformance.cases.pass_pipeline import TINY, check_program, check_tiny_model
+from core_conformance.cases.pass_runs import CORPUS, Bench, Change, bench, tokens_for
+from core_conformance.trial import NotSupported, Skip, Trial
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""fp32 first: half precision alone hides a wrong eps."""
+_NUM_MODELS = 2
+"""In how many models near-misses are made."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
-    """Yield the cases of this area."""
-    return ()
+    """Yield the cases of this area: five or more per pass, those of all passes together, and tiny models."""
+    for declared in device_passes(device):
+        yield from _cases(device, declared)
+    for name in CORPUS:
+        for dtype in DTYPES[:2]:
+            yield Case(
+                id=f"passes/pipeline/{name}/{_text(dtype)}",
+                what=f"the model {name}, rewritten by all passes, gives what it gives eagerly",
+                run=partial(check_program, name=name, dtype=dtype),
+                not_supported=_no_dtype(device, dtype),
+            )
+    for name in TINY:
+        dtype = next((dtype for dtype in DTYPES if dtype in device.capabilities.dtypes), torch.float32)
+        yield Case(
+            id=f"passes/models/{name}",
+            what=f"every pass and implementation in a tiny {name}, and the program of it, are right",
+            run=partial(check_tiny_model, model_type=name, dtype=dtype),
+        )
+
+
+def _cases(device: Device, declared: Pass) -> Iterator[Case]:
+    refused = refusal(device, declared)
+    usable = [dtype for dtype in DTYPES if not _unfit(device, declared, dtype)]
+    main = _main(declared, usable)
+    if main is None:
+        refused = refused or f"none of the dtypes {', '.join(map(_text, DTYPES))} is both the pass's and the device's"
+
+    def case(kind: str, what: str, run: Callable[..., None], no: str = "", **options: object) -> Case:
+        name = f"passes/{'-'.join(declared.name.lower().replace('/', ' ').split())}/{kind}"
+        return Case(id=name, what=what, run=partial(run, declared=declared, **options), not_supported=refused or no)
+
+    yield case("fires", "it matches where it has to, and reports what it did", _check_firing, dtype=main)
+    for dtype in DTYPES:
+        what = f"what it rewrites keeps its numbers in {_text(dtype)}"
+        yield case(_text(dtype), what, _check_numbers, _unfit(device, declared, dtype), dtype=dtype)
+    yield case("near-miss", "what almost matches keeps its numbers", _check_near_misses, dtype=main)
+    yield case("identity", "its uuid is stable, and another for other parameters", check_identity)
+
+
+def refusal(device: Device, declared: Pass) -> str:
+    """Return why the pass's guards keep it off this device whatever the graph, or ""."""
+    whatever = replace(declared.guards, dtypes=None, min_rank=0, constants=False)
+    nothing = fx.GraphModule(nn.Module(), fx.Graph())
+    context = PassContext(module=nothing, capabilities=device.capabilities, tokens=tokens_for(declared))
+    reason = whatever.refusal(context)
+    return f"its guard: {reason}" if reason else ""
+
+
+def _unfit(device: Device, declared: Pass, dtype: torch.dtype) -> str:
+    allowed = declared.guards.dtypes
+    if allowed is not None and dtype not in allowed:
+        return f"its guard: dtype {_text(dtype)} is none of {', '.join(sorted(map(_text, allowed)))}"
+    return _no_dtype(device, dtype)
+
+
+def _no_dtype(device: Device, dtype: torch.dtype) -> str:
+    return "" if dtype in device.capabilities.dtypes else f"the device does not compute in {_text(dtype)}"
+
+
+def _main(declared: Pass, usable: list[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype in which a pass is looked at closely: the widest that its patterns were traced for."""
+    given = example_dtypes(declared) if declared.guards.dtypes is None else frozenset(usable)
+    return next((dtype for dtype in usable if not given or dtype in given), usable[0] if usable else None)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_firing(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
+    """Require a match in each own example, and one somewhere; check each report by the graph."""
+    own = bench(trial.device)
+    found = firings(own, declared, dtype)
+    for reason in found.silent:
+        trial.require(False, reason)
+    for walk in found.walks:
+        report = walk.reports.get(declared.name)
+        where = walk.sample.name
+        if not trial.require(report is not None, f"{where}: the passes could not run: {walk.failed}"):
+            continue
+        assert report is not None
+        trial.require(not report.error, f"{where}: it fails: {report.error}")
+        for reason in unclaimed(walk, declared):
+            trial.require(False, f"{where}: {reason}")
+    matched = found.matched(declared.name)
+    if not matched and not found.silent:
+        _explain_nothing(trial, declared, found)
+    for change in found.changes(declared.name):
+        for reason in unstable(own, change):
+            trial.require(False, f"{change.sample.name}: {reason}")
+    for walk in matched:
+        trial.note(f"{walk.matched(declared.name)} in {walk.sample.name}")
+    for note in found.notes:
+        trial.note(note)
+
+
+def _explain_nothing(trial: Trial, declared: Pass, found: Firings) -> None:
+    # Each pass of core has its model in the corpus; what another one lacks, no missing model would have shown.
+    if found.missing and declared.owner == "core":
+        raise Skip(f"it matches nowhere, and some models do not run here: {'; '.join(found.missing)}")
+    trial.require(False, found.nowhere(declared))
+
+
+def _check_numbers(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
+    """Judge each graph that the pass changed by the graph before."""
+    found = firings(bench(trial.device), declared, dtype)
+    changes = found.changes(declared.name)
+    if not changes:
+        given = example_dtypes(declared)
+        if declared.guards.dtypes is None and given and dtype not in given:
+            traced = ", ".join(sorted(map(_text, given)))
+            raise NotSupported(f"its patterns are traced for {traced} and match nothing in {_text(dtype)}")
+        _explain_nothing(trial, declared, found)
+    for change in changes:
+        _judge(trial, change.sample.name, change)
+
+
+def _judge(trial: Trial, name: str, change: Change) -> None:
+    found = change.verification
+    reason = "" if found.fault is None else f"at {found.fault.where or found.fault.node}: {found.fault.reason}"
+    trial.record(name, "T1", found.worst_ratio, reason)
+    if found.unjudged and not reason:
+        _judge_by_trace(trial, name, change)
+
+
+def _judge_by_trace(trial: Trial, name: str, change: Change) -> None:
+    """Judge the outputs by the model as it was traced, where the graph before the pass has no fp64 run.
+
+    It may hold kernels of the device, made by earlier passes.
+    """
+    wide = run_graph(change.graph.traced.module, change.graph.values()[0], fp64=True).outputs
+    values = [bind(module, change.graph.values()[0], change.constants) for module in (change.before, change.after)]
+    old = run_graph(change.before, list(values[0].values())).outputs
+    new = run_graph(change.after, list(values[1].values())).outputs
+    for index, (result, eager, exact) in enumerate(zip(new, old, wide, strict=True)):
+        trial.judge(f"{name} output {index}", result, eager, exact)
+
+
+def _check_near_misses(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
+    """Change graphs in which the pass matched, and judge whatever it makes of them."""
+    own = bench(trial.device)
+    found = firings(own, declared, dtype)
+    changes = _varied([change for change in found.changes(declared.name) if change.report.matched])
+    if not changes:
+        _explain_nothing(trial, declared, found)
+    tried = matched = 0
+    for change in changes:
+        for what, module in near_misses(change):
+            outcome = _judge_near_miss(trial, own, change, what, module)
+            tried, matched = tried + (outcome is not None), matched + bool(outcome)
+    trial.note(f"{tried} near-misses, {matched} of them with matches left")
+    trial.require(tried > 0 or not changes, "no near-miss could be made of its matches")
+
+
+def _varied(changes: list[Change]) -> list[Change]:
+    """Return the first changes, the first in the corpus among them: own examples hold little but the match."""
+    corpus = set(CORPUS.values())
+    rest = sorted(changes[1:], key=lambda change: change.sample not in corpus)
+    return [*changes[:1], *rest][:_NUM_MODELS]
+
+
+def _judge_near_miss(trial: Trial, own: Bench, change: Change, what: str, module: fx.GraphModule) -> int | None:
+    """Run the pass on a near-miss and judge it; return its matches, None where the near-miss itself can't run."""
+    values = list(bind(module, change.graph.values()[0], change.constants).values())
+    try:
+        run_graph(module, values)
+    except Exception:  # such a model there is not
+        return None
+    report, again = own.again(change, module)
+    name = f"{change.sample.name}, {what}"
+    trial.require(not report.error, f"{name}: it fails: {report.error}")
+    if again is not None:
+        found = again.verification
+        reason = "" if found.fault is None else f"at {found.fault.where or found.fault.node}: {found.fault.reason}"
+        trial.record(name, "T1", found.worst_ratio, reason)
+        if found.unjudged:
+            trial.note(f"{name}: {found.unjudged}; what differs was not judged")
+    return report.matched

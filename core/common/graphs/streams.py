@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +20,10 @@ __all__ = ["StreamGraph", "StreamGraphBackend", "StreamGraphs"]
 FIRST_WARMUPS, LATER_WARMUPS = 3, 1
 """Runs before a capture: the first of a program also allocate the workspaces of libraries, which a capture may not; the
 later ones only choose kernels for their sizes."""
+
+_CAPTURING: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+"""Held while a device captures or is waited for: to wait for all its streams breaks the captures on them, also those of
+other threads."""
 
 
 class StreamGraph(Protocol):
@@ -92,10 +98,13 @@ class StreamGraphBackend:
 
     @contextmanager
     def capture_session(self) -> Iterator[None]:
-        """Make the stream of the captures current, ordered after and before the caller's work."""
+        """Make the stream of the captures current, ordered after and before the caller's work.
+
+        Other threads' captures on the same device wait until this session ends.
+        """
         if self._pool is None:
             self._pool = self._device.new_pool()
-        with self._device.capture_stream():
+        with _CAPTURING[self._device.torch_device], self._device.capture_stream():
             self._in_session = True
             try:
                 yield
@@ -149,15 +158,16 @@ class StreamGraphBackend:
 
     def cleanup(self) -> None:
         """Drop all graphs and give their pool's memory back to the device."""
-        # A graph that still runs must not lose its memory; and graphs go before collectives are torn down.
-        self._device.synchronize()
-        graphs = [captured.graph for captured in self._graphs.values()]
-        # First the outputs: what still refers to one of them keeps the whole pool.
-        self._graphs.clear()
-        for graph in graphs:
-            graph.reset()
-        self._pool = None
-        self._device.release()
+        with _CAPTURING[self._device.torch_device]:
+            # A graph that still runs must not lose its memory; and graphs go before collectives are torn down.
+            self._device.synchronize()
+            graphs = [captured.graph for captured in self._graphs.values()]
+            # First the outputs: what still refers to one of them keeps the whole pool.
+            self._graphs.clear()
+            for graph in graphs:
+                graph.reset()
+            self._pool = None
+            self._device.release()
 
     def _require_session(self, key: GraphKey) -> None:
         if not self._in_session:

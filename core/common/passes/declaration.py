@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
 
     Pattern: TypeAlias = Replacement | InductorReplacement | InductorGraphPattern
+    Example: TypeAlias = tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
 
 Mechanism = Literal["graph", "replace_pattern", "inductor"]
 Stage = Literal["torch", "aten"]
@@ -47,6 +48,7 @@ class PassResult:
 
 PassFunction = Callable[["PassContext"], PassResult]
 Expect = Callable[["PassContext"], "int | None"] | int | None
+Examples = Callable[[], "Iterable[Example]"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,8 @@ class Pass:
     are allowed and mean nothing. params: what run reads as `context.params`; part of the identity. expect: matches owed
     per graph, a function of the graph before the pass, or None for no promise; a broken promise is logged, and an error
     when strict. requires: analyses to compute before. preserves: analyses that stay valid although the pass changed the
-    graph.
+    graph. examples: gives modules, each with its positional inputs, all in fp32 on the host, in every one of which the
+    pass owes a match; each call gives new ones. For tests alone, and no part of the identity.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Pass:
     expect: Expect = None
     requires: frozenset[str] = frozenset()
     preserves: frozenset[str] = frozenset()
+    examples: Examples | None = None
     owner: str = "core"
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from core.common.conformance import HostArgumentExample
 from core.errors import CaptureError, UsageError
 
 
@@ -34,6 +35,16 @@ def _window_sum_fake(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 HOST_ARGUMENTS: Mapping[Any, frozenset[str]] = {torch.ops.acme.window_sum.default: frozenset({"lengths"})}
 """By op overload, the names of its host-side arguments; each is an `int` or a list of them in the op's schema."""
+
+
+def window_sum_example(device: torch.device) -> HostArgumentExample:
+    """Return a call of the toy op, on which the conformance suite tries the renewal of its lengths."""
+    return HostArgumentExample(
+        function=torch.ops.acme.window_sum.default,
+        inputs={"x": torch.linspace(1, 2, 3 * 8, device=device).view(3, 8)},
+        steps=({"lengths": [1, 2, 3]}, {"lengths": [8, 0, 5]}, {"lengths": [4, 4, 4]}),
+    )
+
 
 _TYPES = ("int", "List[int]")  # how torch spells int and SymInt, and lists of them
 

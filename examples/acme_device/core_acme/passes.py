@@ -5,12 +5,14 @@ It is ordered nowhere, and so runs after core's own passes: a soft cap inside at
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from core.common.passes import view
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, fuse, near_miss
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from core.common.passes.context import PassContext
@@ -56,6 +58,29 @@ def fuse_softcap(context: PassContext) -> PassResult:
     return fuse(context, find)
 
 
+class CappedHead(nn.Module):
+    """A head whose logits are capped, in one of the two spellings that models use."""
+
+    def __init__(self, cap: float, *, cap_first: bool) -> None:
+        super().__init__()
+        self.head, self.cap, self.cap_first = nn.Linear(16, 40), cap, cap_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return capped logits (T, 40) of x (T, 16)."""
+        capped = torch.tanh(self.head(x) / self.cap)
+        return self.cap * capped if self.cap_first else capped * self.cap
+
+
+def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
+    """Yield models in which the pass owes a match; logits reach well beyond the cap, where its size tells."""
+    for cap, cap_first in ((3.0, True), (1.5, False)):
+        random = torch.Generator().manual_seed(0)
+        model = CappedHead(cap, cap_first=cap_first)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, generator=random)
+        yield model, (torch.randn(24, 16, generator=random),)
+
+
 def declarations() -> tuple[Pass, ...]:
     """Return the passes of this plugin."""
-    return (Pass(name=NAME, run=fuse_softcap, owner="acme"),)
+    return (Pass(name=NAME, run=fuse_softcap, examples=examples, owner="acme"),)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 from core.common.conformance import ConformanceProfile
-from core.common.fakes import FakeOp, half_last
+from core.common.fakes import FakeOp
 from core.common.graphs.backend import GraphBackendFactory
 from core.common.lowering import Lowerings
 from core.common.lowerings import INLINE
+from core.common.ops.implementation import OpImplementation
 from core.common.passes.declaration import Pass
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import OpenContext, hookimpl
 
+from core_acme import faults, foreign, ops
+from core_acme.host_arguments import window_sum_example
 from core_acme.memory import CARD
 from core_acme.passes import declarations
 from core_acme.probe import probe
@@ -21,7 +24,13 @@ from core_acme.runner import RecordingBackend
 
 @hookimpl
 def core_open_device(context: OpenContext) -> DeviceParts:
-    """Open the simulated device; the answer of the probe is confirmed, since it may be old by now."""
+    """Open the simulated device. What hooks give is handed through `planted`, which a real plugin has no need of."""
+    faults.check()
+    return faults.planted("core_open_device", _open)(context)
+
+
+def _open(context: OpenContext) -> DeviceParts:
+    """Open the card; the answer of the probe is confirmed, since it may be old by now."""
     found = probe()
     if context.index >= found.device_count:
         raise DeviceUnavailableError(
@@ -51,22 +60,28 @@ def core_lowering() -> Lowerings:
 @hookimpl
 def core_graph_backend() -> GraphBackendFactory:
     """Capture by recording. The context is not needed here, so it is not taken."""
-    return RecordingBackend
+    return faults.planted("core_graph_backend", RecordingBackend)
 
 
 @hookimpl
 def core_register_passes() -> tuple[Pass, ...]:
     """Register the one pass of this plugin."""
-    return declarations()
+    return faults.planted("core_register_passes", declarations())
+
+
+@hookimpl
+def core_register_ops() -> tuple[OpImplementation, ...]:
+    """Register Acme's kernels for canonical ops."""
+    return faults.planted("core_register_ops", ops.IMPLEMENTATIONS)
 
 
 @hookimpl
 def core_register_fakes() -> tuple[FakeOp, ...]:
-    """Teach tracing the shape of Acme's gated activation; skipped with a line where the kernels are not installed."""
-    return (FakeOp(op="acme_kernels::silu_and_mul", rule=half_last()),)
+    """Teach tracing the shapes of a library that brings no fake kernels."""
+    return faults.planted("core_register_fakes", foreign.FAKES)
 
 
 @hookimpl
 def core_conformance() -> ConformanceProfile:
     """Declare no exception: the recorder does all that its modes promise."""
-    return ConformanceProfile()
+    return ConformanceProfile(host_argument_example=window_sum_example)

@@ -6,11 +6,17 @@ import os
 
 from core.probe import Probe
 
+from core_acme.faults import planted
+
 NUM_DEVICES_VARIABLE = "ACME_NUM_DEVICES"
 
 
 def probe() -> Probe:
     """Report the simulated device, or its absence when `ACME_NUM_DEVICES` is 0."""
+    return planted("probe", _look())
+
+
+def _look() -> Probe:
     value = os.environ.get(NUM_DEVICES_VARIABLE, "1")
     if value == "0":
         return Probe(

@@ -37,7 +37,7 @@ _UNDEFINED = frozenset(
 )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _Recorder(TorchDispatchMode):
     """Runs each call, so that shapes and addresses become known, and puts it on the tape."""
 
     def __init__(self, tape: Tape) -> None:

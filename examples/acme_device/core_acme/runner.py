@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from core.common.graphs.backend import WHOLE, BoundCallable, Callback, GraphKey
@@ -42,6 +42,9 @@ class RecordingBackend:
     Results are valid until another key is replayed (the parts of one key count as one): then their memory is poisoned,
     where a device would have let the other graph use it.
     """
+
+    recording: ClassVar[type[Recording]] = Recording
+    """What captures with; a subclass may record in another way."""
 
     def __init__(self) -> None:
         self._graphs: dict[GraphKey, _Graph] = {}
@@ -80,7 +83,7 @@ class RecordingBackend:
         within the capture session, the one that completes the recorded run.
         """
         self._check_capture(key)
-        recording = self._recording = Recording()
+        recording = self._recording = self.recording()
         try:
             yield
             tape = recording.finish()

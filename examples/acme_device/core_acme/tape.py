@@ -57,7 +57,7 @@ class Tape:
         storage = tensor.untyped_storage()
         identity = identify(tensor)
         if identity not in self.fresh and identity not in self.saved:
-            self.saved[identity] = (storage, storage.clone())  # type: ignore[no-untyped-call]  # torch's
+            self.saved[identity] = (storage, storage.clone())
 
     def undo_writes(self) -> None:
         """Give every storage that existed before the recording its content back.

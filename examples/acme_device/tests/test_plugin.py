@@ -39,6 +39,7 @@ def test_the_hooks_pass_validation() -> None:
     context = _context()
     assert manager.hook.core_graph_backend(context=context) is RecordingBackend
     assert [len(found) for found in manager.hook.core_register_passes(context=context)] == [1]
+    assert len(manager.hook.core_register_ops(context=context)[0]) == 7
     assert not manager.hook.core_conformance(context=context).not_supported
 
 
@@ -65,10 +66,13 @@ def test_a_second_device_is_refused_with_cause_and_remedy() -> None:
     assert caught.value.remedy == "choose an index below 1"
 
 
-def test_the_fake_is_skipped_with_a_reason_where_the_op_is_missing() -> None:
-    ((declared, result),) = apply_fakes(plugin.core_register_fakes())
-    assert not result.applied
-    assert result.reason == f"op {declared.op} is not installed here"
+def test_the_fakes_are_applied_to_the_library_that_lacks_them() -> None:
+    for declared, result in apply_fakes(plugin.core_register_fakes()):
+        assert result.applied, result.reason
+        op = getattr(torch.ops.acme_kernels, declared.op.partition("::")[2]).default
+        assert declared.samples is not None
+        for sample in declared.samples(torch.device("cpu")):
+            torch.library.opcheck(op, tuple(sample.kwargs.values()))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -248,3 +249,53 @@ def test_a_backend_is_used_by_a_runner_in_parts() -> None:
     # Each part ran right after it was captured: what comes next reads what it computes.
     order = [line for line in device.log if line.startswith(("end", "replay"))]
     assert order == ["end 1", "replay 1", "end 2", "replay 2"]
+
+
+class _Meeting(FakeGraphs):
+    """A device that notes how many threads capture on it, or wait for all of its work, at once."""
+
+    def __init__(self, inside: list[int], together: list[int]) -> None:
+        super().__init__()
+        self._inside, self._together = inside, together
+
+    @contextmanager
+    def capture_stream(self) -> Iterator[None]:
+        self._inside.append(1)
+        self._together.append(len(self._inside))
+        try:
+            yield
+        finally:
+            self._inside.pop()
+
+    def synchronize(self) -> None:
+        self._together.append(len(self._inside))
+
+
+def test_threads_capture_and_clean_up_in_turns() -> None:
+    inside, together = list[int](), list[int]()
+    backends = [StreamGraphBackend(_Meeting(inside, together)) for _ in range(2)]
+    first_is_in, second_waits = threading.Event(), threading.Event()
+
+    def second() -> None:
+        first_is_in.wait(5)
+        second_waits.set()
+        with backends[1].capture_session():
+            pass
+
+    def third() -> None:
+        first_is_in.wait(5)
+        backends[1].cleanup()
+
+    threads = [threading.Thread(target=second), threading.Thread(target=third)]
+    for thread in threads:
+        thread.start()
+    with backends[0].capture_session():
+        first_is_in.set()
+        assert second_waits.wait(5)
+        for thread in threads:
+            thread.join(0.2)
+        assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join(5)
+    # Two sessions alone each, and one wait with nobody capturing.
+    assert sorted(together) == [0, 1, 1]

@@ -1,0 +1,40 @@
+"""Imports a plugin and opens its device, each for the first time: `python -m core_conformance._import_worker NAME`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from core._worker import serve
+
+
+def answer(name: str) -> dict[str, object]:
+    """Return what importing the plugin, and what opening the device, changed of torch's state, and how long it took."""
+    import core.compilation  # noqa: F401  # what every plugin needs of core is not its own time
+    from core.common.settings import Settings
+    from core.discovery import discover
+    from core.errors import CoreError
+    from core.host import select_device
+    from core.loading import load_plugin
+    from core_conformance.isolation import TorchState
+
+    (entry,) = discover(Settings.from_environment()).claiming(name.partition(":")[0])
+    before, start = TorchState.read(), time.perf_counter()
+    try:
+        load_plugin(entry.info)
+    except CoreError as error:
+        return {"problem": f"{type(error).__name__}: {error.found}"}
+    imported_s = time.perf_counter() - start
+    on_import, before, start = before.restore(), TorchState.read(), time.perf_counter()
+    with contextlib.suppress(CoreError):  # another case says so
+        select_device(name)
+    return {
+        "on_import": on_import,
+        "on_open": before.changes(),
+        "imported_s": imported_s,
+        "opened_s": time.perf_counter() - start,
+    }
+
+
+if __name__ == "__main__":
+    serve(answer)

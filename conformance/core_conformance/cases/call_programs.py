@@ -1,0 +1,95 @@
+"""Programs for the cases of calls: made in every mode from functions that have a break point in the middle.
+
+Legend: n rows, the one bucket dimension; W width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.graphs.breaks import eager_break
+from core.common.graphs.inputs import InputSpec
+from core.compilation import capture, compile
+from core.device import Device, Mode
+from core.pipeline import Models
+from core.program import Program
+from core_conformance.cases.graph_promises import working_dtype
+
+WIDTH = 16
+BUCKETS = [2, 4, 8]
+BREAK = ("core_conformance::doubled",)
+
+
+class _Armed(threading.local):
+    armed = False
+
+
+ARMED = _Armed()
+"""Whether `core_conformance::fragile` raises, on this thread."""
+
+
+@torch.library.custom_op("core_conformance::doubled", mutates_args=())
+def _doubled(x: Tensor) -> Tensor:
+    """Return 2 · x; what "piecewise" cuts at."""
+    return x * 2
+
+
+@_doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("core_conformance::fragile", mutates_args=())
+def _fragile(x: Tensor) -> Tensor:
+    """Return 2 · x, or raise while `ARMED` says so: in the middle of a capture, with memory taken."""
+    result = x * 2
+    if ARMED.armed:
+        raise RuntimeError("planted in the capture")
+    return result
+
+
+@_fragile.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@eager_break
+def doubled(x: Tensor) -> Tensor:
+    """Return 2 · x; in every mode that has break points, one of them."""
+    result: Tensor = torch.ops.core_conformance.doubled(x)
+    return result
+
+
+def fragile(x: Tensor) -> Tensor:
+    """Return 2 · x, or raise."""
+    result: Tensor = torch.ops.core_conformance.fragile(x)
+    return result
+
+
+def lowering_of(device: Device) -> str | None:
+    """Return the lowering that runs a graph as torch does, op by op, or None where the device has none such."""
+    return "inline" if "inline" in device.lowerings.available else None
+
+
+def make(device: Device, mode: Mode, function: Models, inputs: Mapping[str, InputSpec], **options: Any) -> Program:
+    """Return the program of a function in a mode: by `core.compile` where that takes a trace, else `core.capture`."""
+    if mode == "piecewise":
+        options = {"passes": (), "lowering": lowering_of(device), "break_at": BREAK} | options
+        return compile(function, device, inputs=inputs, mode=mode, **options)
+    return capture(function, device, inputs=inputs, mode=mode, **options)
+
+
+def rows_spec(device: Device, **fields: Any) -> InputSpec:
+    """Return the declaration of rows [n, W] in the working dtype."""
+    return InputSpec(("n", WIDTH), working_dtype(device), **fields)
+
+
+def rows(device: Device, count: int, seed: int) -> Tensor:
+    """Return whole numbers between -8 and 8 as rows [count, W]."""
+    numbers = torch.randint(-8, 9, (count, WIDTH), generator=torch.Generator().manual_seed(seed))
+    return numbers.to(device.torch_device, working_dtype(device))

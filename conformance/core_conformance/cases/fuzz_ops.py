@@ -1,0 +1,67 @@
+"""Area "fuzz", on request: canonical ops on random shapes, strides and options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from core.common.conformance import ConformanceProfile
+from core.common.ops.declaration import CanonicalOp, Sample
+from core.common.ops.implementation import OpImplementation
+from core.device import Device
+from core_conformance.case import Case
+from core_conformance.cases.ops import candidates, judge_call, judged_ops, slug
+from core_conformance.fuzzing import CALLS
+from core_conformance.fuzzing.running import described, pass_over, run_examples
+from core_conformance.fuzzing.source import Source
+from core_conformance.opcalls import refusal
+from core_conformance.trial import NotSupported, Trial
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DataObject
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MAX_REASONS = 5
+
+
+def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
+    """Return the cases of this module for a device."""
+    for op in judged_ops(device):
+        for name, candidate in {"reference": None, **candidates(op, device)}.items():
+            for dtype in _DTYPES:
+                short = str(dtype).removeprefix("torch.")
+                absent = "" if dtype in device.capabilities.dtypes else f"the device declares no arithmetic in {short}"
+                yield Case(
+                    id=f"fuzz/{op.name}/{slug(name)}/{short}",
+                    what=f"core::{op.name}: {name} on random shapes, strides and options",
+                    run=partial(_fuzz, op=op, of=candidate, dtype=dtype),
+                    not_supported=absent,
+                    timeout_s=600.0,
+                )
+
+
+def _fuzz(trial: Trial, *, op: CanonicalOp, of: OpImplementation | None, dtype: torch.dtype) -> None:
+    """Judge random calls; of: the implementation, None for the reference against the host's."""
+    if op.qualified_name not in CALLS:
+        raise NotSupported("no strategy draws calls of this op: it is the plugin's own, or needs further processes")
+    refused: Counter[str] = Counter()
+
+    def example(data: DataObject, own: Trial) -> None:
+        kwargs = CALLS[op.qualified_name](Source(data.draw, dtype, own.device.torch_device))
+        own.note(f"{op.name}({described(kwargs)})")
+        reason = None if of is None else refusal(op, of.condition, kwargs)
+        if reason is not None:
+            refused[reason] += 1
+            pass_over()
+        function = op.reference if of is None else of.fn
+        judge_call(own, op, Sample(name="the call", kwargs=kwargs), function, host=of is None)
+
+    count = run_examples(trial, example)
+    for reason, times in refused.most_common(_MAX_REASONS):
+        trial.note(f"{times} calls refused: {reason}")
+    if not count:
+        raise NotSupported("; ".join(reason for reason, _ in refused.most_common(_MAX_REASONS)))

@@ -1,0 +1,30 @@
+"""Random arguments of the canonical ops: shapes, layouts and options that no sample thought of; one strategy per op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from core_conformance.fuzzing import attention, matrices, pointwise
+from core_conformance.fuzzing.source import Source
+
+CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
+    {
+        "core::attention": attention.attention,
+        "core::dense_attention": attention.dense_attention,
+        "core::rms_norm": pointwise.rms_norm,
+        "core::add_rms_norm": pointwise.add_rms_norm,
+        "core::layer_norm": pointwise.layer_norm,
+        "core::gated_activation": pointwise.gated_activation,
+        "core::gated_activation_fused": pointwise.gated_activation_fused,
+        "core::rotary": pointwise.rotary,
+        "core::rotary_single": pointwise.rotary_single,
+        "core::qk_norm_rotary": pointwise.qk_norm_rotary,
+        "core::moe_route": matrices.moe_route,
+        "core::grouped_mlp": matrices.grouped_mlp,
+        "core::quantize": matrices.quantize,
+        "core::quantized_linear": matrices.quantized_linear,
+    }
+)
+"""Op -> what draws one call of it. Left out: collectives, which need more than one process."""

@@ -1,0 +1,197 @@
+"""Calls of canonical ops with sizes as models have them, for the suite alone: see `opcalls.calls`.
+
+Each op's first call is the one that comes again with other strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.ops.arguments import Draw, at_least_fp32
+from core.common.ops.declaration import Sample
+from core_conformance.large_attention import dense_attention, paged_attention
+
+_ROWS, _WIDTH = 9, 1024
+
+
+def _norm_options(draw: Draw) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """Yield name, scale of x, and what rms_norm and add_rms_norm take beside x."""
+    weight, wide = draw(_WIDTH, scale=0.4, shift=1.0), at_least_fp32(draw.dtype)
+    yield "1024 wide", 1.0, {"weight": weight, "eps": 1e-5}
+    yield "1024 wide, rounded before the weight", 1.0, {"weight": weight, "eps": 1e-6, "normed_dtype": draw.dtype}
+    yield "1024 wide, eps as large as the mean square", 3e-3, {"weight": weight, "eps": 1e-5}
+    # Roundings on the way, hidden by the last one as a rule, show where the result is not rounded.
+    yield "1024 wide, result kept wide", 1.0, {"weight": weight, "eps": 1e-6, "out_dtype": wide}
+
+
+def rms_norm(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024."""
+    for name, scale, options in _norm_options(draw):
+        yield Sample(name=name, kwargs={"x": draw(_ROWS, _WIDTH, scale=scale), **options})
+
+
+def add_rms_norm(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024."""
+    for name, scale, options in _norm_options(draw):
+        x, residual = draw(_ROWS, _WIDTH, scale=scale), draw(_ROWS, _WIDTH, scale=scale)
+        yield Sample(name=name, kwargs={"x": x, "residual": residual, **options})
+
+
+def layer_norm(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024, around zero and far from it."""
+    weight, bias, wide = draw(_WIDTH, scale=0.4, shift=1.0), draw(_WIDTH), at_least_fp32(draw.dtype)
+    options: dict[str, Any] = {"weight": weight, "bias": bias, "eps": 1e-5}
+    yield Sample(name="1024 wide", kwargs={"x": draw(_ROWS, _WIDTH), **options})
+    yield Sample(name="1024 wide, shifted", kwargs={"x": draw(_ROWS, _WIDTH, shift=4.0), **options})
+    small = draw(_ROWS, _WIDTH, scale=3e-3)
+    yield Sample(name="1024 wide, eps as large as the variance", kwargs={"x": small, **options})
+    yield Sample(name="1024 wide, result kept wide", kwargs={"x": draw(_ROWS, _WIDTH), **options, "out_dtype": wide})
+
+
+def _gates(draw: Draw) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield name, kind, gate and up."""
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        yield f"{kind}, 1024 wide", kind, draw(_ROWS, _WIDTH, scale=2.0), draw(_ROWS, _WIDTH)
+    for kind in ("gelu", "gelu_tanh") if draw.dtype != torch.float32 else ():
+        # There the two forms differ by a tenth, which half precision can't hide; in fp32 both cancel there.
+        tail = torch.linspace(-4.5, -3.0, 2 * _WIDTH, dtype=torch.float64).view(2, _WIDTH)
+        yield f"{kind}, left tail", kind, tail.to(draw.dtype).to(draw.device), draw(2, _WIDTH, scale=0.2, shift=1.0)
+
+
+def gated_activation(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024, and gates in the left tail of GELU."""
+    for name, kind, gate, up in _gates(draw):
+        yield Sample(name=name, kwargs={"gate": gate, "up": up, "kind": kind})
+
+
+def gated_activation_fused(draw: Draw) -> Iterator[Sample]:
+    """Yield those of `gated_activation`, the halves side by side."""
+    for name, kind, gate, up in _gates(draw):
+        yield Sample(name=name, kwargs={"gate_up": torch.cat((gate, up), dim=-1), "kind": kind})
+
+
+def _tables(draw: Draw, width: int, num_tokens: int) -> dict[str, Tensor]:
+    """Return cos and sin (1, 1, T, width) of positions around 1000."""
+    frequencies = 10_000.0 ** (-torch.arange(width, dtype=torch.float64) / width)
+    angles = torch.outer(torch.arange(1000, 1000 + num_tokens, dtype=torch.float64), frequencies)[None, None]
+    return {"cos": angles.cos().to(draw.dtype).to(draw.device), "sin": angles.sin().to(draw.dtype).to(draw.device)}
+
+
+def _heads(draw: Draw, num_tokens: int, size: int) -> dict[str, Tensor]:
+    """Return query (2, 8, T, D) and key (2, 2, T, D), strided as projections leave them."""
+    return {n: draw(2, num_tokens, heads, size).transpose(1, 2) for n, heads in (("query", 8), ("key", 2))}
+
+
+def rotary(draw: Draw) -> Iterator[Sample]:
+    """Yield heads of 64 and 128, tables of either width, and a part of the head rotated."""
+    yield Sample(name="heads of 64", kwargs={**_heads(draw, 9, 64), **_tables(draw, 64, 9)})
+    pairs: dict[str, Any] = {"style": "interleaved"}
+    yield Sample(name="heads of 128, interleaved", kwargs={**_heads(draw, 9, 128), **_tables(draw, 64, 9), **pairs})
+    part: dict[str, Any] = {"rotary_dim": 32}
+    yield Sample(name="heads of 128, 32 rotated", kwargs={**_heads(draw, 9, 128), **_tables(draw, 32, 9), **part})
+
+
+def rotary_single(draw: Draw) -> Iterator[Sample]:
+    """Yield the queries of `rotary`."""
+    for sample in rotary(draw):
+        rest = {name: value for name, value in sample.kwargs.items() if name not in ("query", "key")}
+        yield Sample(name=sample.name, kwargs={"x": sample.kwargs["query"], **rest})
+
+
+def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
+    """Yield heads of 64 and 128, one of them with values so small that eps counts."""
+    for size, scale in ((128, 1.0), (64, 3e-3)):
+        weights = {name: draw(size, scale=0.4, shift=1.0) for name in ("query_weight", "key_weight")}
+        heads = {name: tensor * scale for name, tensor in _heads(draw, 9, size).items()}
+        name = f"heads of {size}" + ("" if scale == 1.0 else ", eps as large as the mean square")
+        yield Sample(name=name, kwargs={**heads, **weights, **_tables(draw, size, 9), "eps": 1e-5})
+
+
+def moe_route(draw: Draw) -> Iterator[Sample]:
+    """Yield routers of 64 experts on random logits, which in half precision have ties."""
+    v3 = {"scoring": "sigmoid", "renormalize_eps": 1e-20, "num_groups": 8, "top_groups": 4, "scale": 2.5}
+    logits = {"logits": draw(128, 64), "top_k": 8, "renormalize": True}
+    yield Sample(name="64 experts", kwargs=logits)
+    yield Sample(name="64 experts in groups", kwargs={**logits, **v3, "bias": draw(64, scale=0.2)})
+
+
+def grouped_mlp(draw: Draw) -> Iterator[Sample]:
+    """Yield eight experts, and the same with most tokens at one of them."""
+    experts, size, inner, num_tokens = 8, 128, 64, 33
+    matrices = {
+        "gate_up": draw(experts, 2 * inner, size, scale=size**-0.5),
+        "down": draw(experts, size, inner, scale=inner**-0.5),
+    }
+    for name, ranks in {"8 experts": experts, "8 experts, one of them crowded": 3}.items():
+        indices = draw(num_tokens, ranks, dtype=torch.float64).argsort(-1)[:, :2]
+        call = {"x": draw(num_tokens, size), "weights": draw(num_tokens, 2).sigmoid(), "indices": indices}
+        yield Sample(name=name, kwargs={**call, **matrices, "kind": "silu"})
+
+
+def quantize(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024 for each format and granularity."""
+    for code in (torch.int8, torch.float8_e4m3fn):
+        for granularity, size in (("token", 0), ("tensor", 0), ("group", 128)):
+            name = f"1024 wide, {str(code).removeprefix('torch.')} by {granularity}"
+            options = {"dtype": code, "granularity": granularity, "group_size": size}
+            yield Sample(name=name, kwargs={"x": draw(_ROWS, _WIDTH, scale=3.0), "scale": None, **options})
+
+
+def quantized_linear(draw: Draw) -> Iterator[Sample]:
+    """Yield 1024 in, 96 out, both formats: scales by token and channel, and by group and block of 128."""
+    wide = at_least_fp32(draw.dtype)
+    for code in (torch.int8, torch.float8_e4m3fn):
+        codes = [draw(rows, _WIDTH, scale=40.0, dtype=torch.float32).to(code) for rows in (_ROWS, 96)]
+        for name, shapes in {"by token": ((_ROWS, 1), (96, 1)), "by group": ((_ROWS, 8), (96, 8))}.items():
+            scales = [draw(*shape, scale=0.002, shift=0.01, dtype=wide) for shape in shapes]
+            call = {"x_codes": codes[0], "x_scale": scales[0], "w_codes": codes[1], "w_scale": scales[1]}
+            title = f"1024 wide, {str(code).removeprefix('torch.')} {name}"
+            yield Sample(name=title, kwargs={**call, "bias": draw(96), "out_dtype": draw.dtype})
+
+
+def all_reduce(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024."""
+    yield Sample(name="1024 wide", kwargs={"x": draw(_ROWS, _WIDTH), "group": ""})
+
+
+LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
+    {
+        "attention": paged_attention,
+        "dense_attention": dense_attention,
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "layer_norm": layer_norm,
+        "gated_activation": gated_activation,
+        "gated_activation_fused": gated_activation_fused,
+        "rotary": rotary,
+        "rotary_single": rotary_single,
+        "qk_norm_rotary": qk_norm_rotary,
+        "moe_route": moe_route,
+        "grouped_mlp": grouped_mlp,
+        "quantize": quantize,
+        "quantized_linear": quantized_linear,
+        "all_reduce": all_reduce,
+    }
+)
+"""Name of an op -> its larger calls."""
+
+NON_FINITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rms_norm": ("x",),
+        "add_rms_norm": ("x",),
+        "layer_norm": ("x",),
+        "gated_activation": ("gate",),
+        "gated_activation_fused": ("gate_up",),
+        "rotary": ("query", "key"),
+        "rotary_single": ("x",),
+        "qk_norm_rotary": ("query", "key"),
+        "grouped_mlp": ("x",),
+        "all_reduce": ("x",),
+    }
+)
+"""Ops whose rows are independent -> arguments in which NaN and infinity must stay in their row, as in eager."""

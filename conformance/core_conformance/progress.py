@@ -1,0 +1,83 @@
+"""How far a run is, told while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from core_conformance.case import AREAS, BAD, Outcome
+from core_conformance.overview import counts_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from core_conformance.protocol import CaseInfo
+
+
+class Progress:
+    """Tells how far a run is, on standard error: a bar on a terminal, else one line per finished area.
+
+    Use as a context manager around `running.run`, which calls `collected` and `finished`. console: another place than
+    standard error.
+    """
+
+    def __init__(self, *, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._left: dict[str, set[str]] = {area: set() for area in AREAS}
+        self._seen: dict[str, dict[str, Outcome]] = {area: {} for area in AREAS}
+        self._console = Console(stderr=True, highlight=False) if console is None else console
+        self._num_bad = 0
+        self._bar = Bar(
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[bad]}", style="red", markup=False),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("collecting the cases", total=None, bad="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to others, as to a debugger."""
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
+
+    def collected(self, cases: Sequence[CaseInfo]) -> None:
+        """Take note of the cases that `finished` will be called for."""
+        for case in cases:
+            self._left[case.area].add(case.id)
+        self._bar.update(self._task, total=len(cases), description="")
+
+    def finished(self, outcome: Outcome) -> None:
+        """Take note of a case that is done."""
+        left, seen = self._left[outcome.area], self._seen[outcome.area]
+        if outcome.id not in left:
+            return
+        left.remove(outcome.id)
+        seen[outcome.id] = outcome
+        self._num_bad += outcome.status in BAD
+        bad = f"{self._num_bad} failed" if self._num_bad else ""
+        self._bar.update(self._task, advance=1, description=outcome.id, bad=bad)
+        if not left and not self._console.is_terminal:
+            numbers = counts_text(Counter(each.status for each in seen.values()))
+            took = seconds_text(sum(each.elapsed_s for each in seen.values()))
+            self._console.print(f"{outcome.area}: {numbers} ({took})", markup=False, soft_wrap=True)

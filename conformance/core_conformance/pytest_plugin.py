@@ -1,0 +1,204 @@
+"""The suite as pytest items: `pytest --pyargs core_conformance -p core_conformance.pytest_plugin --core-device NAME`.
+
+One item per case, so that pytest's own selection, reports and xdist work. Cases run in a worker process as they do
+under `core conformance`: a crash or a time-out is one failed item. Loaded with `-p` only: an entry point would ask
+every pytest run of the environment for a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from core_conformance.case import MAX_LEVEL, Outcome
+
+if TYPE_CHECKING:
+    from core_conformance.lanes import ProcessLane
+    from core_conformance.protocol import CaseInfo, Collected, SuiteModules
+    from core_conformance.selection import Rules
+
+_PROPERTY = "core_conformance"
+_MAX_OBSTACLES = 5
+
+RunCase = Callable[["CaseInfo"], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the suite's options: those of `core conformance`, with a prefix that no other plugin has."""
+    # Values are plain, since xdist sends them to its processes.
+    group = parser.getgroup("core", "conformance of a device of core")
+    group.addoption("--core-device", metavar="NAME", help="device to prove, as `core devices` lists it")
+    group.addoption(
+        "--core-level", type=int, default=MAX_LEVEL, choices=range(MAX_LEVEL + 1), help="highest level to prove"
+    )
+    group.addoption("--core-seed", type=int, default=0, help="seed of every random choice")
+    group.addoption("--core-fuzz", type=int, default=0, help="examples per fuzzing case; 0 leaves them out")
+    group.addoption("--core-xfail", metavar="FILE", help="expected failures of the plugin (core.xfail/1, TOML)")
+    group.addoption("--core-threads", type=int, help="torch threads of the worker")
+    group.addoption("--core-timeout-factor", type=float, default=1.0, help="multiplies the time of each case")
+    group.addoption("--core-suite", help=argparse.SUPPRESS)
+
+
+class Suite:
+    """The collected cases of one pytest process, and the worker that runs them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Collect; raise `CoreError` where nothing can be run: an unknown device, a bad file of expected failures."""
+        from core_conformance.expectations import Expectations
+        from core_conformance.lanes import ProcessLane
+        from core_conformance.protocol import WorkerOptions
+        from core_conformance.running import collect
+        from core_conformance.selection import Rules, choose
+
+        options: Any = config.option
+        expected = Expectations.load(Path(options.core_xfail)) if options.core_xfail else Expectations()
+        worker = WorkerOptions(
+            device=options.core_device,
+            seed=options.core_seed,
+            fuzz=options.core_fuzz,
+            threads=options.core_threads,
+            suite=_modules(options.core_suite),
+        )
+        self.lane: ProcessLane = ProcessLane(worker, timeout_factor=options.core_timeout_factor)
+        try:
+            self.collected: Collected = collect(self.lane)
+            self.rules: Rules = Rules(self.collected, expected)
+            self.cases: list[CaseInfo] = choose(self.collected, level=options.core_level, fuzz=options.core_fuzz)
+        except BaseException:
+            self.lane.close()
+            raise
+        # One file for each device, left there: who removed it would part those that wait from those that come.
+        lock = Path(tempfile.gettempdir(), f"core-conformance-{os.getuid()}-{self.collected.name}.lock")
+        self._lock = lock if hasattr(config, "workerinput") else None
+
+    def run(self, case: CaseInfo) -> Outcome:
+        """Run one case and return what became of it, by the plugin's declarations."""
+        declared = self.rules.declared(case)
+        if declared is not None:
+            return declared
+        with self._turn(exclusive=case.exclusive):
+            return self.rules.judge(self.lane.run(case))
+
+    def close(self) -> None:
+        """End the worker."""
+        self.lane.close()
+
+    @contextmanager
+    def _turn(self, *, exclusive: bool) -> Iterator[None]:
+        """Wait until no process of xdist is in the way of a case that wants the device for itself, or is one."""
+        if self._lock is None:
+            yield
+            return
+        with self._lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            yield
+
+
+_SUITE = pytest.StashKey[Suite]()
+
+
+def suite_of(config: pytest.Config) -> Suite:
+    """Return the suite of this run, collected on first use; raise pytest's error of collection where it can't be."""
+    from core.errors import CoreError
+
+    if _SUITE not in config.stash:
+        if not config.getoption("core_device"):
+            refuse("no device is chosen\n  to do: give --core-device NAME; `core devices` lists the names")
+        try:
+            config.stash[_SUITE] = Suite(config)
+        except CoreError as error:
+            refuse(str(error))
+    return config.stash[_SUITE]
+
+
+def refuse(text: str) -> NoReturn:
+    """End the collection of the suite with this text alone, no traceback."""
+    raise pytest.Collector.CollectError(f"core conformance: {text}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one item of each case."""
+    if "conformance_case" in metafunc.fixturenames:
+        cases = suite_of(metafunc.config).cases
+        metafunc.parametrize("conformance_case", cases, ids=[case.id for case in cases])
+
+
+@pytest.fixture
+def run_conformance_case(request: pytest.FixtureRequest) -> RunCase:
+    """Return a function that runs a case, keeps its outcome for the summary, and ends as pytest's outcome."""
+    suite = suite_of(request.config)
+
+    def run(case: CaseInfo) -> None:
+        outcome = suite.run(case)
+        # With the outcome, since the process that sums up may have collected nothing itself.
+        about = {"num_cases": len(suite.cases), "problem": suite.collected.problem}
+        request.node.user_properties.append((_PROPERTY, json.dumps({"outcome": outcome.to_json(), **about})))
+        report(outcome)
+
+    return run
+
+
+def report(outcome: Outcome) -> None:
+    """Turn an outcome into pytest's: skip what is not supported or lacks something, fail what is bad."""
+    if outcome.status in ("not-supported", "skip"):
+        pytest.skip(f"{outcome.status}: {outcome.reason}")
+    if outcome.status == "xfail":
+        pytest.xfail(" ".join(filter(None, (outcome.reason, *outcome.notes[-1:]))))
+    if outcome.status != "pass":
+        notes = (f"note: {note}" for note in outcome.notes)
+        text = (f"{outcome.status}: {outcome.reason}", outcome.detail, *notes)
+        pytest.fail("\n".join(filter(None, text)), pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say which level the run has proven, and what is in the way of the next one."""
+    from core_conformance.levels import reached
+
+    told = list(_told(terminalreporter.stats))
+    if not told:
+        return
+    # A case that ran again counts by its last run.
+    outcomes = {each["outcome"]["id"]: Outcome.from_json(each["outcome"]) for each in told}
+    asked = config.getoption("core_level")
+    complete = len(outcomes) == told[0]["num_cases"]
+    level, obstacles = reached(list(outcomes.values()), complete=complete, level=asked)
+    if told[0]["problem"]:
+        obstacles = (f"the cases above level 0 could not be collected: {told[0]['problem']}", *obstacles)
+    terminalreporter.section("core conformance")
+    name = "none" if level is None else f"{level} of {asked}"
+    terminalreporter.line(f"device {config.getoption('core_device')}: level {name}")
+    for line in obstacles[:_MAX_OBSTACLES]:
+        terminalreporter.line(f"  {' '.join(line.split())}")
+    if len(obstacles) > _MAX_OBSTACLES:
+        terminalreporter.line(f"  and {len(obstacles) - _MAX_OBSTACLES} more")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the worker."""
+    suite = config.stash.get(_SUITE, None)
+    if suite is not None:
+        suite.close()
+
+
+def _modules(name: str | None) -> SuiteModules:
+    """Return the suite, or for its own tests another one: a module with `CASES` and `collect`."""
+    from core_conformance.protocol import SuiteModules
+
+    return SuiteModules(host=name, collectors=(name,)) if name else SuiteModules()
+
+
+def _told(stats: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    for reports in stats.values():
+        for each in reports:
+            for name, value in getattr(each, "user_properties", ()):
+                if name == _PROPERTY:
+                    yield json.loads(value)

@@ -1,0 +1,83 @@
+"""Spreads cases over lanes: those that share work stay together, and an idle lane takes half of a busy one's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from core_conformance.case import Outcome
+from core_conformance.lanes import Lane
+from core_conformance.protocol import CaseInfo
+
+Finished = Callable[[Outcome], None]
+
+
+class _Work:
+    """The cases left, handed out to lanes by number."""
+
+    def __init__(self, cases: Sequence[CaseInfo], num_lanes: int) -> None:
+        self._waiting = deque(deque(block) for _, block in groupby(cases, key=lambda case: case.block))
+        self._own: list[deque[CaseInfo]] = [deque() for _ in range(num_lanes)]
+        self._lock = threading.Lock()
+
+    def take(self, lane: int) -> CaseInfo | None:
+        """Return the lane's next case: of its block, of the next one, or of what another lane has left; None: done."""
+        with self._lock:
+            if not self._own[lane]:
+                self._own[lane] = self._waiting.popleft() if self._waiting else self._stolen()
+            return self._own[lane].popleft() if self._own[lane] else None
+
+    def _stolen(self) -> deque[CaseInfo]:
+        """Take the back half of the longest rest; its owner is at the front."""
+        longest = max(self._own, key=len)
+        return deque(reversed([longest.pop() for _ in range((len(longest) + 1) // 2)]))
+
+
+def run_all(lanes: Sequence[Lane], cases: Sequence[CaseInfo], finished: Finished) -> None:
+    """Run cases on lanes, in a thread each, and call `finished` with each outcome, in the calling thread.
+
+    Lanes but the first are closed when there is nothing left for them. What `finished` raises, or a KeyboardInterrupt,
+    ends the run: all lanes are closed, and so are the processes behind them.
+    """
+    work = _Work(cases, len(lanes))
+    done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def serve(number: int) -> None:
+        try:
+            while not stop.is_set() and (case := work.take(number)) is not None:
+                done.put(lanes[number].run(case))
+            if number:
+                lanes[number].close()
+            done.put(None)
+        except BaseException as error:  # handed to the calling thread
+            done.put(error)
+
+    threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(len(lanes))]
+    for thread in threads:
+        thread.start()
+    try:
+        for outcome in _until_done(done, len(threads)):
+            finished(outcome)
+    except BaseException:
+        stop.set()
+        for lane in lanes:
+            lane.close()
+        raise
+    finally:
+        for thread in threads:
+            thread.join()
+
+
+def _until_done(done: queue.SimpleQueue[Outcome | BaseException | None], num_lanes: int) -> Iterator[Outcome]:
+    while num_lanes:
+        item = done.get()
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            num_lanes -= 1
+        else:
+            yield item

@@ -1,0 +1,226 @@
+"""Runs cases on one device: `python -m core_conformance.worker OPTIONS`, asked by lanes.py; a crash stays in here."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from core._worker import serve_requests
+from core.cli.output import error_json
+from core.common.conformance import ConformanceProfile
+from core.common.settings import Settings
+from core.device import Device, PluginInfo
+from core.discovery import AUTO, discover
+from core.errors import CoreError
+from core.host import conformance_profile, select_device
+from core.loading import describe
+from core_conformance import suite
+from core_conformance.case import Case, Outcome, Status
+from core_conformance.environment import environment
+from core_conformance.isolation import TorchState, seed_all
+from core_conformance.protocol import DEFAULT_THREADS, CaseInfo, Collected, WorkerOptions
+from core_conformance.trial import NotSupported, Skip, Trial
+
+OnException = Callable[[BaseException], None]
+
+_MAX_REASON = 500
+_MAX_DETAIL = 20_000
+# Modules loaded by a case (transformers, a compiler) are many objects, which every later collection would walk.
+_MANY_MODULES = 100
+
+
+class Session:
+    """One device, opened once, and the cases that run on it, one at a time.
+
+    own_process: the process is there for this alone, and a KeyboardInterrupt is a case's own. on_exception: called with
+    what a case raised, as a debugger wants it, before the case fails.
+    """
+
+    def __init__(
+        self, options: WorkerOptions, *, own_process: bool = False, on_exception: OnException | None = None
+    ) -> None:
+        self._options = options
+        self._own_process = own_process
+        self._on_exception = on_exception
+        self._name = options.device
+        self._opened: tuple[Device, ConformanceProfile] | Exception | None = None
+        self._cases: dict[str, Case] = {case.id: case for case in suite.host_cases(options.suite.host)}
+        self._complete = False
+        self._num_frozen_modules = 0
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(options.threads or DEFAULT_THREADS)
+
+    def open(self) -> tuple[Device, ConformanceProfile]:
+        """Return the device and its plugin's profile, opened on first use; raise what opening it raised each time."""
+        if self._opened is None:
+            try:
+                device = select_device(self._options.device)
+                self._opened = (device, conformance_profile(device))
+                # Cases ask for the device by name, and "auto" might be another one the next time.
+                self._name = device.name if self._name == AUTO else self._name
+            except Exception as error:
+                self._opened = error
+        if isinstance(self._opened, Exception):
+            raise self._opened.with_traceback(None)
+        return self._opened
+
+    def collect(self, *, host_only: bool = False) -> Collected:
+        """Return what there is to run. host_only: level 0 alone, without opening the device."""
+        error: dict[str, Any] | None = None
+        detail = ""
+        try:
+            if not host_only:
+                self._collect()
+        except Exception as caught:
+            error, detail = _error(caught), traceback.format_exc()[-_MAX_DETAIL:]
+        opened = self._opened if isinstance(self._opened, tuple) else None
+        plugin = opened[0].plugin if opened else _plugin(self._name)
+        return Collected(
+            cases=tuple(map(CaseInfo.of, self._cases.values())),
+            name=self._name,
+            error=error,
+            detail=detail,
+            plugin=plugin,
+            environment=environment(opened[0] if opened else None, plugin).to_json(),
+            not_supported=dict(opened[1].not_supported) if opened else {},
+        )
+
+    def run(self, case_id: str) -> tuple[Outcome, bool]:
+        """Run one case; return what became of it, and whether the device still works afterwards."""
+        trial = Trial(self._name, self.open, self._options.seed, self._options.fuzz)
+        # Inference needs no gradients; a case that does, as the checks of a custom op's registration, enables them.
+        with torch.no_grad():
+            before = TorchState.read()
+            seed_all(self._options.seed)
+            start = time.perf_counter()
+            status, reason, detail = self._judged(case_id, trial)
+            elapsed_s = time.perf_counter() - start
+            left = [f"left behind, and put back: {change}" for change in before.restore()]
+        problem = self._tidy()
+        if problem:
+            left.append(f"the device no longer works after this case: {problem}")
+            if status == "pass":
+                status, reason = "fail", left[-1]
+        outcome = Outcome(
+            id=case_id,
+            status=status,
+            reason=reason,
+            detail=detail,
+            elapsed_s=elapsed_s,
+            measurements=tuple(trial.measurements),
+            notes=(*trial.notes, *left),
+        )
+        return outcome, not problem
+
+    def close(self) -> None:
+        """Give torch its threads back, and the garbage collector what was there before the cases."""
+        torch.set_num_threads(self._threads_before)
+        if self._num_frozen_modules:
+            gc.unfreeze()
+
+    def _collect(self) -> None:
+        if self._complete:
+            return
+        device, profile = self.open()
+        modules = self._options.suite
+        cases = suite.collect(device, profile, fuzz=True, host=modules.host, collectors=modules.collectors)
+        self._cases = {case.id: case for case in cases}
+        self._complete = True
+
+    def _case(self, case_id: str) -> Case:
+        if case_id not in self._cases:
+            self._collect()
+        if case_id not in self._cases:
+            raise LookupError("this process has not collected the case: what is collected must not vary")
+        return self._cases[case_id]
+
+    def _judged(self, case_id: str, trial: Trial) -> tuple[Status, str, str]:
+        """Run the case and return status, reason and detail."""
+        failures = trial.failures
+        status: Status = "pass"
+        reason = raised = ""
+        try:
+            self._case(case_id).run(trial)
+            if isinstance(self._opened, tuple):
+                # Work still queued may yet fail, and would fail the next case.
+                self._opened[0].synchronize()
+        except NotSupported as caught:
+            status, reason = "not-supported", _line(str(caught))
+        except Skip as caught:
+            status, reason = "skip", _line(str(caught))
+        except BaseException as caught:
+            if isinstance(caught, KeyboardInterrupt) and not self._own_process:
+                raise
+            if self._on_exception is not None:
+                self._on_exception(caught)
+            status, reason, raised = "fail", _line(describe(caught)), traceback.format_exc()
+        if failures:
+            status, reason = "fail", _first(failures)
+        detail = "\n".join([*failures, *filter(None, [raised])])
+        return status, reason, detail[-_MAX_DETAIL:]
+
+    def _tidy(self) -> str:
+        """Give back what the case held; return why the device can't be used any more, "" where it can."""
+        gc.collect()
+        if len(sys.modules) > self._num_frozen_modules + _MANY_MODULES:
+            gc.freeze()
+            self._num_frozen_modules = len(sys.modules)
+        if isinstance(self._opened, tuple):
+            try:
+                self._opened[0].synchronize()
+                self._opened[0].parts.empty_cache()
+            except Exception as error:
+                return _line(describe(error))
+        return ""
+
+
+def _plugin(name: str) -> PluginInfo | None:
+    entries = discover(Settings.from_environment()).claiming(name.partition(":")[0])
+    return entries[0].info if len(entries) == 1 else None
+
+
+def _error(caught: Exception) -> dict[str, Any]:
+    if isinstance(caught, CoreError):
+        return error_json(caught)
+    remedy = "see the traceback"
+    fields = {"asked": "the cases of the suite", "found": describe(caught), "remedy": remedy, "notes": []}
+    return {"type": type(caught).__name__, **fields}
+
+
+def _line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_REASON else f"{line[: _MAX_REASON - 1]}…"
+
+
+def _first(failures: list[str]) -> str:
+    return _line(failures[0]) + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")
+
+
+def main(argument: str) -> None:
+    """Answer the requests of a lane until it closes."""
+    # The device is opened inside a request: until then standard output is not yet out of reach of a vendor's code.
+    sessions: list[Session] = []
+
+    def answer(request: dict[str, Any]) -> dict[str, object]:
+        if not sessions:
+            sessions.append(Session(WorkerOptions.from_argument(argument), own_process=True))
+        if "collect" in request:
+            return sessions[0].collect(host_only=request["collect"] == "host").to_json()
+        # Shortly before the process is killed, the stacks of its threads go to its output.
+        faulthandler.dump_traceback_later(0.9 * request["timeout_s"])
+        outcome, usable = sessions[0].run(request["run"])
+        faulthandler.cancel_dump_traceback_later()
+        return {"outcome": outcome.to_json(), "usable": usable}
+
+    serve_requests(answer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

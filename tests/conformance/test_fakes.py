@@ -1,0 +1,187 @@
+"""core_conformance/cases/fakes.py: true fakes pass; wrong shapes, dtypes, strides, aliases and writes are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.common.conformance import ConformanceProfile
+from core.common.fakes import FakeOp, FakeResult, half_last
+from core.common.ops.canonical import OPS
+from core.common.ops.declaration import Sample
+from core.common.ops.implementation import OpImplementation
+from core.common.ops.normalization import RMS_NORM
+from core.device import Device
+from core_conformance.case import Case
+from core_conformance.cases.fakes import collect
+from core_conformance.trial import NotSupported, Trial
+from tests.recording import acme
+from tests.support import cpu
+
+Fake = Callable[..., Any]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return RMS_NORM.reference(x, weight, eps)
+
+
+def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    result = norm(x, weight, eps)
+    x.add_(1)
+    return result
+
+
+def norm_by_columns(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return norm(x, weight, eps).t().contiguous().t()
+
+
+def like_x(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+KERNELS: dict[str, tuple[Fake, Fake]] = {
+    "right": (norm, like_x),
+    "shape": (norm, lambda x, weight, eps: x.new_empty(x.shape[0], 2 * x.shape[1])),
+    "dtype": (norm, lambda x, weight, eps: torch.empty_like(x, dtype=torch.float64)),
+    "strides": (norm_by_columns, like_x),
+    "alias": (lambda x, weight, eps: x, like_x),
+    "mutation": (norm_in_place, like_x),
+    "tensors": (lambda x, weight, eps: norm(x, weight, float(x.sum()) * 0 + eps), lambda x, weight, eps: _sum(x)),
+}
+"""A kernel and its fake; all but the first do not fit."""
+
+
+def _sum(x: Tensor) -> Tensor:
+    return torch.empty_like(x) * float(x.sum())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> Iterator[torch.library.Library]:
+    lib = torch.library.Library("conformance_test", "DEF")
+    for name, (kernel, fake) in KERNELS.items():
+        lib.define(f"{name}(Tensor x, Tensor weight, float eps) -> Tensor")
+        lib.impl(name, kernel, "CPU")
+        torch.library.register_fake(f"conformance_test::{name}", fake, lib=lib)
+    lib.define("untaught(Tensor x) -> Tensor")
+    lib.impl("untaught", lambda x: x.clone(), "CPU")
+    yield lib
+    lib._destroy()
+
+
+def calling(name: str) -> OpImplementation:
+    """Return an implementation of rms_norm that calls one of the custom ops above."""
+
+    def fn(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
+        assert weight is not None
+        out: Tensor = getattr(torch.ops.conformance_test, name)(x, weight, eps)
+        return out
+
+    def condition(call: Any) -> str | None:
+        x, rest = call.args["x"], ("compute_dtype", "normed_dtype", "weight_dtype", "out_dtype")
+        plain = x.dim() == 2 and x.is_contiguous() and call.args["weight"] is not None and not call.args["offset"]
+        return None if plain and not any(call.args[each] for each in rest) else "contiguous rows in one dtype only"
+
+    return OpImplementation(op="core::rms_norm", name=name, fn=fn, condition=condition)
+
+
+def trial_of(device: Device, case: str) -> Trial:
+    trial = Trial(device.name, lambda: (device, ConformanceProfile()))
+    found(device)[f"fakes/{case}"].run(trial)
+    return trial
+
+
+def found(device: Device) -> dict[str, Case]:
+    return {case.id: case for case in collect(device, ConformanceProfile())}
+
+
+def with_fake(name: str, result: FakeResult | None = None, **fields: Any) -> Device:
+    declared = FakeOp(op=name, rule=half_last(), **fields)
+    return cpu(fakes=((declared, result or FakeResult(applied=True, reason="registered")),))
+
+
+def rows(device: torch.device) -> Iterator[Sample]:
+    x, weight = torch.ones(3, 8, device=device), torch.ones(8, device=device)
+    yield Sample(name="rows", kwargs={"x": x, "weight": weight, "eps": 1e-5})
+
+
+def test_canonical_ops_pass() -> None:
+    device = acme()
+    own = {f"fakes/{each.op.removeprefix('core::')}/{each.name}" for each in device.ops}
+    assert set(found(device)) == {f"fakes/{op.name}/reference" for op in OPS} | own
+    for case in ("add_rms_norm/reference", "quantized_linear/reference", "rms_norm/acme_rms_norm"):
+        trial = trial_of(device, case)
+        assert not trial.failures and {"T0"} == {each.criterion for each in trial.measurements}
+
+
+def test_a_custom_op_that_an_implementation_calls_is_found_and_checked() -> None:
+    trial = trial_of(cpu(ops=(calling("right"),)), "rms_norm/right")
+    assert not trial.failures
+    assert trial.notes == ["custom ops checked: conformance_test::right"]
+    checked = {each.name for each in trial.measurements}
+    assert {
+        f"conformance_test::right, call 1, test_{x}" for x in ("schema", "faketensor", "aot_dispatch_dynamic")
+    } <= checked
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("shape", "result 0 against the fake: (9, 48) float32 strides (48, 1) instead of (9, 96)"),
+        ("dtype", "instead of (9, 48) float64"),
+        ("strides", "strides (1, 9) instead of (9, 48) float32 strides (48, 1)"),
+        ("alias", "result 0 shares memory with argument 'x'"),
+        ("mutation", "writes its argument 'x', which the schema does not declare"),
+        ("tensors", "runs on real tensors and raises on fake ones: DataDependentOutputException"),
+    ],
+)
+def test_a_fake_that_does_not_fit_is_rejected(name: str, reason: str) -> None:
+    implemented = trial_of(cpu(ops=(calling(name),)), f"rms_norm/{name}")
+    assert any(reason in each for each in implemented.failures), implemented.failures
+    by_torch = [each for each in implemented.measurements if each.reason and "conformance_test::" in each.name]
+    assert by_torch or name == "strides", "torch finds these too, but strides only in later releases"
+    foreign = trial_of(with_fake(f"conformance_test::{name}", samples=rows), f"foreign/conformance_test.{name}")
+    assert foreign.failures and all("\n" not in each for each in foreign.failures)
+
+
+def test_an_implementation_that_can_not_be_traced_is_rejected() -> None:
+    def fn(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
+        return RMS_NORM.reference(x, weight, eps + 0 * float(x.nansum()), **options)
+
+    device = cpu(ops=(OpImplementation(op="core::rms_norm", name="reads", fn=fn),))
+    assert "runs on real tensors and raises on fake ones" in trial_of(device, "rms_norm/reads").failures[0]
+
+
+def test_an_implementation_that_refuses_everything_is_not_supported() -> None:
+    device = cpu(ops=(replace(calling("right"), condition=lambda call: "not today"),))
+    with pytest.raises(NotSupported, match="not today"):
+        trial_of(device, "rms_norm/right")
+
+
+def test_a_foreign_fake_with_samples_is_compared() -> None:
+    trial = trial_of(with_fake("conformance_test::right", samples=rows), "foreign/conformance_test.right")
+    assert not trial.failures and trial.measurements
+
+
+@pytest.mark.parametrize("samples", [None, lambda device: []])
+def test_a_foreign_fake_without_samples_is_no_pass(samples: Any) -> None:
+    trial = trial_of(with_fake("conformance_test::right", samples=samples), "foreign/conformance_test.right")
+    assert trial.failures == ["the fake of conformance_test::right can't be checked: give FakeOp.samples"]
+
+
+def test_a_library_that_is_absent_is_not_supported() -> None:
+    absent = FakeResult(applied=False, reason="op absent::Gate is not installed here")
+    case = found(with_fake("absent::Gate", absent))["fakes/foreign/absent.gate"]
+    assert case.not_supported == absent.reason
+
+
+def test_an_op_without_a_fake_is_rejected() -> None:
+    def some(device: torch.device) -> Iterator[Sample]:
+        yield Sample(name="rows", kwargs={"x": torch.ones(3, 8, device=device)})
+
+    trial = trial_of(with_fake("conformance_test::untaught", samples=some), "foreign/conformance_test.untaught")
+    assert "rows: runs on real tensors and raises on fake ones" in trial.failures[0]
