@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= hf,dev,conformance
 ARGS ?=
+# Processes that run the tests; each test file stays in one. 0 runs them here, as a debugger wants it.
+WORKERS ?= auto
 
 # Absolute, because the example package is tested from its own folder.
 BIN := $(abspath $(VENV))/bin
@@ -14,7 +16,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make run       core run --device auto      (ARGS='--device cpu --json' replaces the arguments)"
-	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest)"
+	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest, WORKERS=0 for one process)"
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
 	@echo "make clean     remove $(VENV), caches and build results"
@@ -32,7 +34,7 @@ run: $(STAMP)
 
 test: $(STAMP)
 	@echo "== pytest: core, its plugins"
-	@"$(BIN)/python" -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(ARGS)
 	@echo "== pytest: the example vendor, by its own configuration"
 	@cd examples/acme_device && "$(BIN)/python" -m pytest
 

@@ -15,6 +15,9 @@ from core_conformance.trial import NotSupported, Skip, Trial
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
 
+PHASES = ("generate", "shrink")
+"""What hypothesis does; to explain a failure by variants of it would take as long again."""
+
 Example = Callable[["DataObject", Trial], None]
 """Draws one example, notes a description of it, and judges it; all through a trial of its own."""
 
@@ -58,7 +61,7 @@ def run_examples(trial: Trial, example: Example) -> int:
     Raises `Skip` where hypothesis is not installed.
     """
     try:
-        from hypothesis import HealthCheck, Verbosity, given, seed, settings
+        from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
         from hypothesis.errors import Flaky, Unsatisfiable
         from hypothesis.strategies import data
     except ImportError:
@@ -66,6 +69,7 @@ def run_examples(trial: Trial, example: Example) -> int:
     examples = _Examples(trial, example)
     chosen = settings(
         max_examples=trial.fuzz,
+        phases=[Phase[name] for name in PHASES],
         database=None,
         deadline=None,
         print_blob=False,

@@ -15,7 +15,7 @@ from core.common.graphs.backend import BoundCallable, Callback, GraphKey
 from core.common.graphs.weak import release
 from core.errors import CaptureError
 
-__all__ = ["StreamGraph", "StreamGraphBackend", "StreamGraphs"]
+__all__ = ["StreamGraph", "StreamGraphBackend", "StreamGraphs", "capture_lock"]
 
 FIRST_WARMUPS, LATER_WARMUPS = 3, 1
 """Runs before a capture: the first of a program also allocate the workspaces of libraries, which a capture may not; the
@@ -24,6 +24,11 @@ later ones only choose kernels for their sizes."""
 _CAPTURING: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 """Held while a device captures or is waited for: to wait for all its streams breaks the captures on them, also those of
 other threads."""
+
+
+def capture_lock(device: torch.device) -> threading.RLock:
+    """Return the lock to hold while all streams of a device are waited for, so that no thread's capture breaks."""
+    return _CAPTURING[device]
 
 
 class StreamGraph(Protocol):

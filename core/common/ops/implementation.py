@@ -33,10 +33,17 @@ class OpImplementation:
     """One implementation. op: canonical name, `core::attention`. name: what reports call it.
 
     fn takes the op's arguments exactly as its schema states them and keeps its contract, mutation included. It must be
-    traceable when the device's lowering traces (plain torch ops, or a custom op).
+    traceable when the device's lowering traces (plain torch ops, or a custom op, also as `torch.library.custom_op`
+    gives it).
     """
 
     op: str
     name: str
     fn: Callable[..., Any]
     condition: Condition = always
+
+    def __post_init__(self) -> None:
+        # What `custom_op` gives is no function with a name, as a node of a graph needs it, but knows the op it made.
+        overload = getattr(self.fn, "_opoverload", None)
+        if overload is not None:
+            object.__setattr__(self, "fn", overload)

@@ -6,6 +6,7 @@ Scalars are matched as values and read: a parameter of the pattern that is liste
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -96,12 +97,12 @@ def _wrong_kind(context: PassContext, pattern: object, wanted: str) -> PassError
 def _replace(context: PassContext, pattern: Replacement) -> PassResult:
     searched, new = traced(pattern.pattern), traced(pattern.replacement)
     names = [str(node.target) for node in searched.graph.nodes if node.op == "placeholder"]
-    matcher = SubgraphMatcher(
-        searched.graph, match_output=False, match_placeholder=False, remove_overlapping_matches=True
-    )
+    matcher = _Matcher(searched.graph, match_output=False, match_placeholder=False, remove_overlapping_matches=True)
     sites: list[Site] = []
     misses: list[NearMiss] = []
-    for match in matcher.match(context.graph):
+    with _MATCHING:
+        matches = matcher.match(context.graph)
+    for match in matches:
         bound = dict(zip(names, match.placeholder_nodes, strict=True))
         reason = _literals(pattern, bound) or (pattern.check(bound) if pattern.check is not None else None)
         if reason:
@@ -109,6 +110,46 @@ def _replace(context: PassContext, pattern: Replacement) -> PassResult:
         else:
             sites.append(_site(match, new, tuple(bound[name] for name in _parameters(pattern.replacement))))
     return apply_sites(context, sites, misses)
+
+
+_MATCHING = threading.Lock()
+"""Held while a pattern's graph, which all threads share, is spelled like the graph it is compared with."""
+
+
+class _Matcher(SubgraphMatcher):
+    """Takes keywords left at their defaults for equal to keywords left out.
+
+    A pattern traced by fx writes `relu(x, inplace=False)` for `relu(x)`, and Dynamo writes what the model wrote.
+    """
+
+    def _match_nodes(self, pn: fx.Node, gn: fx.Node, *rest: Any, **named: Any) -> bool:
+        kept = pn.kwargs
+        if pn.op == "call_function" and pn.target == gn.target and list(kept) != list(gn.kwargs):
+            pn.kwargs = _spelled_like(pn, gn)
+        try:
+            return super()._match_nodes(pn, gn, *rest, **named)
+        finally:
+            pn.kwargs = kept
+
+
+def _spelled_like(pattern: fx.Node, node: fx.Node) -> dict[str, Any]:
+    """Return the pattern's keywords, those at their default left out or written out as the node has them."""
+    defaults = _defaults(pattern.target)
+    missing = [name for name in pattern.kwargs if name not in node.kwargs]
+    added = [name for name in node.kwargs if name not in pattern.kwargs]
+    if any(name not in defaults or pattern.kwargs[name] != defaults[name] for name in missing):
+        return dict(pattern.kwargs)
+    if any(name not in defaults for name in added):
+        return dict(pattern.kwargs)
+    return {name: pattern.kwargs.get(name, defaults.get(name)) for name in node.kwargs}
+
+
+def _defaults(target: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def _literals(pattern: Replacement, bound: Mapping[str, Any]) -> str | None:

@@ -37,7 +37,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if view.kind(node) != "tanh":
         return None
     scaled: Any = node.args[0]
-    if view.kind(scaled) != "div" or not view.is_number(scaled.args[1]):
+    if view.kind(scaled) != "div" or len(scaled.args) != 2 or scaled.kwargs or not view.is_number(scaled.args[1]):
         return None  # a plain tanh
     source, cap = scaled.args
     product = view.only_user(node)

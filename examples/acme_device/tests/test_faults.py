@@ -235,7 +235,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "fake-mutation": fake_mutation,
 }
 IN_A_PROCESS = {"torch-gelu"}
-ELSEWHERE = {name for name, fault in FAULTS.items() if fault.area == "graphs"}  # test_faults_of_graphs.py
+ELSEWHERE = {name for name, fault in FAULTS.items() if "core_graph_backend" in fault.hooks}  # test_faults_of_graphs.py
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,15 @@ def test_near_misses_say_why(model: Any, reason: str) -> None:
     assert [reason in miss.reason for miss in report.near_misses] == [True]
 
 
-@pytest.mark.parametrize("model", [torch.tanh, lambda x: x / 20.0 * 20.0, lambda x: 2 * torch.tanh(x)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        torch.tanh,
+        lambda x: x / 20.0 * 20.0,
+        lambda x: 2 * torch.tanh(x),
+        lambda x: 20.0 * torch.tanh(torch.div(x, 20.0, rounding_mode="floor")),
+    ],
+)
 def test_what_is_plainly_something_else_is_passed_over(model: Any) -> None:
     _, report = fused(lambda x: model(x), rows(torch.float32))
     assert (report.matched, report.near_misses) == (0, ())

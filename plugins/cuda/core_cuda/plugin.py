@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from core.common.graphs.backend import GraphBackendFactory
+from core.common.graphs.streams import capture_lock
 from core.common.lowering import Lowerings
 from core.common.lowerings import INLINE_AND_INDUCTOR
 from core.device import Capabilities, DeviceParts, MemoryInfo
@@ -43,7 +44,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
             },
         ),
         memory=partial(_memory, device),
-        synchronize=partial(torch.cuda.synchronize, device),
+        synchronize=partial(_synchronize, device),
         empty_cache=torch.cuda.empty_cache,
         reset_peak_memory=partial(torch.cuda.reset_peak_memory_stats, device),
         side_stream=lambda: torch.cuda.stream(stream),
@@ -86,6 +87,12 @@ def _require(index: int) -> None:
             found=f"{torch.cuda.device_count()} visible device(s), counted from 0",
             remedy="choose a smaller index, or make more devices visible with CUDA_VISIBLE_DEVICES",
         )
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for all work of the GPU, and first for another thread's capture, which that would break."""
+    with capture_lock(device):
+        torch.cuda.synchronize(device)
 
 
 def _memory(device: torch.device) -> MemoryInfo:

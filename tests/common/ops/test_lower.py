@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+import core.common.ops.canonical  # noqa: F401  # declares rms_norm
 from core.common.ops.attention import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.lower import OpChoice, lower_ops
@@ -105,3 +106,17 @@ def test_other_ops_are_left_alone() -> None:
     before = module.code
     assert lower_ops(module, [implementation()]) == ()
     assert module.code == before
+
+
+def test_what_custom_op_makes_is_taken_as_the_op() -> None:
+    @torch.library.custom_op("core_tests::norm", mutates_args=())
+    def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return x * 1
+
+    made = OpImplementation(op="core::rms_norm", name="own", fn=norm)
+    module = fx.symbolic_trace(lambda x: torch.ops.core.rms_norm(x, None, 1e-5))
+    for node in module.graph.nodes:
+        node.meta["example_value"] = torch.ones(2, 4)
+    lower_ops(module, [made])
+    assert made.fn is torch.ops.core_tests.norm.default
+    assert torch.equal(module(torch.ones(2, 4)), torch.ones(2, 4))

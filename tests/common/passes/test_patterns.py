@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, fx
 from torch._inductor.pattern_matcher import CallFunction, KeywordArg, Match
+from torch.nn import functional
 
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass
@@ -18,6 +19,7 @@ from core.common.passes.inductor import as_inductor_pass
 from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.mechanisms import apply_pass
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
+from core.common.tracing import trace
 from core.errors import PassError
 from tests.common.passes.graphs import RMS, RmsNorm, Stack, calls, to_aten, traced, traced_graph
 from tests.support import refused
@@ -93,6 +95,24 @@ def test_near_relatives_do_not_match() -> None:
         assert run(traced(model, X), declared()).matched == 0
     right = traced(lambda x: norm(x, x[0], 1e-5, torch.float32), X)
     assert run(right, declared()).matched == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "matched"),
+    [
+        (lambda x: functional.relu(x) * 2, 1),
+        (lambda x: functional.relu(x, inplace=False) * 2, 1),
+        (lambda x: torch.nn.ReLU()(x) * 2, 1),
+        (lambda x: functional.relu(x + 0.5, inplace=True) * 2, 0),
+    ],
+)
+def test_a_keyword_at_its_default_may_be_written_or_left_out(model: Any, matched: int) -> None:
+    doubled = Replacement(pattern=lambda x: functional.relu(x) * 2, replacement=lambda x: torch.clamp(x * 2, min=0))
+    which = Pass(name="double_relu", mechanism="replace_pattern", patterns=(doubled,), owner="acme")
+    module = trace(model, {"x": X.clone()}).module
+    wanted = module(X.clone())[0]
+    assert run(module, which).matched == matched
+    assert torch.equal(module(X.clone())[0], wanted)
 
 
 def test_a_check_decides_by_what_was_matched() -> None:
