@@ -8,8 +8,12 @@ import fcntl
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+_PARENT_POLL_S = 1.0
 
 
 def serve(answer: Callable[[str], dict[str, object]]) -> None:
@@ -35,6 +39,7 @@ def serve_requests(answer: Callable[[dict[str, Any]], dict[str, object]]) -> Non
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     process = os.getpid()
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(requests, "rb") as asked, os.fdopen(channel, "w") as answers:
         for line in asked:
             request = json.loads(line)
@@ -44,6 +49,13 @@ def serve_requests(answer: Callable[[dict[str, Any]], dict[str, object]]) -> Non
             answers.write(f"{reply}\n")
             answers.flush()
         os._exit(0)
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its parent is gone, also in the middle of a case that hangs: nobody else would."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
 
 
 def _protected_channel() -> int:

@@ -63,14 +63,17 @@ def compile(
     bound: the tensors of inputs declared "bound". reset: called between warm-up and capture of each bucket, and after
     it, to undo what these wrote into state. examples: sets of inputs by name, per phase or for a single phase, on which
     `verify` judges the passes and on which captures without a trace are checked. A bucket dimension named "tokens"
-    tells passes with a token range how many tokens a graph serves.
+    tells passes with a token range how many tokens a graph serves. progress: called as `progress(what, done, total)`
+    before each capture and once after the last, on the first rank only. Lowering "inductor" takes minutes for whole
+    models, where "inline" takes seconds.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
     writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
     (`load_state_dict(assign=True)`, `model.half()`) is not, unless `debug` is on. A model that assigns to attributes in
-    its forward is refused. Ambient modes of torch (autocast) apply at each call of a lowering that runs torch ops, such
-    as `inline`. Raises `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and
-    `CaptureError`.
+    its forward can't be traced: an error where strict or where the mode is named, else it runs in a mode without a
+    trace, with a note. What traces but can't be captured (a host read) is an error likewise: see docs/capture.md.
+    Ambient modes of torch (autocast) apply at each call of a lowering that runs torch ops, such as `inline`. Raises
+    `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and `CaptureError`.
     """
     options = CompileOptions(
         mode=mode,

@@ -126,7 +126,7 @@ class TracedPhases:
             values=values,
             lower_s=time.perf_counter() - start,
             output=lambda: traced.output,
-            cropper=TracedCropper(traced),
+            cropper=TracedCropper(traced, self._inputs),
         )
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The documentation says nothing that does not run: code and tables of docs/passes.md, commands and what they print."""
+"""The documentation says nothing that does not run: code and tables of its pages, commands and what they print."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def matches(shown: str, printed: str) -> bool:
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
 
 
-def run(block: Block, names: dict[str, Any]) -> str:
+def run(block: Block, names: dict[str, Any], page: str = "docs/passes.md") -> str:
     """Run a block of Python with the names of those before it, and return what it prints."""
     printed = io.StringIO()
     # Lines are counted as in the page, for tracebacks.
-    code = compile("\n" * (block.line - 1) + block.text, "docs/passes.md", "exec")
+    code = compile("\n" * (block.line - 1) + block.text, page, "exec")
     with contextlib.redirect_stdout(printed):
         exec(code, names)
     return printed.getvalue()
@@ -111,14 +111,19 @@ def test_the_code_of_the_page_runs_and_prints_what_is_shown(names: dict[str, Any
     assert names["FUSE_SOFTCAP"].name == "acme_softcap"
 
 
-CAPTURE = [b for b in blocks((ROOT / "docs/capture.md").read_text(encoding="utf-8")) if b.kind == "python"]
+PROGRAMS = [
+    pytest.param(page, block, id=f"{page} line {block.line}")
+    for page in ("capture", "attention")
+    for block in blocks((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
+    if block.kind == "python"
+]
 
 
-@pytest.mark.parametrize("block", CAPTURE, ids=lambda block: f"line {block.line}")
-def test_each_program_on_capturing_runs(block: Block) -> None:
-    module = types.ModuleType(f"docs_capture_{block.line}")
+@pytest.mark.parametrize(("page", "block"), PROGRAMS)
+def test_each_program_of_a_page_runs(page: str, block: Block) -> None:
+    module = types.ModuleType(f"docs_{page}_{block.line}")
     sys.modules[module.__name__] = module
-    run(block, vars(module))
+    run(block, vars(module), f"docs/{page}.md")
 
 
 @pytest.mark.slow

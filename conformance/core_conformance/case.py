@@ -91,7 +91,8 @@ class Measurement:
 class Outcome:
     """What became of one case. reason: for everything but a pass, one line. detail: traceback or a process's output.
 
-    elapsed_s: wall time in the worker, 0.0 for what did not run. notes: facts worth reading beside a pass.
+    elapsed_s: wall time in the worker, 0.0 for what did not run. notes: facts worth reading beside a pass. excused:
+    not supported by a glob of the plugin's profile, not by what its other declarations say.
     """
 
     id: str
@@ -101,6 +102,7 @@ class Outcome:
     elapsed_s: float = 0.0
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[str, ...] = ()
+    excused: bool = False
 
     @property
     def area(self) -> str:

@@ -103,7 +103,8 @@ class Expectations:
             expired = f"expected to fail until version {entry.until} of the plugin, which is {plugin_version}"
             return replace(outcome, reason=f"{outcome.reason} ({expired})")
         note = f"expected until version {entry.until}: {entry.reason}" + (f" ({entry.issue})" if entry.issue else "")
-        return replace(outcome, status="xfail", notes=(*outcome.notes, note))
+        # What the vendor knows comes first; what was found stays with it, since it may be something new.
+        return replace(outcome, status="xfail", reason=f"{note}; found: {outcome.reason}")
 
 
 def matches(glob: str, id: str) -> bool:

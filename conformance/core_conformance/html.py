@@ -82,7 +82,7 @@ def to_html(report: Report) -> str:
 def to_badge(report: Report) -> str:
     """Return a small SVG image that says which level the device has reached by which plugin and suite."""
     report = printable(report)
-    level = f"level {report.reached}" if report.reached is not None else headline(report).lower()
+    level = headline(report).lower().replace(f" of {MAX_LEVEL}", "", 1)
     plugin = "no plugin" if report.plugin is None else str(report.plugin)
     parts = [f"core conformance {report.suite}".rstrip(), level, one_line(plugin, 60)]
     widths = [round(len(text) * _CHARACTER_WIDTH) + 14 for text in parts]

@@ -169,7 +169,9 @@ def headline(report: Report) -> str:
     """Return the outcome in a few words."""
     if report.reached is not None:
         asked = "" if report.level in (MAX_LEVEL, report.reached) else f", asked for {report.level}"
-        return f"LEVEL {report.reached} OF {MAX_LEVEL}{asked}"
+        excused = sum(outcome.excused for outcome in report.outcomes)
+        left_out = f", {excused} excused by its profile" if excused else ""
+        return f"LEVEL {report.reached} OF {MAX_LEVEL}{left_out}{asked}"
     return "NO LEVEL JUDGED" if report.chosen else "NO LEVEL REACHED"
 
 

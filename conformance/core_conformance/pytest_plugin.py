@@ -1,4 +1,4 @@
-"""The suite as pytest items: `pytest --pyargs core_conformance -p core_conformance.pytest_plugin --core-device NAME`.
+"""The suite as pytest items: `pytest --pyargs core_conformance -p core_conformance.pytest_plugin --device NAME`.
 
 One item per case, so that pytest's own selection, reports and xdist work. Cases run in a worker process as they do
 under `core conformance`: a crash or a time-out is one failed item. Loaded with `-p` only: an entry point would ask
@@ -33,10 +33,10 @@ RunCase = Callable[["CaseInfo"], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the suite's options: those of `core conformance`, with a prefix that no other plugin has."""
+    """Add the suite's options: `--device`, and the others of `core conformance` with a prefix that no plugin has."""
     # Values are plain, since xdist sends them to its processes.
     group = parser.getgroup("core", "conformance of a device of core")
-    group.addoption("--core-device", metavar="NAME", help="device to prove, as `core devices` lists it")
+    group.addoption("--device", dest="core_device", metavar="NAME", help="device to prove, as `core devices` lists it")
     group.addoption(
         "--core-level", type=int, default=MAX_LEVEL, choices=range(MAX_LEVEL + 1), help="highest level to prove"
     )
@@ -112,7 +112,7 @@ def suite_of(config: pytest.Config) -> Suite:
 
     if _SUITE not in config.stash:
         if not config.getoption("core_device"):
-            refuse("no device is chosen\n  to do: give --core-device NAME; `core devices` lists the names")
+            refuse("no device is chosen\n  to do: give --device NAME; `core devices` lists the names")
         try:
             config.stash[_SUITE] = Suite(config)
         except CoreError as error:

@@ -129,6 +129,7 @@ class Report:
             "worst_ratio": None if worst is None else finite(worst),
             "measurements": [item.to_json() | {"ratio": finite(item.ratio)} for item in outcome.measurements],
             "notes": list(outcome.notes),
+            "excused": outcome.excused,
             "repro": self.repro(outcome),
         }
 

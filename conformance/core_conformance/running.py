@@ -134,6 +134,11 @@ class _Outcomes:
         self._by_id: dict[str, Outcome] = {}
         self._failed = ""
 
+    @property
+    def stopped_at(self) -> str:
+        """The failure that ended the run; "" where it ran to its end."""
+        return self._failed
+
     def take_declared(self) -> list[CaseInfo]:
         """Note the cases that are declared not supported; return the others."""
         left = []
@@ -233,6 +238,8 @@ def _report(
 ) -> Report:
     ordered = outcomes.in_order()
     level, obstacles = reached(ordered, complete=not options.chosen, level=options.level)
+    if outcomes.stopped_at:
+        obstacles = (f"the run stopped at the first failure, {outcomes.stopped_at}",)
     if collected.error is not None and options.level:
         obstacles = (f"the cases above level 0 could not be collected: {collected.problem}", *obstacles)
     return Report(

@@ -10,8 +10,9 @@ from core_conformance.case import MAX_LEVEL, Outcome
 from core_conformance.expectations import Expectations, matches
 from core_conformance.protocol import CaseInfo, Collected
 
-PROFILE_CASE = "host/profile"
-"""The case that judges a profile, which no profile can excuse."""
+INEXCUSABLE = ("host/*", "torch/*", "ops/*/reference/*", "fakes/*/reference")
+"""Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. What a device can't
+do of that, its capabilities say."""
 
 
 def choose(collected: Collected, *, level: int, fuzz: int = 0, chosen: Sequence[str] = ()) -> list[CaseInfo]:
@@ -63,11 +64,12 @@ class Rules:
     def declared(self, case: CaseInfo) -> Outcome | None:
         """Return the outcome of a case that is declared not supported, by itself or by the profile; None: run it."""
         reason = case.not_supported
-        if not reason and case.id != PROFILE_CASE:
+        excused = not reason and not any(matches(glob, case.id) for glob in INEXCUSABLE)
+        if excused:
             reasons = (reason for glob, reason in self._not_supported.items() if matches(glob, case.id))
             # A reason left out is a failure of the profile's own case; the declaration stands.
             reason = next((text.strip() or "declared without a reason" for text in reasons), "")
-        return Outcome(id=case.id, status="not-supported", reason=reason) if reason else None
+        return Outcome(id=case.id, status="not-supported", reason=reason, excused=excused) if reason else None
 
     def judge(self, outcome: Outcome) -> Outcome:
         """Return the outcome as expected failures make it."""

@@ -181,4 +181,4 @@ def _last_line(report: Report) -> Text:
     slow = ", ".join(f"{outcome.id} {seconds_text(outcome.elapsed_s)}" for outcome in slowest(report, _SLOWEST))
     workers = report.environment.workers
     took = f"{seconds_text(report.elapsed_s)}, {workers} worker{'' if workers == 1 else 's'}, seed {report.seed}"
-    return Text(took + (f"; slowest: {slow}" if slow else ""), style="dim")
+    return Text(f"{headline(report)} in {took}" + (f"; slowest: {slow}" if slow else ""), style="dim")

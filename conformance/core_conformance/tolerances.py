@@ -11,14 +11,16 @@ T2_FACTOR = 4.0
 """How many times the error of the yardstick on the host a device's own torch operator may have."""
 
 CODE_SHARES: Mapping[torch.dtype, float] = MappingProxyType(
-    {torch.float32: 0.001, torch.bfloat16: 0.02, torch.float16: 0.01}
+    {torch.float32: 0.001, torch.bfloat16: 0.06, torch.float16: 0.01}
 )
 """Dtype of what is quantised -> share of codes that may lie one step from the fp64 ones.
 
 Measured over 28 draws of 9216 codes for int8 and fp8 and each granularity, largest share: x / scale, x * (1 / scale),
 x * (largest code / largest value) and x / (largest value * (1 / largest code)), all in fp32, give 0.0001, 0.008 and
-0.005 of x in fp32, bf16 and fp16 (values of few digits lie on the middle between codes more often). The quotient
-rounded to bf16 gives 0.03 and more, to fp16 0.002 and more: seen where x is fp32.
+0.005 of x in fp32, bf16 and fp16 (values of few digits lie on the middle between codes more often). One scale for a
+whole tensor may put all values that are alike there: of bf16, the third form reached 0.026 in 400 draws of 9216 codes,
+and 0.046 of 576, 0.06 of 192 in 1500. The quotient rounded to bf16 gives 0.03 and more, to fp16 0.002 and more: seen
+where x is fp32.
 """
 
 FEW_CODES = 4
@@ -56,3 +58,7 @@ FUZZ_SMALL_FACTOR = 2.0
 """A result of fewer than 512 elements that fuzzing drew fails above this ratio. T1's bound there is met by about 99 of
 100 legitimate reorderings, which is right for one value and not for thousands: of two orders of one sum the ratio of
 rms errors reached 3.0 to the bound's 3 at 64 elements, and 64 at a single one."""
+
+FUZZ_CODES_FACTOR = 1.5
+"""A share of codes one step off that fuzzing drew fails above this ratio to `CODE_SHARES`, whose measurements reached
+the bound itself at 192 codes. Quotients rounded to bf16 reached 2.7 times it at 576 codes and 12 times at 9216."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,8 @@ class Trial:
 
     def record(self, name: str, criterion: str, ratio: float, reason: str = "", *, like: Tensor | None = None) -> None:
         """Report one judged value; a reason makes the case fail. like: gives dtype and number of elements."""
+        if math.isnan(ratio) and not reason:
+            reason = "its ratio to the bound is NaN"
         dtype = "" if like is None else str(like.dtype).removeprefix("torch.")
         count = 0 if like is None else like.numel()
         self.measurements.append(

@@ -160,7 +160,11 @@ class Session:
                 raise
             if self._on_exception is not None:
                 self._on_exception(caught)
-            status, reason, raised = "fail", _line(describe(caught)), traceback.format_exc()
+            status = "fail"
+            try:
+                reason, raised = _line(describe(caught)), traceback.format_exc()
+            except Exception:  # an exception that can't even be told
+                reason = f"{type(caught).__name__}, whose own text raises"
         if failures:
             status, reason = "fail", _first(failures)
         detail = "\n".join([*failures, *filter(None, [raised])])

@@ -123,7 +123,10 @@ class ProgramReport:
                 + (f" ({trace.reason})" if trace.reason else "")
             )
             lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
-            lines += [f"    {p.summary()}" for p in trace.passes]
+            told = [p for p in trace.passes if _has_news(p)]
+            lines += [f"    {p.summary()}" for p in told]
+            if quiet := len(trace.passes) - len(told):
+                lines.append(f"    {quiet} {'other ' if told else ''}passes matched nothing")
         for bucket in self.buckets:
             lines.append(
                 f"  {bucket.key}: lowered in {bucket.lower_s:.2f} s, captured in {bucket.capture_s:.2f} s, "
@@ -135,10 +138,29 @@ class ProgramReport:
                 f"  {len(self.buckets)} buckets captured in {self.capture_s:.2f} s, {self.graph_bytes / 2**20:.1f} MiB"
             )
         lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
-        lines += [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
+        lines += self._served_lines()
         lines.append(f"  total {self.total_s:.2f} s, static buffers {self.static_bytes / 2**20:.2f} MiB")
         return "\n".join(lines)
+
+    def _served_lines(self) -> list[str]:
+        """Return what was served: replays by phase and key, eager calls and compiles with their reasons."""
+        lines = []
+        for phase, mode in self.modes.items():
+            if mode == "off":
+                lines.append(f"  served {phase}: eagerly, not counted (mode off)")
+                continue
+            used = {key: count for key, count in self.replays.items() if key.phase == phase and count}
+            each = ", ".join(f"{key}: {count}" for key, count in used.items())
+            lines.append(f"  served {phase}: {sum(used.values())} replays" + (f" ({each})" if each else ""))
+        eager, compiled = sum(self.fallbacks.values()), sum(self.compiles.values())
+        lines.append(f"  {eager} eager calls, {compiled} compiles while serving")
+        lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
+        return lines + [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
+
+
+def _has_news(report: PassReport) -> bool:
+    """Tell whether a pass did, or missed, anything that the report should name."""
+    return bool(report.matched or report.error or report.skipped or report.near_misses or report.expected)
 
 
 def _counted(names: Sequence[str]) -> str:

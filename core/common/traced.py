@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,16 +113,20 @@ class TracedGraph:
                 return f"{slot.name} has size {size} in dimension {slot.dim}, traced for {bounds.lower} and up"
         return None
 
-    def branches_differ(self, inputs: Mapping[str, Any]) -> str | None:
+    def branches_differ(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> str | None:
         """Return None if the model takes the same way for these sizes as when traced, else the condition that differs.
 
         Unlike `holds_for` this does not ask whether the trace may run at these sizes, but whether a run at larger ones
-        stands for them: padding must not change which branch is taken.
+        stands for them: padding must not change which branch is taken. dims: expressions that are bucket dimensions
+        themselves, as `s0 - 1` of an input declared `"seqs + 1"`. That such a one is neither 0 nor 1 is not held
+        against a call: of a size that is a symbol Dynamo does not note it either.
         """
         if self.shape_env is None:
             return None
         sizes = self._sizes(inputs)
         for guard in self.shape_env.guards:
+            if _is_not_0_or_1(guard.expr, dims):
+                continue
             if guard.expr.xreplace(sizes) != True:  # noqa: E712  # a sympy relation that stays open is not True
                 return f"the model branches on a size: {guard.expr}"
         for symbol, replacement in self.shape_env.replacements.items():
@@ -133,13 +137,15 @@ class TracedGraph:
     def _sizes(self, inputs: Mapping[str, Any]) -> dict[Any, int]:
         return {symbol: inputs[slot.name].shape[slot.dim] for symbol, slot in self.symbols.items()}
 
-    def crop(self, inputs: Mapping[str, Any]) -> list[tuple[slice, ...]]:
+    def crop(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> list[tuple[slice, ...]]:
         """Return the part of each graph output that belongs to inputs of these shapes, when run at larger ones.
 
         A dimension of an output is cut where its size is that of a symbolic dimension. Sizes computed from one (as of a
-        flattened tensor) do not tell where padding lies: these raise `CaptureError`.
+        flattened tensor) do not tell where padding lies: these raise `CaptureError`, but for `dims`, expressions that
+        are bucket dimensions themselves.
         """
         sizes = self._sizes(inputs)
+        sizes |= {dim: int(dim.xreplace(sizes)) for dim in dims}
         return [tuple(self._cut(size, sizes) for size in fake.shape) for fake in self.outputs]
 
     @staticmethod
@@ -154,3 +160,13 @@ class TracedGraph:
                 remedy="fill a bucket exactly, or return tensors whose dimensions are those of the inputs",
             )
         return slice(sizes[expression])
+
+
+def _is_not_0_or_1(condition: Any, dims: Collection[Any]) -> bool:
+    """Tell whether a condition says no more than that one of these sizes is neither 0 nor 1: it holds from 2 on."""
+    for dim in dims:
+        (symbol,) = dim.free_symbols
+        beyond = symbol.func("beyond", integer=True, nonnegative=True)
+        if condition.free_symbols == {symbol} and condition.xreplace({symbol: symbol - dim + 2 + beyond}) == True:  # noqa: E712
+            return True
+    return False

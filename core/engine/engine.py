@@ -291,7 +291,9 @@ class Engine:
             try:
                 return PagedRunner(model, self.device, self.config, max_model_len=length, progress=progress)
             except NotPageable as refusal:
-                log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", refusal)
+                # As text: a handler that keeps records would keep the model with the error's frames.
+                reason = str(refusal)
+                log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
                 return StaticRunner(
-                    model, self.device, self.config, max_model_len=length, reason=str(refusal), progress=progress
+                    model, self.device, self.config, max_model_len=length, reason=reason, progress=progress
                 )

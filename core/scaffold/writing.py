@@ -53,12 +53,15 @@ def render(names: Names) -> dict[str, str]:
 def check_target(target: Path) -> None:
     """Raise `UsageError` unless the folder is new or empty."""
     found = ""
-    if target.is_symlink() and not target.exists():
-        found = "it is a link to nothing"
-    elif target.exists() and not target.is_dir():
-        found = "it is a file"
-    elif target.is_dir() and any(target.iterdir()):
-        found = "the folder is not empty"
+    try:
+        if target.is_symlink() and not target.exists():
+            found = "it is a link to nothing"
+        elif target.exists() and not target.is_dir():
+            found = "it is a file"
+        elif target.is_dir() and any(target.iterdir()):
+            found = "the folder is not empty"
+    except OSError as error:
+        found = error.strerror or str(error)
     if found:
         raise UsageError(f"a new plugin in {str(target)!r}", found=found, remedy="choose a new folder with --into")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from core.common.graphs.backend import GraphKey
 from core.common.ops.lower import OpChoice
@@ -71,6 +72,40 @@ def test_the_text_says_what_was_done_and_what_it_cost() -> None:
     assert "decode[8, 4]: lowered in 0.10 s, captured in 0.25 s, 2.0 MiB" in lines
     assert "note: prefill runs eagerly" in lines
     assert lines[-1] == "total 1.25 s, static buffers 1.00 MiB"
+
+
+def lines_of(made: ProgramReport) -> list[str]:
+    return [line.strip() for line in str(made).splitlines()]
+
+
+def test_the_text_says_what_was_served() -> None:
+    lines = lines_of(report())
+    assert "served decode: 0 replays" in lines and "0 eager calls, 0 compiles while serving" in lines
+    served = replace(
+        report(), replays={KEYS[0]: 3, KEYS[1]: 4}, fallbacks={"too large": 2, "another guard": 1}, compiles={"f": 1}
+    )
+    lines = lines_of(served)
+    assert "served decode: 7 replays (decode[8, 4]: 3, decode[2, 4]: 4)" in lines
+    assert "served prefill: eagerly, not counted (mode off)" in lines
+    assert "3 eager calls, 1 compiles while serving" in lines
+    assert "ran eagerly 2 times: too large" in lines and "compiled while serving, 1 times: f" in lines
+
+
+def test_passes_that_matched_nothing_are_one_line_and_others_keep_theirs() -> None:
+    idle = replace(PASS, name="idle", matched=0, expected=None, near_misses=())
+    told = (
+        replace(idle, name="undone", error="it raised"),
+        replace(idle, name="skipped", skipped="no tokens"),
+        replace(idle, name="near", near_misses=PASS.near_misses),
+        replace(idle, name="owed", expected=2),
+    )
+    trace = report().traces[0]
+    lines = lines_of(replace(report(), traces=(replace(trace, passes=(idle, PASS, *told, replace(idle, name="b"))),)))
+    assert [line.split(":")[0] for line in lines if line.startswith("pass ")] == [
+        f"pass {each.name}" for each in (PASS, *told)
+    ]
+    assert "2 other passes matched nothing" in lines
+    assert "1 passes matched nothing" in lines_of(replace(report(), traces=(replace(trace, passes=(idle,)),)))
 
 
 def test_json_holds_everything_and_survives_a_round_trip() -> None:

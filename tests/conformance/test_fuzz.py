@@ -238,6 +238,27 @@ def test_an_example_that_raises_and_one_that_fails_once_are_failures() -> None:
     assert run_examples(trial, lambda data, own: pass_over()) == 0 and trial.notes == ["0 examples"]
 
 
+@pytest.mark.parametrize(
+    ("criterion", "value", "ratio", "fails"),
+    [
+        ("T1", torch.zeros(600), 1.1, True),
+        ("T1", torch.zeros(100), 1.9, False),
+        ("T2", torch.zeros(100), 2.1, True),
+        ("T0", torch.zeros(600, dtype=torch.int8), 3.0, False),
+        ("T0", torch.zeros(600, dtype=torch.float8_e4m3fn), 4.1, True),
+        ("T0", torch.zeros(100, dtype=torch.int64), 1.1, True),
+    ],
+)
+def test_what_is_judged_often_is_judged_less_strictly(criterion: str, value: Tensor, ratio: float, fails: bool) -> None:
+    def example(data: st.DataObject, own: Trial) -> None:
+        own.record("a value", criterion, ratio, "over its bound", like=value)
+
+    trial = Trial("cpu", NotImplemented, 0, 3)
+    run_examples(trial, example)
+    assert bool(trial.failures) == fails
+    assert fails or trial.measurements[0].ratio == 1.0
+
+
 class Armed(RecordingBackend):
     """Is wrong from the first example on: what capture itself checks, it gets right."""
 

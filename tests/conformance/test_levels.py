@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from core_conformance.case import AREAS, MAX_LEVEL, STATUSES, Outcome, Status
+from core_conformance.expectations import Expectations
 from core_conformance.levels import reached
+from core_conformance.protocol import CaseInfo, Collected
+from core_conformance.selection import Rules
 
 ALL = [Outcome(id=f"{area}/one", status="pass") for area, (level, _) in AREAS.items() if level <= MAX_LEVEL]
 
@@ -67,3 +70,39 @@ def test_fuzzing_has_no_say(status: Status) -> None:
 
 def test_nothing_proves_nothing() -> None:
     assert reached([]) == (None, ("area 'host': no case of it ran",))
+
+
+@pytest.mark.parametrize(("excused", "level"), [(1, MAX_LEVEL), (2, MAX_LEVEL), (3, 1)])
+def test_a_profile_that_excuses_much_grants_no_level(excused: int, level: int) -> None:
+    others = [Outcome(id=f"graphs/{number}", status="pass") for number in range(17)]
+    left_out = [
+        Outcome(id=f"graphs/x{n}", status="not-supported", reason="later", excused=True) for n in range(excused)
+    ]
+    found, obstacles = reached([*ALL, *others, *left_out])
+    assert found == level
+    if level != MAX_LEVEL:
+        assert obstacles == ("area 'graphs': the profile excuses 3 of 21 cases, more than a tenth",)
+
+
+def test_what_other_declarations_say_is_free() -> None:
+    derived = [Outcome(id=f"graphs/x{n}", status="not-supported", reason="no such mode") for n in range(50)]
+    assert reached([*ALL, *derived]) == (MAX_LEVEL, ())
+
+
+@pytest.mark.parametrize(
+    ("id", "excused"),
+    [
+        ("host/open", False),
+        ("host/profile", False),
+        ("torch/gelu/float32", False),
+        ("ops/rms_norm/reference/float32", False),
+        ("fakes/rms_norm/reference", False),
+        ("ops/rms_norm/own/float32", True),
+        ("models/llama/float32/logits", True),
+    ],
+)
+def test_a_profile_excuses_no_case_about_the_plugins_word(id: str, excused: bool) -> None:
+    case = CaseInfo(id=id, what="", level=0)
+    collected = Collected(cases=(case,), name="own", not_supported={"*": "later"})
+    outcome = Rules(collected, Expectations()).declared(case)
+    assert (outcome is not None and outcome.excused) is excused

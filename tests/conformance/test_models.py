@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from core.device import Device
 from core.engine.runner import EngineConfig
 from core.host import select_device
 from core_conformance.case import Case
-from core_conformance.cases import model_runs, models
+from core_conformance.cases import model_promises, model_runs, models
 from core_conformance.cases.model_zoo import SUBJECTS, Subject
 from core_conformance.trial import Skip, Trial
 from tests.conformance.support import run_case
@@ -176,13 +177,37 @@ def test_memory_that_stays_taken_is_found() -> None:
     assert reasons and "are still held after close()" in reasons[0]
 
 
-def test_a_phase_that_falls_back_to_eager_is_told_with_the_reason() -> None:
+def test_a_phase_in_another_mode_is_told_with_the_reason() -> None:
     class Refusing(RecordingBackend):
         def capture_one(self, *args: Any) -> tuple[Tensor, ...]:
             raise RuntimeError("this device is tired")
 
-    reasons = failures(acme(graph_backend=Refusing), "falcon", "graphs")["graphs"]
-    assert reasons and "decode runs" in reasons[0] and "this device is tired" in reasons[0]
+    device = acme(graph_backend=Refusing)
+    trial = Trial(device.name, lambda: (device, PROFILE))
+    cases(device)["models/falcon/float32/graphs"].run(trial)
+    assert "decode runs 'segmented' instead of 'full'" in trial.notes[0] and "this device is tired" in trial.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mode", "reasons", "wrong"),
+    [
+        ("falcon", "full", (), False),
+        ("falcon", "segmented", ("it can't be captured",), False),
+        ("falcon", "segmented", (), True),
+        ("falcon", "off", ("it can't be captured",), True),
+        (None, "segmented", ("it can't be captured",), True),
+    ],
+)
+def test_only_a_model_of_others_may_run_in_another_mode_and_only_with_a_reason(
+    model_type: str | None, mode: str, reasons: tuple[str, ...], wrong: bool
+) -> None:
+    trial = Trial("acme", lambda: (acme(), PROFILE))
+    bench: Any = SimpleNamespace(
+        device=acme(), engine=SimpleNamespace(config=EngineConfig()), subject=SimpleNamespace(model_type=model_type)
+    )
+    report: Any = SimpleNamespace(modes={"decode": mode}, notes=reasons)
+    model_promises._require_modes(trial, bench, report)
+    assert bool(trial.failures) == wrong
 
 
 def test_passes_that_do_not_fire_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,17 @@ def test_refused_calls_are_noted_and_not_run() -> None:
     assert any("refused: rows must be 1024 wide" in note for note in trial.notes)
 
 
-def test_an_implementation_that_refuses_everything_is_not_supported() -> None:
-    with pytest.raises(NotSupported, match=r"^no licence$"):
-        judged("rms_norm", RMS_NORM.reference, torch.float32, condition=lambda call: "no licence")
+def test_an_implementation_that_refuses_a_dtype_is_not_supported_there() -> None:
+    def condition(call: OpCall) -> str | None:
+        return "bfloat16 only" if call.args["x"].dtype != torch.bfloat16 else None
+
+    with pytest.raises(NotSupported, match=r"^bfloat16 only$"):
+        judged("rms_norm", RMS_NORM.reference, torch.float32, condition=condition)
+
+
+def test_an_implementation_that_takes_nothing_at_all_is_a_failure() -> None:
+    failures = judged("rms_norm", RMS_NORM.reference, torch.float32, condition=lambda call: "no licence").failures
+    assert failures == ["its condition takes none of the suite's calls, in any dtype of the device: no licence"]
 
 
 def test_a_condition_that_lies_is_a_failure() -> None:

@@ -95,7 +95,7 @@ def run_pytest(folder: Path, *arguments: str, device: str = "cpu", path: Path | 
         junit = Path(arguments[-1])
         arguments = arguments[:-1]
     plugin = ("--pyargs", "core_conformance", "-p", "core_conformance.pytest_plugin", "-W", "error")
-    chosen = ("--core-device", device) if device else ()
+    chosen = ("--device", device) if device else ()
     command = [sys.executable, "-m", "pytest", *plugin, f"--junitxml={junit}", *chosen, *arguments]
     folders = [str(path)] if path else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path[1:]]), "COLUMNS": "200"}
@@ -203,7 +203,7 @@ def test_a_device_that_does_not_open_leaves_level_0(
 @pytest.mark.parametrize(
     ("device", "arguments", "said"),
     [
-        ("", (), "give --core-device NAME"),
+        ("", (), "give --device NAME"),
         ("nonsense", (), "'nonsense'"),
         ("cpu", ("--core-xfail", "/nowhere/x.toml"), "/nowhere/x.toml"),
         ("cpu", ("--core-level", "7"), "--core-level"),

@@ -11,7 +11,17 @@ from torch.nn import functional
 
 from core.device import Device, Mode
 from core_conformance import oracle
-from core_conformance.cases.graph_drive import Subject, Tensors, Values, Wanted, Watcher, capture, record, session
+from core_conformance.cases.graph_drive import (
+    Captured,
+    Subject,
+    Tensors,
+    Values,
+    Wanted,
+    Watcher,
+    capture,
+    record,
+    session,
+)
 from core_conformance.cases.graph_models import TOKENS, WIDTH, weighted, whole, writer
 from core_conformance.cases.graph_promises import Promise, working_dtype
 from core_conformance.trial import Trial
@@ -76,17 +86,25 @@ def writes_once(trial: Trial, mode: Mode) -> None:
     captured = capture(device, mode, subject)
     twin = subject.twin()
     generator = torch.Generator().manual_seed(trial.seed)
-    for number in range(ROUNDS):
+    for number in range(2 * ROUNDS):
+        # Every second replay runs on what the one before it ran on: one that does nothing then is caught too.
+        if number % 2:
+            _replay_beside(trial, captured, subject, twin, number)
+            continue
         slots = torch.randperm(len(subject.tensors["cache"]), generator=generator)[:TOKENS]
         values = {"x": whole((TOKENS, WIDTH), 50 + number, subject.tensors["x"]), "slots": slots}
         subject.write(**values)
         twin.write(**values)
-        wanted = twin.run()
-        for index, (output, each) in enumerate(zip(captured.replay(), wanted, strict=True)):
-            trial.same(f"replay {number}, output {index}", output, each)
-        device.synchronize()
-        for name, tensor in twin.tensors.items():
-            trial.same(f"{name!r} after {number + 1} replays", subject.tensors[name], tensor)
+        _replay_beside(trial, captured, subject, twin, number)
+
+
+def _replay_beside(trial: Trial, captured: Captured, subject: Subject, twin: Subject, number: int) -> None:
+    """Replay, run the twin, and compare what they return and what they have written so far."""
+    for index, (each, output) in enumerate(zip(twin.run(), captured.replay(), strict=True)):
+        trial.same(f"replay {number}, output {index}", output, each)
+    trial.device.synchronize()
+    for name, tensor in twin.tensors.items():
+        trial.same(f"{name!r} after {number + 1} replays", subject.tensors[name], tensor)
 
 
 def random_state_stays(trial: Trial, mode: Mode) -> None:

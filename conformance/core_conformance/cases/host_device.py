@@ -204,13 +204,13 @@ class _Planted(Exception):
 def side_stream(trial: Trial) -> None:
     """Work on the side stream, twice, and leave it by an exception: results are right there and afterwards."""
     device = present(trial)
-    x = torch.ones(256, 256, dtype=_dtype(device)).to(device.torch_device)
+    x = torch.ones(128, 128, dtype=_dtype(device)).to(device.torch_device)
     device.synchronize()
     for turn in ("first", "second"):
         with device.parts.side_stream():
             result = (x @ x) + 1
         device.synchronize()
-        trial.same(f"on the side stream, {turn} time", result.cpu().double(), torch.full((256, 256), 257.0).double())
+        trial.same(f"on the side stream, {turn} time", result.cpu().double(), torch.full((128, 128), 129.0).double())
     passed_on = False
     try:
         with device.parts.side_stream():
@@ -218,7 +218,7 @@ def side_stream(trial: Trial) -> None:
     except _Planted:
         passed_on = True
     trial.require(passed_on, "side_stream swallows an exception")
-    trial.same("afterwards", (x + x).cpu().double(), torch.full((256, 256), 2.0).double())
+    trial.same("afterwards", (x + x).cpu().double(), torch.full((128, 128), 2.0).double())
 
 
 def synchronizing(trial: Trial) -> None:

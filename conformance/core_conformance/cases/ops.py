@@ -93,8 +93,19 @@ def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation,
         judge_call(trial, op, sample, of.fn)
     for reason, names in refused.items():
         trial.note(f"{len(names)} calls refused: {reason} ({names[0]}{', …' if names[1:] else ''})")
-    if not admitted and not trial.failures:
-        raise NotSupported("; ".join(refused))
+    if admitted or trial.failures:
+        return
+    if not any(_admits(trial, op, of, other) for other in DTYPES if other in trial.device.capabilities.dtypes):
+        reasons = "; ".join(refused)
+        trial.require(False, f"its condition takes none of the suite's calls, in any dtype of the device: {reasons}")
+        return
+    raise NotSupported("; ".join(refused))
+
+
+def _admits(trial: Trial, op: CanonicalOp, of: OpImplementation, dtype: torch.dtype) -> bool:
+    """Tell whether a condition takes any call of a dtype."""
+    made = calls(op, dtype, trial.device.torch_device, trial.seed)
+    return any(refusal(op, of.condition, sample.kwargs) is None for sample in made)
 
 
 def judge_reference(trial: Trial, *, op: CanonicalOp, dtype: torch.dtype) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from core.common.ops.quantization import RANGES
 from core.common.verification.execution import error_line
 from core_conformance.case import Measurement
-from core_conformance.tolerances import FUZZ_SMALL, FUZZ_SMALL_FACTOR
+from core_conformance.tolerances import FUZZ_CODES_FACTOR, FUZZ_SMALL, FUZZ_SMALL_FACTOR
 from core_conformance.trial import NotSupported, Skip, Trial
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ PHASES = ("generate", "shrink")
 
 Example = Callable[["DataObject", Trial], None]
 """Draws one example, notes a description of it, and judges it; all through a trial of its own."""
+
+
+_CODES = {str(dtype).removeprefix("torch.") for dtype in RANGES}
 
 
 class _Falsified(AssertionError):
@@ -105,13 +109,16 @@ def pass_over() -> NoReturn:
 
 
 def _reasons(trial: Trial) -> list[str]:
-    """Return why an example fails, without the values that are too small to be judged so strictly so often."""
-    forgiven = {
-        f"{each.name}: {each.reason}"
-        for each in trial.measurements
-        if each.criterion != "T0" and each.num_elements < FUZZ_SMALL and each.ratio <= FUZZ_SMALL_FACTOR
-    }
+    """Return why an example fails, without what is judged too strictly to be tried so often."""
+    forgiven = {f"{each.name}: {each.reason}" for each in trial.measurements if each.ratio <= _limit(each)}
     return [reason for reason in trial.failures if reason not in forgiven]
+
+
+def _limit(measured: Measurement) -> float:
+    """Return the ratio above which a value fails here: more than 1 for small ones, and for shares of codes."""
+    if measured.criterion == "T0":
+        return FUZZ_CODES_FACTOR if measured.dtype in _CODES else 1.0
+    return FUZZ_SMALL_FACTOR if measured.num_elements < FUZZ_SMALL else 1.0
 
 
 def described(arguments: Mapping[str, Any]) -> str:

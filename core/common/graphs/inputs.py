@@ -84,6 +84,11 @@ class InputSpec:
         """Return the bucket dimensions this input uses, in order of appearance."""
         return tuple(dict.fromkeys(_parse(d)[0] for d in self.shape if isinstance(d, str)))
 
+    def offset(self, dim: int) -> int:
+        """Return what is added to the bucket dimension in dimension `dim`; 0 where it names none, or nothing is."""
+        declared = self.shape[dim]
+        return _parse(declared)[1] if isinstance(declared, str) else 0
+
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the concrete shape for these sizes of the bucket dimensions."""
         return tuple(d if isinstance(d, int) else sizes[_parse(d)[0]] + _parse(d)[1] for d in self.shape)

@@ -47,11 +47,18 @@ class Cropper(Protocol):
 
 
 class TracedCropper:
-    """Cuts outputs by the symbolic shapes of the trace."""
+    """Cuts outputs by the symbolic shapes of the trace, and by what the inputs declare these to be.
 
-    def __init__(self, traced: TracedGraph) -> None:
+    Of an input declared `"seqs + 1"` with the symbol s0, the size `s0 - 1` is the bucket dimension itself: its padding
+    lies at the end, as that of the input. A size grown from a symbol (`s0 + 1`) may have its padding in between, and is
+    refused though an input may be declared so.
+    """
+
+    def __init__(self, traced: TracedGraph, inputs: Mapping[str, InputSpec]) -> None:
         self._traced = traced
         self.reads: frozenset[str] | None = frozenset(traced.shapes)
+        offsets = {symbol: inputs[slot.name].offset(slot.dim) for symbol, slot in traced.symbols.items()}
+        self._dims = tuple(symbol - offset for symbol, offset in offsets.items() if offset)
 
     def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
         """Cut an output where its size is that of a symbolic dimension.
@@ -71,14 +78,14 @@ class TracedCropper:
                         found="the model was traced for that size only, so what padding does to its outputs is unknown",
                         remedy="pass inputs that fill a bucket exactly, or add a bucket of this size",
                     )
-        reason = traced.branches_differ(inputs)
+        reason = traced.branches_differ(inputs, self._dims)
         if reason is not None:
             raise CaptureError(
                 f"padding to {key}",
                 found=f"{reason}, and takes another way at the size before padding",
                 remedy="add a bucket of this size",
             )
-        return traced.crop(inputs)
+        return traced.crop(inputs, self._dims)
 
 
 def make_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import core
 from core.common.graphs.backend import GraphKey
 from core.common.graphs.inputs import InputSpec
 from core.common.graphs.plan import Crop, Plan, make_plan
 from core.common.traced import OutputRef, OutputTree
 from core.errors import CaptureError
-from tests.support import refused
+from tests.support import cpu, refused
 
 KEY = GraphKey("main", (4,))
 SINGLE = OutputTree((OutputRef(index=0),), pytree.tree_flatten(0)[1])
@@ -108,3 +109,49 @@ def test_an_input_that_the_graph_never_reads_is_not_copied() -> None:
 def test_only_outputs_with_a_part_to_cut_are_cut() -> None:
     whole, part = (slice(None), slice(None)), (slice(3), slice(None))
     assert plan({"x": torch.ones(3, 2)}, Cropping(whole, part, ())).crops == ((1, part),)
+
+
+STARTS = {"starts": InputSpec(("seqs + 1",), torch.int64, "edge")}
+
+
+def strictly(model: Callable[..., Any], **more: InputSpec) -> core.Program:
+    inputs = STARTS | more
+    return core.compile(model, cpu(), inputs=inputs, buckets=[4, 8], lowering="inline", strict=True)
+
+
+def squares(count: int) -> Tensor:
+    return torch.arange(count) ** 2
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 3, 4, 5])
+def test_a_size_that_is_the_dimension_below_a_declared_sum_is_cut(seqs: int) -> None:
+    """A single sequence too: that `s0 - 1` is not 1 is a condition of the trace, but not one on the model's way."""
+    program = strictly(lambda starts: (starts[1:] - starts[:-1], starts * 2))
+    starts = squares(seqs + 1)
+    lengths, doubled = program(starts=starts)
+    assert torch.equal(lengths, starts[1:] - starts[:-1]) and torch.equal(doubled, starts * 2)
+    assert not program.report().fallbacks and sum(program.report().replays.values()) == 1
+
+
+def test_lengths_from_starts_meet_an_input_of_that_dimension() -> None:
+    program = strictly(lambda starts, base: base + starts[1:] - starts[:-1], base=InputSpec(("seqs",), torch.int64))
+    starts, base = squares(4), torch.tensor([10, 20, 30])
+    assert program(starts=starts, base=base).tolist() == [11, 23, 35]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda starts: starts[2:], lambda starts: torch.cat([starts, starts[:1]]), lambda starts: starts[1:].repeat(2)],
+    ids=["two less", "one more", "twice"],
+)
+def test_other_sizes_computed_from_a_declared_sum_are_refused(model: Callable[..., Any]) -> None:
+    program = strictly(model)
+    assert torch.equal(program(starts=squares(5)), model(squares(5)))
+    with refused(CaptureError, "where padding lies in it is unknown", "fill a bucket exactly"):
+        program(starts=squares(4))
+
+
+def test_a_branch_on_the_dimension_below_a_declared_sum_is_still_held() -> None:
+    program = strictly(lambda starts: starts[1:] + 1 if starts.shape[0] - 1 > 3 else starts[1:] - 1)
+    with refused(CaptureError, "branches on a size", "add a bucket of this size"):
+        program(starts=squares(4))

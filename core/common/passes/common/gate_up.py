@@ -25,6 +25,11 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
         if parts is None or parts is not _parts(up):
             return None
         return near_miss(node, f"{gate} and {up} are parts of {parts.args[0]}, but not its halves")
+    able = context.implemented or frozenset()
+    if GATED_ACTIVATION.qualified_name in able and GATED_ACTIVATION_FUSED.qualified_name not in able:
+        return near_miss(
+            node, "the device implements the activation of two tensors, and not the one of a merged result"
+        )
     return Site(
         anchor=node,
         target=GATED_ACTIVATION_FUSED.overload,

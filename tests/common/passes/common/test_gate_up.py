@@ -56,6 +56,27 @@ def split(x: Tensor, sizes: Any, dim: int = -1) -> tuple[Tensor, ...]:
     return tuple(torch.split(x, sizes, dim))
 
 
+@pytest.mark.parametrize(
+    ("implemented", "matched"),
+    [
+        ({"core::gated_activation"}, 0),
+        ({"core::gated_activation", "core::gated_activation_fused"}, 1),
+        ({"core::gated_activation_fused"}, 1),
+        (set(), 1),
+    ],
+)
+def test_a_kernel_for_two_tensors_is_not_taken_its_work(implemented: set[str], matched: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        return gate(*split(x, [32, 32]))
+
+    graph = trace(function, {"x": tokens(torch.float32)})
+    (report,) = PassManager([FUSE_GATE_UP], implemented=frozenset(implemented)).run(graph.module)
+    assert report.matched == matched
+    assert [miss.reason for miss in report.near_misses] == (
+        [] if matched else ["the device implements the activation of two tensors, and not the one of a merged result"]
+    )
+
+
 def test_options_of_the_gate_are_kept() -> None:
     def function(x: Tensor) -> Tensor:
         up, gate = split(x, [32, 32])
