@@ -75,25 +75,26 @@ def gated_activation_fused(draw: Draw) -> Iterator[Sample]:
         yield Sample(name=name, kwargs={"gate_up": torch.cat((gate, up), dim=-1), "kind": kind})
 
 
-def _tables(draw: Draw, width: int, num_tokens: int) -> dict[str, Tensor]:
-    """Return cos and sin (1, 1, T, width) of positions around 1000."""
+def tables(draw: Draw, width: int, num_tokens: int) -> dict[str, Tensor]:
+    """Return cos and sin (1, 1, T, width) in the draw's dtype, of positions from 1000 on."""
     frequencies = 10_000.0 ** (-torch.arange(width, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(1000, 1000 + num_tokens, dtype=torch.float64), frequencies)[None, None]
     return {"cos": angles.cos().to(draw.dtype).to(draw.device), "sin": angles.sin().to(draw.dtype).to(draw.device)}
 
 
-def _heads(draw: Draw, num_tokens: int, size: int) -> dict[str, Tensor]:
-    """Return query (2, 8, T, D) and key (2, 2, T, D), strided as projections leave them."""
-    return {n: draw(2, num_tokens, heads, size).transpose(1, 2) for n, heads in (("query", 8), ("key", 2))}
+def heads(draw: Draw, num_tokens: int, size: int, counts: tuple[int, int] = (8, 2)) -> dict[str, Tensor]:
+    """Return query (2, H, T, D) and key (2, K, T, D), strided as projections leave them. counts: H and K."""
+    named = zip(("query", "key"), counts, strict=True)
+    return {name: draw(2, num_tokens, count, size).transpose(1, 2) for name, count in named}
 
 
 def rotary(draw: Draw) -> Iterator[Sample]:
     """Yield heads of 64 and 128, tables of either width, and a part of the head rotated."""
-    yield Sample(name="heads of 64", kwargs={**_heads(draw, 9, 64), **_tables(draw, 64, 9)})
+    yield Sample(name="heads of 64", kwargs={**heads(draw, 9, 64), **tables(draw, 64, 9)})
     pairs: dict[str, Any] = {"style": "interleaved"}
-    yield Sample(name="heads of 128, interleaved", kwargs={**_heads(draw, 9, 128), **_tables(draw, 64, 9), **pairs})
+    yield Sample(name="heads of 128, interleaved", kwargs={**heads(draw, 9, 128), **tables(draw, 64, 9), **pairs})
     part: dict[str, Any] = {"rotary_dim": 32}
-    yield Sample(name="heads of 128, 32 rotated", kwargs={**_heads(draw, 9, 128), **_tables(draw, 32, 9), **part})
+    yield Sample(name="heads of 128, 32 rotated", kwargs={**heads(draw, 9, 128), **tables(draw, 32, 9), **part})
 
 
 def rotary_single(draw: Draw) -> Iterator[Sample]:
@@ -107,9 +108,9 @@ def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
     """Yield heads of 64 and 128, one of them with values so small that eps counts."""
     for size, scale in ((128, 1.0), (64, 3e-3)):
         weights = {name: draw(size, scale=0.4, shift=1.0) for name in ("query_weight", "key_weight")}
-        heads = {name: tensor * scale for name, tensor in _heads(draw, 9, size).items()}
+        rows = {name: tensor * scale for name, tensor in heads(draw, 9, size).items()}
         name = f"heads of {size}" + ("" if scale == 1.0 else ", eps as large as the mean square")
-        yield Sample(name=name, kwargs={**heads, **weights, **_tables(draw, size, 9), "eps": 1e-5})
+        yield Sample(name=name, kwargs={**rows, **weights, **tables(draw, size, 9), "eps": 1e-5})
 
 
 def moe_route(draw: Draw) -> Iterator[Sample]:

@@ -16,8 +16,6 @@ from torch import Tensor
 from core.common.ops.arguments import Draw
 from core.common.ops.declaration import Sample
 
-_PAGE = 16
-
 
 def paged_attention(draw: Draw) -> Iterator[Sample]:
     """Yield prefill, decode and both in one step, with padding and a window.
@@ -37,27 +35,62 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
     )
 
 
+def paged_attention_sizes(draw: Draw) -> Iterator[Sample]:
+    """Yield lengths, heads, pages and windows on both sides of usual tiles, and options that meet one another.
+
+    Sizes come without options, so that a kernel that refuses an option is judged on all of them.
+    """
+    lens = ((1, 1030), (1, 257), (1, 129), (1, 128), *((1, 7 + 5 * i) for i in range(13)))
+    sizes: dict[str, dict[str, Any]] = {
+        "17 sequences up to 1030, 8 heads over 1": {"lens": lens, "heads": (8, 1), "max_query_len": 1},
+        "prefill of 200, heads of 80": {"lens": ((65, 65), (129, 129), (200, 200)), "heads": (12, 4), "size": 80},
+        "chunks, heads of 96, pages of 64": {"lens": ((70, 300), (1, 130)), "heads": (16, 2), "size": 96, "page": 64},
+        "heads of 256, one each": {"lens": ((33, 33), (5, 140)), "heads": (8, 8), "size": 256, "page": 32},
+        "window of 33, prefill": {"lens": ((70, 70), (20, 90)), "window": 33},
+    }
+    for name, call in sizes.items():
+        yield Sample(name=name, kwargs=_paged(draw, **call))
+    sinks = draw(8, shift=1.0)
+    decode: dict[str, Any] = {"lens": ((1, 90), (1, 34), (1, 33)), "max_query_len": 1}
+    crossed: dict[str, dict[str, Any]] = {
+        "window of 33, decode": {"window": 33},
+        "soft cap, decode": {"softcap": 2.5},
+        "sinks, decode": {"sinks": sinks},
+        "window of 33 and soft cap, decode": {"window": 33, "softcap": 2.5},
+        "window of 33 and sinks, decode": {"window": 33, "sinks": sinks},
+    }
+    for name, option in crossed.items():
+        yield Sample(name=name, kwargs=_paged(draw, **decode, **option))
+    mixed = ((40, 70), (1, 50))
+    met: dict[str, dict[str, Any]] = {"soft cap": {"softcap": 2.5}, "sinks": {"sinks": sinks}}
+    for name, option in met.items():
+        yield Sample(name=f"window of 33 and {name}, mixed", kwargs=_paged(draw, mixed, window=33, **option))
+    call = _paged(draw, mixed)
+    yield Sample(name="scores over 100", kwargs={**call, "query": call["query"] * 40})
+
+
 def _paged(
     draw: Draw,
     lens: tuple[tuple[int, int], ...],
     *,
     heads: tuple[int, int] = (8, 2),
     size: int = 64,
+    page: int = 16,
     padding: tuple[int, int] = (0, 0),
     window: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Build one call. lens: (new tokens, length) of each sequence; padding: extra (tokens, sequences)."""
     device, (num_heads, num_kv_heads) = draw.device, heads
-    width = max(-(-length // _PAGE) for _, length in lens)
+    width = max(-(-length // page) for _, length in lens)
     order = draw(len(lens) * width, dtype=torch.float64).argsort() + 1
     table = torch.zeros(len(lens) + padding[1], width, dtype=torch.int32)
     table[: len(lens)] = order.view(len(lens), width).cpu()
-    slots = [_slot(table, i, p) for i, (new, length) in enumerate(lens) for p in range(length - new, length)]
-    read = [_slot(table, i, p) for i, (new, length) in enumerate(lens) for p in _earlier(new, length, window)]
+    slots = [_slot(table, i, p, page) for i, (new, length) in enumerate(lens) for p in range(length - new, length)]
+    read = [_slot(table, i, p, page) for i, (new, length) in enumerate(lens) for p in _earlier(new, length, window)]
     num_tokens, num_seqs = len(slots) + padding[0], len(lens) + padding[1]
     starts = [0, *accumulate(new for new, _ in lens)]
-    caches = [_holding(draw(1 + len(lens) * width, _PAGE, num_kv_heads, size), read) for _ in range(2)]
+    caches = [_holding(draw(1 + len(lens) * width, page, num_kv_heads, size), read) for _ in range(2)]
     rows = [draw(num_tokens, count, size) for count in (num_heads, num_kv_heads, num_kv_heads)]
     for tensor in rows:
         tensor[len(slots) :] = torch.inf
@@ -79,8 +112,8 @@ def _paged(
     }
 
 
-def _slot(table: Tensor, sequence: int, position: int) -> int:
-    return int(table[sequence, position // _PAGE]) * _PAGE + position % _PAGE
+def _slot(table: Tensor, sequence: int, position: int, page: int) -> int:
+    return int(table[sequence, position // page]) * page + position % page
 
 
 def _earlier(new: int, length: int, window: int) -> range:
@@ -106,6 +139,14 @@ def dense_attention(draw: Draw) -> Iterator[Sample]:
     yield Sample(name="heads of 64, causal", kwargs={**rows, "scale": 0.125, "causal": True})
     yield Sample(name="heads of 64, prefill", kwargs=_cached(draw, 33, 0, torch.bool))
     yield Sample(name="heads of 64, decode", kwargs=_cached(draw, 1, 40, draw.dtype))
+
+
+def dense_attention_sizes(draw: Draw) -> Iterator[Sample]:
+    """Yield a prompt of 129 with heads of 80, and a step on 257 positions with a head of 256 each."""
+    rows = {name: draw(1, 129, heads, 80).transpose(1, 2) for name, heads in (("query", 16), ("key", 2), ("value", 2))}
+    yield Sample(name="prompt of 129, heads of 80", kwargs={**rows, "scale": 80**-0.5, "causal": True})
+    rows = {name: draw(2, 8, length, 256) for name, length in (("query", 1), ("key", 257), ("value", 257))}
+    yield Sample(name="257 positions, heads of 256", kwargs={**rows, "scale": 0.0625, "causal": False})
 
 
 def _cached(draw: Draw, num_tokens: int, start: int, mask: torch.dtype) -> dict[str, Any]:

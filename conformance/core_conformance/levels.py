@@ -19,8 +19,8 @@ def reached(
 
     A level is proven where each of its cases and of the levels below passed or is declared not supported, every area
     has at least one pass, and the plugin's profile excuses no more than a tenth of an area. An expected failure is a
-    failure that is known, and a skip proves nothing: neither grants a level. complete: every case of the levels ran (a choice of
-    cases proves no level). level: the highest one asked for; of those above it nothing is said.
+    failure that is known, and a skip proves nothing: neither grants a level. complete: every case of the levels ran (a
+    choice of cases proves no level). level: the highest one asked for; of those above it nothing is said.
     """
     if not complete:
         return None, ("only some cases were chosen: a level takes all of them",)

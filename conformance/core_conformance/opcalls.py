@@ -13,19 +13,23 @@ from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import Condition, always
 from core_conformance.faked import faked
 from core_conformance.large import LARGE, NON_FINITE
+from core_conformance.large_sizes import SIZES
 
 
 def calls(op: CanonicalOp, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Iterator[Sample]:
     """Yield calls with tensors of their own on the device; whoever may write into them copies them first.
 
     Larger calls have rows as models have them: rounding averages out there, and kernels that only take such sizes
-    accept them. One larger call comes again with each of its tensors strided otherwise, since a kernel that reads
-    memory as if it were contiguous is right on every other call, and again with rows of NaN and infinity.
+    accept them. Further ones have sizes on both sides of usual tiles. One larger call comes again with each of its
+    tensors strided otherwise, since a kernel that reads memory as if it were contiguous is right on every other call,
+    and again with rows of NaN and infinity.
     """
     declared = list(op.samples(dtype, device))
     large = list(LARGE[op.name](Draw(dtype, device, seed=100 + seed))) if op.name in LARGE else []
     yield from declared
     yield from large
+    if op.name in SIZES:
+        yield from SIZES[op.name](Draw(dtype, device, seed=200 + seed))
     base = (large or declared)[:1]
     for sample in base:
         yield from strided(op, sample)

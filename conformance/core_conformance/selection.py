@@ -11,8 +11,8 @@ from core_conformance.expectations import Expectations, matches
 from core_conformance.protocol import CaseInfo, Collected
 
 INEXCUSABLE = ("host/*", "torch/*", "ops/*/reference/*", "fakes/*/reference")
-"""Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. What a device can't
-do of that, its capabilities say."""
+"""Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. What a device
+can't do of that, its capabilities say."""
 
 
 def choose(collected: Collected, *, level: int, fuzz: int = 0, chosen: Sequence[str] = ()) -> list[CaseInfo]:

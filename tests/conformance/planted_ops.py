@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from core.common.ops.activation import GATED_ACTIVATION
 from core.common.ops.attention import ATTENTION, reference
@@ -22,7 +23,8 @@ Function = Callable[..., Any]
 def norm_by_division(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
     """Divide by the root of the mean of squares, summed in blocks: another order, another rounding."""
     wide = x.to(options.get("compute_dtype") or torch.promote_types(x.dtype, torch.float32))
-    squares = wide.square().unflatten(-1, (-1, 16)).sum(-1).sum(-1, keepdim=True)
+    blocks = functional.pad(wide.square(), (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
+    squares = blocks.sum(-1).sum(-1, keepdim=True)
     normed = wide / torch.sqrt(squares / x.shape[-1] + eps)
     return _weighted(x, normed, weight, **options)
 

@@ -99,7 +99,7 @@ def test_cases_are_the_same_in_every_process() -> None:
     first, second = cases(ACME), cases(acme())
     assert list(first) == list(second)
     assert {name for name, case in first.items() if case.exclusive} == {
-        f"graphs/{name}/{mode}" for name in ("memory", "memory-after-failure") for mode in MODES
+        f"graphs/{name}/{mode}" for name in ("memory", "memory-after-failure", "memory-many") for mode in MODES
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases import graph_effects, graph_failures, graph_memory, graph_replay, graph_threads
+from core_conformance.cases import graph_effects, graph_failures, graph_many, graph_memory, graph_replay, graph_threads
 from core_conformance.cases.graph_promises import cases_of
 
 PROMISES = (
@@ -16,6 +16,7 @@ PROMISES = (
     *graph_failures.PROMISES,
     *graph_threads.PROMISES,
     *graph_memory.PROMISES,
+    *graph_many.PROMISES,
 )
 
 

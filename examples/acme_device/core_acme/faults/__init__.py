@@ -101,12 +101,17 @@ _GRAPHS = _faults(
     writes_twice="writes in place happen twice per replay",
     capture_writes="what a capture writes is not undone",
     recapture_ignored="capturing a key again gives the graph it had",
-    failed_capture_sticks="after a failed capture the thread counts as recording until a cleanup",
     update_ignored="an update of host-side arguments changes nothing",
     update_late="an update takes effect one replay later",
     uncaptured_replayed="can_run says yes to keys of a captured phase, and a replay takes the nearest graph",
     thread_mixed="results pass through one buffer of the process: replays on two threads mix them up",
     rng_advances="each capture draws from the host's random numbers",
+)
+_STICKS = _faults(
+    "graphs",
+    {"core_graph_backend": "graphs"},
+    process_wide=True,
+    failed_capture_sticks="after a failed capture the thread counts as recording until a cleanup",
 )
 _LATE = _faults(
     "graphs",
@@ -153,7 +158,7 @@ _TORCH = _faults(
 )
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
-    {**_OPS, **_ATTENTION, **_FAKES, **_GRAPHS, **_LATE, **_MEMORY, **_PASSES, **_HOST, **_TORCH}
+    {**_OPS, **_ATTENTION, **_FAKES, **_GRAPHS, **_STICKS, **_LATE, **_MEMORY, **_PASSES, **_HOST, **_TORCH}
 )
 """All planted faults by name."""
 

@@ -1,0 +1,155 @@
+"""Calls of canonical ops whose sizes lie on both sides of usual tiles, for the suite alone: see `opcalls.calls`.
+
+Kernels are right up to the size of their tile and wrong past it, or where the last tile is not full: rows past 64 and
+128, widths that no power of two divides, widths past 1024, more heads, experts and tokens than small models have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from core.common.ops.arguments import Draw, at_least_fp32
+from core.common.ops.declaration import Sample
+from core_conformance.large import heads, tables
+from core_conformance.large_attention import dense_attention_sizes, paged_attention_sizes
+
+_SHAPES = ((129, 1000), (65, 1001), (3, 4096))
+"""Rows and width: many rows, an odd width, a wide row."""
+
+
+def _rows(draw: Draw) -> Iterator[tuple[str, float, tuple[int, int]]]:
+    """Yield name, scale and shape of rows; in the wide ones the squares sum up to more than fp16 holds."""
+    for rows, width in _SHAPES:
+        yield f"{rows} rows of {width}", 5.0 if width > 1024 else 1.0, (rows, width)
+
+
+def rms_norm(draw: Draw) -> Iterator[Sample]:
+    """Yield one call per shape."""
+    for name, scale, shape in _rows(draw):
+        weight = draw(shape[-1], scale=0.4, shift=1.0)
+        yield Sample(name=name, kwargs={"x": draw(*shape, scale=scale), "weight": weight, "eps": 1e-5})
+
+
+def add_rms_norm(draw: Draw) -> Iterator[Sample]:
+    """Yield those of `rms_norm` with a residual."""
+    for sample in rms_norm(draw):
+        residual = draw(*sample.kwargs["x"].shape)
+        yield Sample(name=sample.name, kwargs={"residual": residual, **sample.kwargs})
+
+
+def layer_norm(draw: Draw) -> Iterator[Sample]:
+    """Yield those of `rms_norm` with a bias."""
+    for sample in rms_norm(draw):
+        yield Sample(name=sample.name, kwargs={**sample.kwargs, "bias": draw(sample.kwargs["x"].shape[-1])})
+
+
+def _gates(draw: Draw) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield name, kind, gate and up."""
+    for kind, shape in zip(("silu", "gelu", "gelu_tanh"), _SHAPES, strict=True):
+        yield f"{kind}, {shape[0]} rows of {shape[1]}", kind, draw(*shape, scale=2.0), draw(*shape)
+
+
+def gated_activation(draw: Draw) -> Iterator[Sample]:
+    """Yield one kind per shape."""
+    for name, kind, gate, up in _gates(draw):
+        yield Sample(name=name, kwargs={"gate": gate, "up": up, "kind": kind})
+
+
+def gated_activation_fused(draw: Draw) -> Iterator[Sample]:
+    """Yield those of `gated_activation`, the halves side by side."""
+    for name, kind, gate, up in _gates(draw):
+        yield Sample(name=name, kwargs={"gate_up": torch.cat((gate, up), dim=-1), "kind": kind})
+
+
+def rotary(draw: Draw) -> Iterator[Sample]:
+    """Yield 32 heads of 130 tokens."""
+    kwargs = {**heads(draw, 130, 64, (32, 8)), **tables(draw, 64, 130)}
+    yield Sample(name="32 heads, 130 tokens", kwargs=kwargs)
+
+
+def rotary_single(draw: Draw) -> Iterator[Sample]:
+    """Yield the queries of `rotary`."""
+    for sample in rotary(draw):
+        rest = {name: value for name, value in sample.kwargs.items() if name not in ("query", "key")}
+        yield Sample(name=sample.name, kwargs={"x": sample.kwargs["query"], **rest})
+
+
+def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
+    """Yield those of `rotary` with a norm before."""
+    weights = {name: draw(64, scale=0.4, shift=1.0) for name in ("query_weight", "key_weight")}
+    for sample in rotary(draw):
+        yield Sample(name=sample.name, kwargs={**sample.kwargs, **weights, "eps": 1e-5})
+
+
+def moe_route(draw: Draw) -> Iterator[Sample]:
+    """Yield 300 tokens for 128 experts."""
+    kwargs = {"logits": draw(300, 128), "top_k": 8, "renormalize": True}
+    yield Sample(name="128 experts, 300 tokens", kwargs=kwargs)
+
+
+def grouped_mlp(draw: Draw) -> Iterator[Sample]:
+    """Yield 200 tokens for four of 32 experts each."""
+    experts, size, inner, num_tokens = 32, 128, 64, 200
+    kwargs = {
+        "x": draw(num_tokens, size),
+        "weights": draw(num_tokens, 4).sigmoid(),
+        "indices": draw(num_tokens, experts, dtype=torch.float64).argsort(-1)[:, :4],
+        "gate_up": draw(experts, 2 * inner, size, scale=size**-0.5),
+        "down": draw(experts, size, inner, scale=inner**-0.5),
+        "kind": "silu",
+    }
+    yield Sample(name="32 experts, 200 tokens", kwargs=kwargs)
+
+
+def quantize(draw: Draw) -> Iterator[Sample]:
+    """Yield each format by token, and one by tensor and by group each."""
+    calls = (
+        (torch.int8, "token", 0, (129, 1000)),
+        (torch.float8_e4m3fn, "token", 0, (65, 1001)),
+        (torch.int8, "tensor", 0, (65, 1001)),
+        (torch.float8_e4m3fn, "group", 128, (65, 4096)),
+    )
+    for code, granularity, size, shape in calls:
+        name = f"{str(code).removeprefix('torch.')} by {granularity}, {shape[0]} rows of {shape[1]}"
+        options = {"dtype": code, "granularity": granularity, "group_size": size}
+        yield Sample(name=name, kwargs={"x": draw(*shape, scale=3.0), "scale": None, **options})
+
+
+def quantized_linear(draw: Draw) -> Iterator[Sample]:
+    """Yield 65 rows of 4096 for 130 columns, scales by token and channel.
+
+    The codes of int8 are off zero: their sums pass 2**21, and stay under the 2**24 up to which fp32 counts.
+    """
+    wide = at_least_fp32(draw.dtype)
+    for code, scale, shift in ((torch.int8, 20.0, 40.0), (torch.float8_e4m3fn, 40.0, 0.0)):
+        pairs = [draw(rows, 4096, scale=scale, shift=shift, dtype=torch.float32) for rows in (65, 130)]
+        codes = [values.clamp(-127, 127).to(code) for values in pairs]
+        scales = [draw(rows, 1, scale=0.0002, shift=0.001, dtype=wide) for rows in (65, 130)]
+        call = {"x_codes": codes[0], "x_scale": scales[0], "w_codes": codes[1], "w_scale": scales[1]}
+        title = f"{str(code).removeprefix('torch.')}, 65 rows of 4096"
+        yield Sample(name=title, kwargs={**call, "bias": draw(130), "out_dtype": draw.dtype})
+
+
+SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
+    {
+        "attention": paged_attention_sizes,
+        "dense_attention": dense_attention_sizes,
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "layer_norm": layer_norm,
+        "gated_activation": gated_activation,
+        "gated_activation_fused": gated_activation_fused,
+        "rotary": rotary,
+        "rotary_single": rotary_single,
+        "qk_norm_rotary": qk_norm_rotary,
+        "moe_route": moe_route,
+        "grouped_mlp": grouped_mlp,
+        "quantize": quantize,
+        "quantized_linear": quantized_linear,
+    }
+)
+"""Name of an op -> its calls past the tiles; `all_reduce` has none, its kernel is the library's."""
