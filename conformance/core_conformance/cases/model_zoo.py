@@ -66,7 +66,8 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject(
         name="gemma2",
         model_type="gemma2",
-        changes=(("hidden_size", 72),),
+        # Eager, since SDPA of transformers 5.17 leaves the soft cap out: a yardstick of another function.
+        changes=(("hidden_size", 72), ("attn_implementation", "eager")),
         adds="rows that no power of two divides, soft caps, norm weights with an offset, GELU in its tanh form",
         lifts=_GATED,
     ),
