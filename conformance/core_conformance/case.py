@@ -109,11 +109,6 @@ class Outcome:
         """The first part of the id."""
         return self.id.partition("/")[0]
 
-    @property
-    def worst(self) -> float | None:
-        """The largest ratio of a measured value to its bound; None where nothing was measured."""
-        return max((m.ratio for m in self.measurements), default=None)
-
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON-ready values."""
         return asdict(self)

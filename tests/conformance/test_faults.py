@@ -53,6 +53,7 @@ def test_every_fault_has_its_row() -> None:
         assert ROWS[name]["what"] == fault.what
         assert ROWS[name]["case"].partition("/")[0] == fault.area
     assert f"{len(FAULTS)} faults" in PAGE
+    assert f"{len(FAULTS)} planted faults" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

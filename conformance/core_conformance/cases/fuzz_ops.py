@@ -14,7 +14,7 @@ from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases.ops import candidates, judge_call, judged_ops, slug
+from core_conformance.cases.ops import candidates, judge_call, judged_ops, refused_dtype, slug
 from core_conformance.fuzzing import CALLS
 from core_conformance.fuzzing.running import described, pass_over, run_examples
 from core_conformance.fuzzing.source import Source
@@ -34,7 +34,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
         for name, candidate in {"reference": None, **candidates(op, device)}.items():
             for dtype in _DTYPES:
                 short = str(dtype).removeprefix("torch.")
-                absent = "" if dtype in device.capabilities.dtypes else f"the device declares no arithmetic in {short}"
+                absent = refused_dtype(device, dtype)
                 yield Case(
                     id=f"fuzz/{op.name}/{slug(name)}/{short}",
                     what=f"core::{op.name}: {name} on random shapes, strides and options",

@@ -41,7 +41,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     for op in judged_ops(device):
         for dtype in DTYPES:
             short = str(dtype).removeprefix("torch.")
-            absent = "" if dtype in device.capabilities.dtypes else f"the device declares no arithmetic in {short}"
+            absent = refused_dtype(device, dtype)
             runs = {"reference": ("T2: the reference computes as well as on the host", partial(judge_reference, op=op))}
             for name, candidate in candidates(op, device).items():
                 runs[name] = (
@@ -55,6 +55,12 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     run=partial(run, dtype=dtype),
                     not_supported=absent,
                 )
+
+
+def refused_dtype(device: Device, dtype: torch.dtype) -> str:
+    """Return why a device need not compute in a dtype, by its own declaration; "" where it does."""
+    short = str(dtype).removeprefix("torch.")
+    return "" if dtype in device.capabilities.dtypes else f"the device declares no arithmetic in {short}"
 
 
 def judged_ops(device: Device) -> list[CanonicalOp]:

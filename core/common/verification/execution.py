@@ -91,9 +91,10 @@ def _cpu(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Copies:
-    """Copies tensors so that those sharing memory still do."""
+    """Copies tensors so that those sharing memory still do. fp64: widened, on the host; host: as they are, there."""
 
     fp64: bool = False
+    host: bool = False
     bases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def of(self, value: Any) -> Any:
@@ -104,7 +105,9 @@ class Copies:
         if key not in self.bases:
             size = value.untyped_storage().nbytes() // value.element_size()
             base = value.detach().as_strided((size,), (1,), 0)
-            self.bases[key] = widened(base, copy=True) if self.fp64 else base.clone()
+            self.bases[key] = (
+                widened(base, copy=True) if self.fp64 else base.to("cpu" if self.host else base.device, copy=True)
+            )
         return self.bases[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
 
