@@ -1,0 +1,1 @@
+"""Kernels of the CUDA plugin, one file per family of canonical ops."""

@@ -1,0 +1,68 @@
+"""The one way in which the plugin's Triton kernels are launched, and how they overlap with the kernel before them.
+
+Overlap is what CUDA calls programmatic dependent launch (compute capability 9.0 and newer): a kernel's blocks may
+start while the kernel before it still runs, up to `wait_for_inputs`, which returns once all of that is written. A step
+of one token is hundreds of kernels of a few microseconds, of which starting takes a good part.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["INTERPRETED", "can_overlap", "launch", "num_multiprocessors", "start_next", "wait_for_inputs"]
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, on the host, as the tests of a machine without a GPU have it."""
+
+_OVERLAP_CAPABILITY = (9, 0)
+_INTERPRETED_MULTIPROCESSORS = 8
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a kernel on the current stream; a grid with a size of zero launches nothing.
+
+    options: keyword arguments of the kernel, `num_warps`, `num_stages`. A kernel that takes the constant OVERLAP is
+    told whether it may overlap; it must then call `wait_for_inputs` before it reads or writes anything that an earlier
+    kernel writes or reads, in every block.
+    """
+    if 0 in grid:
+        return
+    if "OVERLAP" in kernel.arg_names:
+        options["OVERLAP"] = can_overlap()
+        if options["OVERLAP"]:
+            options["launch_pdl"] = True
+    kernel[grid](*args, **options)
+
+
+@functools.cache
+def can_overlap() -> bool:
+    """Return whether the current GPU can start a kernel's blocks before the kernel before it has ended."""
+    return not INTERPRETED and torch.cuda.get_device_capability() >= _OVERLAP_CAPABILITY
+
+
+@functools.cache
+def num_multiprocessors() -> int:
+    """Return the number of streaming multiprocessors of the current GPU."""
+    if INTERPRETED:
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """Block until the kernels before this one have written their results."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """Let the blocks of the next kernel start; what they may not read yet, `wait_for_inputs` keeps them from."""
+    if OVERLAP:
+        gdc_launch_dependents()

@@ -1,0 +1,62 @@
+"""Fixtures for kernels, and mends of Triton's interpreter, in which they run where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETER, GPU = "interpreter", "gpu"
+
+
+@pytest.fixture(params=[INTERPRETER, pytest.param(GPU, marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Yield the device on whose tensors the kernels run: the host's, in Triton's interpreter, and a GPU's."""
+    pytest.importorskip("triton", reason="needs triton")
+    from core_cuda.ops.launching import INTERPRETED
+
+    if request.param == GPU:
+        if not torch.cuda.is_available() or INTERPRETED:
+            pytest.skip("needs an NVIDIA GPU and a CUDA build of torch")
+        yield torch.device("cuda")
+        return
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled in this process: unset CUDA devices, or set TRITON_INTERPRET=1")
+    _mend(monkeypatch)
+    yield torch.device("cpu")
+
+
+def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter of Triton 3.6 round to narrow dtypes to nearest even, and multiply matrices of bfloat16.
+
+    It truncates the one, loses a carry, and multiplies the bits of the other as integers.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dtypes = {
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+    }
+    carriers = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+    builder = interpreter.InterpreterBuilder
+    convert, dot = interpreter._convert_float, builder.create_dot
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source not in dtypes or target not in dtypes:
+            return convert(data, source, target, rounding)
+        # The data is of any numpy dtype of the right width; torch reads the same bits.
+        bits = torch.from_numpy(data.copy().view(f"u{data.dtype.itemsize}"))
+        values = bits.view(dtypes[source]).to(dtypes[target])
+        return values.view(carriers[values.itemsize]).numpy()
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, d, *options)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    monkeypatch.setattr(builder, "create_dot", create_dot)
