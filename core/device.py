@@ -72,7 +72,9 @@ class Capabilities:
     device_name: the product's name, as the vendor writes it. dtypes: floating dtypes with device arithmetic.
     modes: capture modes that work, the preferred one first; "off" is always allowed and need not be listed.
     deterministic: replays with equal inputs give equal bits. update: captured ops take host-side arguments that must be
-    renewed before each replay. extra: anything a plugin's own passes or implementations want to test. unprofitable:
+    renewed before each replay. asynchronous: kernels run while the host goes on, so that the host can prepare a step
+    ahead, in pinned memory. device_lengths: attention of a prefill reads the sequences' lengths on the device, so that
+    one graph can hold all of it. extra: anything a plugin's own passes or implementations want to test. unprofitable:
     names of passes that cost more than they gain here, each with the reason; they run only where asked for by name.
     """
 
@@ -82,6 +84,8 @@ class Capabilities:
     fp64: bool = True
     deterministic: bool = True
     update: bool = False
+    asynchronous: bool = False
+    device_lengths: bool = False
     extra: Mapping[str, str | int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
     unprofitable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -96,7 +100,8 @@ class DeviceParts:
 
     synchronize blocks until all work queued on the device is done. memory reads the allocator. empty_cache returns
     unused cached memory to the device. side_stream enters a stream apart from the default one (for work that must not
-    mix with a capture); on devices without streams it does nothing.
+    mix with a capture); on devices without streams it does nothing. record marks the work queued so far and returns
+    what blocks until that much is done; without it, `Device.record` waits for all work.
     """
 
     torch_device: torch.device
@@ -106,6 +111,7 @@ class DeviceParts:
     empty_cache: Callable[[], None] = _no_op
     reset_peak_memory: Callable[[], None] = _no_op
     side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
+    record: Callable[[], Callable[[], None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +146,11 @@ class Device:
     def synchronize(self) -> None:
         """Block until all work queued on the device is done."""
         self.parts.synchronize()
+
+    def record(self) -> Callable[[], None]:
+        """Mark the work queued so far; return what blocks until that much is done."""
+        record = self.parts.record
+        return self.parts.synchronize if record is None else record()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.capabilities.device_name}; plugin {self.plugin})"

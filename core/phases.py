@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from core.arguments import Examples, check_breaks
 from core.common.graphs.backend import BoundCallable, GraphKey, Guards
-from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.buffers import StaticBuffers
+from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.pieces import PieceLowering, lower_pieces, mark_breaks, op_names
 from core.common.graphs.plan import Cropper, TracedCropper
 from core.common.lowering import FlatCallable, LoweringRequest
@@ -154,8 +155,12 @@ class TracedPhases:
             reason = next((why for why in refused.values() if why is not None), "")
 
     def _trace(self, model: Callable[..., Any], guards: Guards, inputs: Mapping[str, Tensor]) -> TracedGraph:
-        # Tracing marks dimensions on the tensors it is given: hand it aliases, not the buffers themselves.
-        examples = {name: tensor.view(tensor.shape) for name, tensor in inputs.items()}
+        # Tracing marks dimensions on the tensors it is given, and takes where a tensor lies in its memory for a size of
+        # its own: hand it copies of the buffers, and aliases of the caller's tensors, not these themselves.
+        examples = {
+            name: tensor.view(tensor.shape) if name in self._buffers.bound else tensor.clone()
+            for name, tensor in inputs.items()
+        }
         dynamic = {
             name: [dim for dim, declared in enumerate(spec.shape) if isinstance(declared, str)]
             for name, spec in self._inputs.items()

@@ -31,7 +31,8 @@ from core.arguments import (
 from core.common.config import CompileOptions
 from core.common.graphs.backend import CallBackend, GraphKey
 from core.common.graphs.breaks import modules_of
-from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.buffers import StaticBuffers
+from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.runner import CaptureCost, GraphRunner
 from core.common.graphs.untraced import OutputDims
 from core.common.graphs.watch import Watched, watch_modules

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey, Guards
-from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.buffers import Staging, StaticBuffers, check_mirrors
+from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.plan import Cropper, Plan, make_plan
 from core.common.graphs.runner import GraphRunner
 from core.common.report import ProgramReport
@@ -101,6 +102,30 @@ class Program:
         Buckets share storage: writing one bucket's inputs overwrites another's.
         """
         return self._bucket(key).inputs
+
+    def bucket(
+        self, phase: str, sizes: Mapping[str, int], guards: Mapping[str, Hashable] | None = None
+    ) -> GraphKey | None:
+        """Return the smallest captured key that holds these sizes of the bucket dimensions; None where none does.
+
+        guards: the phase's guards by name. Raises `UsageError` for a phase or guard that the program does not have.
+        """
+        key = self._table.find(self._phase(phase), sizes, self._table.check_guards(phase, guards or {}))
+        return key if key in self._captured else None
+
+    def staging(self, *, mirrors: int = 1) -> Staging:
+        """Return host memory laid out like the static buffers, for engines that prepare inputs on the host.
+
+        One copy moves all inputs of a step to the device, where `program(**inputs)` makes one for each. Inputs are
+        given at bucket size, padding included, and outputs come back uncut, as from `replay`. Belongs to the program
+        and ends with it; pinned where the device copies while the host goes on.
+        """
+        check_mirrors(mirrors)
+        if self._closed or self._buffers is None:
+            found = "it was closed" if self._closed else "no phase of it is captured"
+            raise CaptureError("staging inputs", found=found, remedy="compile with a mode other than 'off'")
+        pinned = self.device.capabilities.asynchronous
+        return Staging(self._buffers, self.replay, mirrors=mirrors, pinned=pinned)
 
     def source(self, key: GraphKey) -> str:
         """Return the generated Python that replays a key captured in parts; "" for a key that is one graph."""

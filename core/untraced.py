@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from core.arguments import Examples
 from core.common.graphs.backend import GraphKey
 from core.common.graphs.breaks import blamed_module, breaks_at, modules_of
-from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.buffers import StaticBuffers
+from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.runner import CaptureCost, GraphRunner
 from core.common.graphs.untraced import ObservedCropper, OutputDims, UntracedCall
 from core.errors import CaptureError

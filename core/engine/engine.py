@@ -32,7 +32,7 @@ from core.engine.sequence import Sequence as EngineSequence
 from core.engine.speculation import accept
 from core.engine.static import StaticRunner
 from core.engine.stats import EngineStats, StatsCounter
-from core.engine.step import Part, Step, StepOutput
+from core.engine.step import Flight, Part, Step, StepOutput, step_behind
 from core.errors import UsageError
 from core.host import select_device
 
@@ -84,6 +84,9 @@ class Engine:
         self._num_requests = 0
         self._counts = StatsCounter()
         self._said_outside = False
+        asked, drafts = self.config.run_ahead, self._runner.num_drafts
+        self._runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not drafts
+        self._flight: Flight | None = None
 
     @classmethod
     def load(
@@ -188,23 +191,28 @@ class Engine:
         """
         if self._closed:
             raise UsageError("a step", found="the engine is closed", remedy="make another one")
-        step = self._scheduler.schedule()
-        if step is None:
+        flight = self._take_flight()
+        if flight is None:
             assert not self._requests  # an idle cache has room for any sequence
             return []
-        output = self._runner.run(step)
+        step, output = flight
+        # Kept at the end only: a step whose tokens are not handed out is computed again, and this one after it.
+        following = self._run_ahead(flight)
         tokens = self._tokens(step, output)
         self._counts.count(step)
-        wanted = any(self._requests[part.sequence.index].collect_logits for part in step.parts)
+        wanted = self._wants_logits(step)
         logits = output.logits.detach().to("cpu", copy=True) if wanted else None
         outputs, row = [], 0
         for part in step.parts:
             rows = slice(row, row + part.num_rows)
             row = rows.stop
-            if not part.emits:
+            if part.sequence.index not in self._requests:
+                self._counts.discarded += part.num_rows  # it left when this step was under way
+            elif part.emits:
+                outputs.append(self._advance(part, tokens[rows], None if logits is None else logits[rows]))
+            else:
                 part.sequence.num_computed += part.num_tokens
-                continue
-            outputs.append(self._advance(part, tokens[rows], None if logits is None else logits[rows]))
+        self._flight = following
         return outputs
 
     def abort(self, request_id: int) -> None:
@@ -223,6 +231,7 @@ class Engine:
         """End all requests and free programs and cache; the second time, do nothing."""
         if not self._closed:
             self._closed = True
+            self._flight = None
             for request_id in tuple(self._requests):
                 self.abort(request_id)
             self._runner.close()
@@ -245,10 +254,34 @@ class Engine:
         self._scheduler.add(sequence)
         return sequence.index
 
+    def _take_flight(self) -> Flight | None:
+        """Return the step that is under way, or one begun now; None where there is nothing to do."""
+        flight, self._flight = self._flight, None
+        if flight is not None and any(part.sequence.index in self._requests for part in flight.step.parts):
+            return flight
+        step = self._scheduler.schedule()
+        return None if step is None else Flight(step, self._runner.run(step))
+
+    def _run_ahead(self, flight: Flight) -> Flight | None:
+        """Begin the step after one whose tokens are not known yet; None where it depends on them or is not wanted."""
+        step, output = flight
+        following = step_behind(step) if self._runs_ahead and not self._scheduler.num_waiting else None
+        if following is None or self._wants_logits(step) or (step.is_random and not output.sampled):
+            return None
+        all_here = all(part.sequence.index in self._requests for part in step.parts)
+        if not all_here or not self._runner.can_run_ahead(following):
+            return None
+        self._counts.ahead += 1
+        return Flight(following, self._runner.run(following, feed=output.tokens))
+
+    def _wants_logits(self, step: Step) -> bool:
+        requests = (self._requests.get(part.sequence.index) for part in step.parts)
+        return any(request is not None and request.collect_logits for request in requests)
+
     def _tokens(self, step: Step, output: StepOutput) -> list[int]:
         """Return the token of each row: one wait for the device, and the graph's own tokens where it sampled."""
         if not step.is_random or output.sampled:
-            return output.tokens.tolist()
+            return output.tokens.tolist() if output.read is None else output.read()
         if step.phase == "decode" and not self._said_outside:
             self._said_outside = True
             log.warning(

@@ -26,8 +26,9 @@ from core.engine.probe import (
     rounding_bound,
 )
 from core.engine.runner import EngineConfig, powers
-from core.engine.sampling import GREEDY_ROW, sampling_guard
+from core.engine.sampling import GREEDY_ROW, Sampling, sampling_guard
 from core.engine.sequence import Sequence as EngineSequence
+from core.engine.staged import StagedSteps
 from core.engine.static_cache import CachedPhase
 from core.engine.step import Part, Step, StepOutput, step_inputs, step_tensors
 from core.errors import ModelError
@@ -60,12 +61,14 @@ class PagedRunner:
         self._pool = BlockPool(num_blocks)
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self._program: Any = None
+        self._staged: StagedSteps | None = None
         try:
             self._calls = self._make_calls()
             self._check_same_function(max_model_len)
             buckets = self._buckets(config, max_model_len)
             self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
-            self._greedy_rows = self._greedy_params(max(b["rows"] for sizes in buckets.values() for b in sizes))
+            max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
+            self._greedy_rows = self._greedy_params(max_rows)
             self._program = compile(
                 self._calls,
                 device,
@@ -76,6 +79,11 @@ class PagedRunner:
                 progress=progress,
                 **config.compile_options(self._calls, device.capabilities),
             )
+            if self._program.keys:
+                most = max(b["seqs"] for sizes in buckets.values() for b in sizes)
+                self._staged = StagedSteps(
+                    self._program, device, block_size=config.block_size, max_rows=max_rows, max_seqs=most
+                )
         except BaseException:
             self.close()
             raise
@@ -91,16 +99,34 @@ class PagedRunner:
         sequence.blocks = self._pool.take(needed)
         return True
 
-    def run(self, step: Step) -> StepOutput:
-        """Compute a step in the graph of its phase, which a graph of another phase never stands in for."""
+    def run(self, step: Step, feed: Tensor | None = None) -> StepOutput:
+        """Compute a step in the graph of its phase, which a graph of another phase never stands in for.
+
+        A captured step is queued and not waited for; feed: as in `ModelRunner.run`.
+        """
         guards = {"sampling": sampling_guard(step.is_random, self._sampling)} if step.phase == "decode" else {}
         sampled = guards.get("sampling") == "random"
-        params = step.sampling_params(self._device.torch_device) if sampled else self._greedy_rows[: step.num_rows]
+        key = self._staged.key(step, guards) if self._staged is not None else None
         try:
             with self._program.serving():
-                tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **self._tensors(step))
+                if key is not None and self._staged is not None:
+                    return self._staged.run(key, step, sampled=sampled, feed=feed)
+                assert feed is None  # only asked for where `can_run_ahead`
+                return self._run_unstaged(step, guards, sampled=sampled)
         finally:
             self._cache.step.clear()  # an interrupted step must not serve a later call of the model
+
+    def can_run_ahead(self, step: Step) -> bool:
+        """Whether a decode step can be queued behind one that is under way: where it is captured."""
+        guards = {"sampling": sampling_guard(step.is_random, self._sampling)}
+        return self._staged is not None and self._staged.key(step, guards) is not None
+
+    def _run_unstaged(self, step: Step, guards: dict[str, Sampling], *, sampled: bool) -> StepOutput:
+        """Compute a step that no graph serves, or a program without any; counted there."""
+        if self._staged is not None:
+            self._staged.forget()
+        params = step.sampling_params(self._device.torch_device) if sampled else self._greedy_rows[: step.num_rows]
+        tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **self._tensors(step))
         return StepOutput(tokens, logits, sampled)
 
     def release(self, sequence: EngineSequence) -> None:
@@ -119,6 +145,7 @@ class PagedRunner:
         if self._closed:
             return
         self._closed = True
+        self._staged = None
         if self._program is not None:
             self._program.close()
         self._cache.close()

@@ -12,6 +12,8 @@ from core.engine.step import Phase
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from core.common.config import ModeChoice, Verify
     from core.common.report import ProgramReport
     from core.device import Capabilities, Mode
@@ -32,8 +34,10 @@ class EngineConfig:
     block_size: positions per cache block. decode_buckets: batch sizes; None takes `decode_sizes`. prefill_buckets:
     token counts; None takes powers of four from 32. The largest is the token budget of a step that holds prompts:
     longer prompts are computed in chunks. sampling: which ways to choose tokens are captured with decode; what is not
-    is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. mode: as in
-    `core.compile`; None takes the device's preferred mode, and for prefill "piecewise" where the device has it.
+    is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. run_ahead:
+    queue a decode step before the host knows the tokens of the one before it, so that the device need not wait for the
+    host; None does so where the device computes while the host goes on. mode: as in `core.compile`; None takes the
+    device's preferred mode, and for prefill "piecewise" where the device has it and reads lengths on the host.
     lowering, passes, disable_passes, enable_passes, eager, strict, debug, verify: as in `core.compile`; verification
     runs on the sequences of the engine's own check.
     """
@@ -45,6 +49,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = None
     sampling: tuple[Sampling, ...] = ("greedy", "random")
     speculative: int = 0
+    run_ahead: bool | None = None
     mode: Mode | Mapping[str, Mode] | None = None
     lowering: str | None = None
     passes: tuple[str, ...] | None = None
@@ -100,7 +105,8 @@ class EngineConfig:
         mode = self.mode.get(phase) if isinstance(self.mode, Mapping) else self.mode
         if mode is not None:
             return (mode,)
-        first = ("piecewise",) if phase == "prefill" and "piecewise" in capabilities.modes else ()
+        in_parts = phase == "prefill" and "piecewise" in capabilities.modes and not capabilities.device_lengths
+        first = ("piecewise",) if in_parts else ()
         return tuple(dict.fromkeys((*first, *capabilities.modes, "off")))
 
     def compile_options(self, phases: Iterable[str], capabilities: Capabilities) -> dict[str, Any]:
@@ -152,8 +158,15 @@ class ModelRunner(Protocol):
         """Reserve cache for the whole sequence; False if there is none at present."""
         ...
 
-    def run(self, step: Step) -> StepOutput:
-        """Compute a step; it changes the cache only, and only where these tokens belong."""
+    def can_run_ahead(self, step: Step) -> bool:
+        """Whether this step, a decode step, can be queued behind one that is under way, fed by its tokens."""
+        ...
+
+    def run(self, step: Step, feed: Tensor | None = None) -> StepOutput:
+        """Compute a step; it changes the cache only, and only where these tokens belong.
+
+        feed: (tokens,) int64 on the device in place of the step's tokens, which the host does not know yet.
+        """
         ...
 
     def release(self, sequence: EngineSequence) -> None:

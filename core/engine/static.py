@@ -134,8 +134,13 @@ class StaticRunner:
         self._cache.reset()
         return True
 
-    def run(self, step: Step) -> StepOutput:
+    def can_run_ahead(self, step: Step) -> bool:
+        """Whether a step can be queued behind one that is under way: never here."""
+        return False
+
+    def run(self, step: Step, feed: Tensor | None = None) -> StepOutput:
         """Compute the one sequence's pending tokens; tokens (1,) and logits (1, vocabulary)."""
+        assert feed is None  # only given where a step can be run ahead
         (part,) = step.parts
         if step.phase == "prefill":
             logits = self._prefill(part.tokens)

@@ -15,7 +15,8 @@ class EngineStats:
 
     steps: by phase. mixed_steps: those of prefill that also held generating sequences. joined: sequences that began.
     left: those that ended, aborted ones included. chunked: prompts computed over several steps. drafted, accepted:
-    tokens of speculative decoding. sampled_outside: tokens sampled outside of the captured graphs.
+    tokens of speculative decoding. ahead: steps begun before the tokens of the step before were known. discarded:
+    tokens of such steps for sequences that had ended. sampled_outside: tokens sampled outside of the captured graphs.
     """
 
     steps: Mapping[str, int]
@@ -25,6 +26,8 @@ class EngineStats:
     chunked: int
     drafted: int
     accepted: int
+    ahead: int
+    discarded: int
     sampled_outside: int
 
 
@@ -39,6 +42,8 @@ class StatsCounter:
     chunked: int = 0
     drafted: int = 0
     accepted: int = 0
+    ahead: int = 0
+    discarded: int = 0
     sampled_outside: int = 0
 
     def count(self, step: Step) -> None:
@@ -62,5 +67,7 @@ class StatsCounter:
             chunked=self.chunked,
             drafted=self.drafted,
             accepted=self.accepted,
+            ahead=self.ahead,
+            discarded=self.discarded,
             sampled_outside=self.sampled_outside,
         )

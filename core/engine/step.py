@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +21,20 @@ verify: the same with drafts behind some of them."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a step computes of one sequence: its next `num_tokens` pending tokens, and guesses of what follows them."""
+    """What a step computes of one sequence: its next `num_tokens` pending tokens, and guesses of what follows them.
+
+    ahead: its token is the one that the step before it, still under way, will give; the host does not know it yet.
+    """
 
     sequence: Sequence
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    ahead: bool = False
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first of its tokens."""
+        return self.sequence.num_computed + self.ahead
 
     @property
     def emits(self) -> bool:
@@ -38,8 +48,8 @@ class Part:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to compute, drafts last."""
-        return [*self.sequence.pending()[: self.num_tokens], *self.drafts]
+        """The tokens to compute, drafts last; zero stands for one that is not known yet."""
+        return [0] if self.ahead else [*self.sequence.pending()[: self.num_tokens], *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +74,15 @@ class Step:
         return _tensor([row for part in self.parts for row in _sampling_rows(part)], torch.float32, device)
 
 
+def write_sampling(step: Step, array: np.ndarray[Any, Any]) -> None:
+    """Write `sampling_params` of a step into an array of a bucket's size; padding rows are greedy."""
+    rows = [row for part in step.parts for row in _sampling_rows(part)]
+    array[: len(rows)] = rows
+    array[len(rows) :] = GREEDY_ROW
+
+
 def _sampling_rows(part: Part) -> Iterator[tuple[float, ...]]:
-    sequence, first = part.sequence, len(part.sequence.generated)
+    sequence, first = part.sequence, len(part.sequence.generated) + part.ahead
     for offset in range(part.num_rows):
         greedy = sequence.params.greedy or not part.emits
         yield GREEDY_ROW if greedy else sampling_row(sequence.params, sequence.uniform(first + offset))
@@ -74,12 +91,33 @@ def _sampling_rows(part: Part) -> Iterator[tuple[float, ...]]:
 class StepOutput(NamedTuple):
     """What a step gives, valid until the next: tokens (rows,) int64 and the logits (rows, vocabulary) they are from.
 
-    sampled: random rows were sampled; otherwise every token is the most likely one.
+    sampled: random rows were sampled; otherwise every token is the most likely one. read: waits for the tokens and
+    returns them on the host, also when the next step runs already; None where nobody sent them there.
     """
 
     tokens: Tensor
     logits: Tensor
     sampled: bool
+    read: Callable[[], list[int]] | None = None
+
+
+class Flight(NamedTuple):
+    """A step that was begun, and what it gives once it is done."""
+
+    step: Step
+    output: StepOutput
+
+
+def step_behind(step: Step) -> Step | None:
+    """Return the decode step that follows a decode step, whatever tokens that gives; None where one will be the last.
+
+    A sequence may still end by the token it gets; what the step behind computed for it is of no use then.
+    """
+    if step.phase != "decode":
+        return None
+    if any(len(p.sequence.generated) + 1 >= p.sequence.params.max_new_tokens for p in step.parts):
+        return None
+    return Step("decode", tuple(Part(part.sequence, 1, ahead=True) for part in step.parts))
 
 
 def step_inputs(max_blocks: int) -> dict[str, InputSpec]:
@@ -106,6 +144,26 @@ def step_tensors(step: Step, *, max_blocks: int, block_size: int, device: torch.
     Slots of drafts that turn out wrong hold keys and values of no one: they lie behind the sequence's length, which is
     all that attention reads, and are written again when the sequence gets there.
     """
+    sizes = {"tokens": sum(len(part.tokens) for part in step.parts), "seqs": len(step.parts), "rows": step.num_rows}
+    declared = step_inputs(max_blocks)
+    del declared["sampling_params"]
+    tensors = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
+    write_step(step, {name: tensor.numpy() for name, tensor in tensors.items()}, block_size=block_size)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def write_step(
+    step: Step,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    *,
+    block_size: int,
+    owners: MutableSequence[Sequence | None] | None = None,
+) -> None:
+    """Write the declared inputs of a step but `sampling_params` into arrays of a bucket's size, padding included.
+
+    owners: for each row of `block_table` the sequence whose blocks it holds, None for zeros; rows that are right are
+    left alone and the others noted. A sequence keeps its blocks as long as it runs.
+    """
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -113,24 +171,33 @@ def step_tensors(step: Step, *, max_blocks: int, block_size: int, device: torch.
     starts = [0]
     rows: list[int] = []
     for part in step.parts:
-        sequence, tokens = part.sequence, part.tokens
-        span = range(sequence.num_computed, sequence.num_computed + len(tokens))
+        blocks, tokens, first = part.sequence.blocks, part.tokens, part.first_position
+        stop = first + len(tokens)
         input_ids += tokens
-        positions += span
-        slots += [sequence.blocks[p // block_size] * block_size + p % block_size for p in span]
-        lens.append(span.stop)
+        positions += range(first, stop)
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(first, stop)]
+        lens.append(stop)
         starts.append(len(input_ids))
         rows += range(len(input_ids) - part.num_rows, len(input_ids))
-    table = [[*p.sequence.blocks, *[0] * (max_blocks - len(p.sequence.blocks))] for p in step.parts]
-    return {
-        "input_ids": _tensor(input_ids, torch.int64, device),
-        "position_ids": _tensor(positions, torch.int64, device),
-        "slot_mapping": _tensor(slots, torch.int64, device),
-        "block_table": _tensor(table, torch.int32, device),
-        "seq_lens": _tensor(lens, torch.int32, device),
-        "query_starts": _tensor(starts, torch.int32, device),
-        "logit_rows": _tensor(rows, torch.int64, device),
-    }
+    for name, values in (("input_ids", input_ids), ("position_ids", positions), ("slot_mapping", slots)):
+        _put(arrays[name], values)
+    _put(arrays["seq_lens"], lens)
+    _put(arrays["query_starts"], starts, padding=starts[-1])
+    _put(arrays["logit_rows"], rows)
+    _write_tables(step, arrays["block_table"], [None] * len(arrays["block_table"]) if owners is None else owners)
+
+
+def _put(array: np.ndarray[Any, Any], values: list[int], padding: int = 0) -> None:
+    array[: len(values)] = values
+    array[len(values) :] = padding
+
+
+def _write_tables(step: Step, tables: np.ndarray[Any, Any], owners: MutableSequence[Sequence | None]) -> None:
+    wanted = [*(part.sequence for part in step.parts), *[None] * (len(tables) - len(step.parts))]
+    for row, sequence in enumerate(wanted):
+        if owners[row] is not sequence:
+            _put(tables[row], sequence.blocks if sequence else [])
+            owners[row] = sequence
 
 
 def _tensor(data: object, dtype: torch.dtype, device: torch.device) -> Tensor:

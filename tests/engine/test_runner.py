@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_powers_end_with_the_last() -> None:
     assert powers(32, 2, 4) == (2,)
 
 
-def test_phases_take_the_devices_first_mode_and_prefill_piecewise_where_there_is_that() -> None:
+def test_phases_take_the_devices_first_mode_and_prefill_piecewise_where_lengths_are_read_on_the_host() -> None:
     config = EngineConfig()
     assert [config.modes_of(phase, GPU)[0] for phase in ("decode", "prefill", "verify")] == [
         "full",
@@ -83,6 +84,7 @@ def test_phases_take_the_devices_first_mode_and_prefill_piecewise_where_there_is
     ]
     assert config.modes_of("prefill", device("compile")) == ("compile", "off")
     assert config.modes_of("prefill", device()) == ("off",)
+    assert config.modes_of("prefill", replace(GPU, device_lengths=True)) == (*GPU.modes, "off")
     assert config.modes_of("prefill", device("full", "piecewise", "segmented"))[1:] == ("full", "segmented", "off")
     assert EngineConfig(mode="off").modes_of("prefill", GPU) == ("off",)
     one = EngineConfig(mode={"decode": "off"})

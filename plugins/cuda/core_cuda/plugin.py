@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,6 +38,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
             device_name=properties.name,
             dtypes=frozenset(dtypes),
             modes=("full", "piecewise", "segmented"),
+            asynchronous=True,
             extra={
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "multiprocessors": properties.multi_processor_count,
@@ -48,6 +50,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         empty_cache=torch.cuda.empty_cache,
         reset_peak_memory=partial(torch.cuda.reset_peak_memory_stats, device),
         side_stream=lambda: torch.cuda.stream(stream),
+        record=_record,
     )
 
 
@@ -93,6 +96,12 @@ def _synchronize(device: torch.device) -> None:
     """Wait for all work of the GPU, and first for another thread's capture, which that would break."""
     with capture_lock(device):
         torch.cuda.synchronize(device)
+
+
+def _record() -> Callable[[], None]:
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def _memory(device: torch.device) -> MemoryInfo:

@@ -29,9 +29,10 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter of Triton 3.6 round to narrow dtypes to nearest even, and multiply matrices of bfloat16.
+    """Mend Triton 3.6's interpreter: rounding to narrow dtypes, products of bfloat16, sizes as bounds of loops.
 
-    It truncates the one, loses a carry, and multiplies the bits of the other as integers.
+    It truncates the first or loses a carry, multiplies the bits of the second as integers, and reads the third in a way
+    that numpy 2.4 refuses.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -58,5 +59,12 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *wide, d, *options)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", create_dot)

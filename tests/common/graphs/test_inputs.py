@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import BucketTable, InputSpec, StaticBuffers
+from core.common.graphs.buffers import StaticBuffers
+from core.common.graphs.inputs import BucketTable, InputSpec
 from core.errors import UsageError
 from tests.support import refused
 

@@ -1,0 +1,162 @@
+"""The static buffers that captured graphs read, and host memory laid out alike that fills them by one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.graphs.backend import GraphKey
+from core.common.graphs.inputs import BucketTable, InputSpec
+from core.errors import UsageError
+
+_ALIGNMENT = 256
+"""Bytes; what allocators of devices give, and more than any kernel's widest access."""
+
+
+class StaticBuffers:
+    """Owns one flat storage per input, sized for the largest bucket; every bucket reads a contiguous view of it.
+
+    Buckets share the storage, so only the bucket being run has valid content. Addresses never change. All storages lie
+    in one run of memory, the largest last. bound: the caller's tensors of the inputs declared so, which are used as
+    they are.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, InputSpec],
+        table: BucketTable,
+        device: torch.device,
+        bound: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.bound = dict(bound or {})
+        self._inputs = inputs
+        self._table = table
+        keys = [key for keys in table.phases.values() for key in keys]
+        sizes = {
+            name: max(prod(spec.resolve(table.sizes(key))) for key in keys) * spec.dtype.itemsize
+            for name, spec in inputs.items()
+            if name not in self.bound
+        }
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name in sorted(sizes, key=sizes.__getitem__):
+            self._offsets[name] = end
+            end += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = sum(sizes.values())
+        self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.fill(self.memory)
+
+    def fill(self, memory: Tensor) -> None:
+        """Write the first content of all buffers into `memory`, which is laid out like them: sentinels, else zero."""
+        memory.zero_()
+        bounds = [*sorted(self._offsets.values()), memory.numel()]
+        for name, offset in self._offsets.items():
+            spec = self._inputs[name]
+            if spec.padding == "sentinel":
+                memory[offset : bounds[bounds.index(offset) + 1]].view(spec.dtype).fill_(spec.value)
+
+    def views(self, key: GraphKey, memory: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the buffers of one bucket by input name, each contiguous and of the bucket's shape.
+
+        memory: other memory that is laid out alike, to see in place of the buffers' own; bound inputs are left out
+        then.
+        """
+        sizes = self._table.sizes(key)
+        found = {} if memory is not None else dict(self.bound)
+        for name, offset in self._offsets.items():
+            spec = self._inputs[name]
+            shape = spec.resolve(sizes)
+            part = (self.memory if memory is None else memory)[offset : offset + prod(shape) * spec.dtype.itemsize]
+            found[name] = part.view(spec.dtype).view(shape)
+        return {name: found[name] for name in self._inputs if name in found}
+
+    def extent(self, key: GraphKey, without: Collection[str] = ()) -> int:
+        """Return how many bytes from the beginning hold all inputs of a bucket, those of `without` not counted."""
+        sizes = self._table.sizes(key)
+        return max(
+            (
+                offset + prod(self._inputs[name].resolve(sizes)) * self._inputs[name].dtype.itemsize
+                for name, offset in self._offsets.items()
+                if name not in without
+            ),
+            default=0,
+        )
+
+
+class Staging:
+    """Host memory in which a step's inputs are prepared, and moved to the device by a single copy; see
+    `Program.staging`.
+
+    There are several mirrors of the static buffers in turn, so that one can be written while the copy of another may
+    still be under way: with n of them, what was given to `replay` must have arrived before n - 1 further replays.
+    """
+
+    def __init__(
+        self, buffers: StaticBuffers, replay: Callable[[GraphKey, Any], Any], *, mirrors: int, pinned: bool
+    ) -> None:
+        self._buffers = buffers
+        self._replay = replay
+        self._mirrors = [self._mirror(pinned) for _ in range(mirrors)]
+        self._views: list[dict[GraphKey, dict[str, Tensor]]] = [{} for _ in range(mirrors)]
+        self._device_views: dict[GraphKey, dict[str, Tensor]] = {}
+        self._current = 0
+
+    @property
+    def current(self) -> int:
+        """Number of the mirror that `inputs` gives and the next `replay` sends."""
+        return self._current
+
+    def inputs(self, key: GraphKey) -> Mapping[str, Tensor]:
+        """Return the bucket's inputs in the current mirror, on the host, to be written before `replay`.
+
+        They hold what was last written to this mirror for any bucket; padding is the caller's to write.
+        """
+        views = self._views[self._current]
+        if key not in views:
+            views[key] = self._buffers.views(key, self._mirrors[self._current])
+        return views[key]
+
+    def replay(
+        self,
+        key: GraphKey,
+        *,
+        feed: Mapping[str, Tensor] | None = None,
+        kept: Collection[str] = (),
+        step: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Copy the current mirror to the device, replay the bucket, and turn to the next mirror; wait for nothing.
+
+        feed: tensors of the device that take the place of the mirror's, each no longer than the bucket's along the
+        first dimension (outputs of the replay before may be given). kept: inputs whose buffers hold the right content
+        already and need not be copied; some may be all the same. step, result: as of `Program.replay`.
+        """
+        end = self._buffers.extent(key, without=kept)
+        self._buffers.memory[:end].copy_(self._mirrors[self._current][:end], non_blocking=True)
+        for name, tensor in (feed or {}).items():
+            self._device_inputs(key)[name][: tensor.shape[0]].copy_(tensor)
+        self._current = (self._current + 1) % len(self._mirrors)
+        return self._replay(key, step)
+
+    def _device_inputs(self, key: GraphKey) -> dict[str, Tensor]:
+        if key not in self._device_views:
+            self._device_views[key] = self._buffers.views(key)
+        return self._device_views[key]
+
+    def _mirror(self, pinned: bool) -> Tensor:
+        mirror = torch.empty(self._buffers.memory.numel(), dtype=torch.uint8, pin_memory=pinned)
+        self._buffers.fill(mirror)
+        return mirror
+
+
+def check_mirrors(mirrors: int) -> None:
+    """Raise `UsageError` unless there is at least one mirror."""
+    if not isinstance(mirrors, int) or isinstance(mirrors, bool) or mirrors < 1:
+        raise UsageError(
+            f"staging with mirrors={mirrors!r}",
+            found="that is no number of mirrors",
+            remedy="ask for 1, or for 2 to prepare a step while the one before it runs",
+        )

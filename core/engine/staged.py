@@ -1,0 +1,86 @@
+"""Steps of the paged route whose inputs are prepared on the host and moved to the device by one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.common.graphs.backend import GraphKey
+from core.device import Device
+from core.engine.sampling import Sampling
+from core.engine.sequence import Sequence
+from core.engine.step import Step, StepOutput, write_sampling, write_step
+from core.program import Program
+
+_MIRRORS = 2
+"""Steps on the host at once: one that runs, and one that is prepared meanwhile."""
+
+
+class StagedSteps:
+    """Runs steps of a compiled program from host memory, and brings their tokens back without waiting.
+
+    Valid as long as the program. A step may be run while the one before it is still under way, if its own inputs do not
+    depend on that one's tokens, or take them on the device.
+    """
+
+    def __init__(self, program: Program, device: Device, *, block_size: int, max_rows: int, max_seqs: int) -> None:
+        """Set up memory for steps of up to max_rows rows of logits and max_seqs sequences."""
+        self._program = program
+        self._device = device
+        self._block_size = block_size
+        self._staging = program.staging(mirrors=_MIRRORS)
+        self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(_MIRRORS)]
+        self._owners: list[list[Sequence | None]] = [[None] * max_seqs for _ in range(_MIRRORS)]
+        self._sent: tuple[GraphKey, list[Sequence | None]] | None = None
+        pinned = device.capabilities.asynchronous
+        self._tokens = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
+
+    def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
+        """Return the captured key that serves a step; None where none does."""
+        num_tokens = sum(part.num_tokens + len(part.drafts) for part in step.parts)
+        sizes = {"tokens": num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
+        return self._program.bucket(step.phase, sizes, guards)
+
+    def run(self, key: GraphKey, step: Step, *, sampled: bool, feed: Tensor | None = None) -> StepOutput:
+        """Run a step in the graph of `key`; wait for nothing.
+
+        sampled: the graph samples, by parameters that are written too. feed: (tokens,) int64 on the device, in place of
+        the step's own tokens.
+        """
+        mirror = self._staging.current
+        arrays, owners = self._views(key), self._owners[mirror]
+        write_step(step, arrays, block_size=self._block_size, owners=owners)
+        if sampled:
+            write_sampling(step, arrays["sampling_params"])
+        kept = ("block_table",) if self._sent is not None and self._sent == (key, owners) else ()
+        self._sent = None  # until the copy is queued, nobody knows what the device holds
+        tokens, logits = self._staging.replay(key, kept=kept, feed=None if feed is None else {"input_ids": feed})
+        self._sent = (key, list(owners))
+        tokens, logits = tokens[: step.num_rows], logits[: step.num_rows]
+        return StepOutput(tokens, logits, sampled, self._bring(tokens, self._tokens[mirror]))
+
+    def forget(self) -> None:
+        """Take nothing of the static buffers for known any more: somebody else has written them."""
+        self._sent = None
+
+    def _views(self, key: GraphKey) -> dict[str, np.ndarray[Any, Any]]:
+        views = self._arrays[self._staging.current]
+        if key not in views:
+            views[key] = {name: tensor.numpy() for name, tensor in self._staging.inputs(key).items()}
+        return views[key]
+
+    def _bring(self, tokens: Tensor, home: Tensor) -> Callable[[], list[int]]:
+        """Begin to copy tokens to the host, where the next step can't overwrite them; return what waits for them."""
+        there = home[: tokens.shape[0]]
+        there.copy_(tokens, non_blocking=True)
+        wait = self._device.record()
+
+        def read() -> list[int]:
+            wait()
+            return there.tolist()
+
+        return read
