@@ -47,7 +47,7 @@ def check_aliasing(trial: Trial, name: str, results: Sequence[Any], arguments: M
 
 def unread(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> int:
     """Return how many leading blocks of a written argument hold anything, so that nobody may compare them."""
-    if op.name != "attention" or name not in op.mutates:
+    if op.name not in ("attention", "rotary_attention") or name not in op.mutates:
         return 0
     # Padding tokens write the null block, block 0, several of them one slot: which one stays is not promised.
     page = kwargs["key_cache"].shape[1]

@@ -15,6 +15,8 @@ from torch import Tensor
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core_conformance.large_attention import dense_attention, paged_attention
+from core_conformance.large_layers import gated_linear, linear, rotary_attention
+from core_conformance.large_sampling import sampled
 
 _ROWS, _WIDTH = 9, 1024
 
@@ -172,10 +174,14 @@ LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "rotary": rotary,
         "rotary_single": rotary_single,
         "qk_norm_rotary": qk_norm_rotary,
+        "rotary_attention": rotary_attention,
+        "linear": linear,
+        "gated_linear": gated_linear,
         "moe_route": moe_route,
         "grouped_mlp": grouped_mlp,
         "quantize": quantize,
         "quantized_linear": quantized_linear,
+        "sample": sampled,
         "all_reduce": all_reduce,
     }
 )
@@ -191,6 +197,8 @@ NON_FINITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rotary": ("query", "key"),
         "rotary_single": ("x",),
         "qk_norm_rotary": ("query", "key"),
+        "linear": ("x",),
+        "gated_linear": ("x",),
         "grouped_mlp": ("x",),
         "all_reduce": ("x",),
     }

@@ -16,6 +16,8 @@ from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core_conformance.large import heads, tables
 from core_conformance.large_attention import dense_attention_sizes, paged_attention_sizes
+from core_conformance.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
+from core_conformance.large_sampling import sampled_sizes
 
 _SHAPES = ((129, 1000), (65, 1001), (3, 4096))
 """Rows and width: many rows, an odd width, a wide row."""
@@ -146,10 +148,14 @@ SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "rotary": rotary,
         "rotary_single": rotary_single,
         "qk_norm_rotary": qk_norm_rotary,
+        "rotary_attention": rotary_attention_sizes,
+        "linear": linear_sizes,
+        "gated_linear": gated_linear_sizes,
         "moe_route": moe_route,
         "grouped_mlp": grouped_mlp,
         "quantize": quantize,
         "quantized_linear": quantized_linear,
+        "sample": sampled_sizes,
     }
 )
 """Name of an op -> its calls past the tiles; `all_reduce` has none, its kernel is the library's."""

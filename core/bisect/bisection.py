@@ -54,7 +54,8 @@ def bisect(
     the device finds them unprofitable. progress: told what is being judged. Raises `CoreError` where the question
     itself is wrong, not where an answer is.
     """
-    manager = PassManager(passes, enable=asked, capabilities=device.capabilities)
+    implemented = frozenset(implementation.op for implementation in device.ops)
+    manager = PassManager(passes, enable=asked, capabilities=device.capabilities, implemented=implemented)
     name, _ = device.lowerings.resolve(lowering)
     steps: list[Step] = []
     faults: list[Fault] = []

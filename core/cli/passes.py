@@ -78,6 +78,8 @@ def guards_json(guards: Guards) -> dict[str, Any]:
         found["tokens"] = list(guards.tokens)
     if guards.constants:
         found["constants"] = True
+    if guards.implements:
+        found["implements"] = sorted(guards.implements)
     return found
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.inputs import InputSpec
+from core.common.ops.sampling import NUM_PARAMS, SAMPLE
 from core.engine.config import SamplingParams
 
 Sampling = Literal["greedy", "random"]
 """How a graph chooses tokens: always the most likely one, or each row by its own parameters."""
 
 GREEDY_ROW = (0.0, 0.0, 1.0, 0.0)
-NUM_PARAMS = len(GREEDY_ROW)
 
 
 def sampling_params_input(rows: int | str) -> InputSpec:
@@ -57,36 +57,10 @@ def next_tokens(logits: Tensor, sampling_params: Tensor, sampling: Sampling) -> 
     """Return the next token of each row: int64 of shape (R,), on the device of the logits.
 
     logits: (R, V) in any floating dtype; a logit may be -inf. sampling_params: (R, 4) float32, a `sampling_row` each.
-    Greedy rows are the argmax in the logits' dtype; sampled ones are computed in fp32. With "greedy" every row is, and
-    the parameters are not looked at. A row with NaN gives some token and leaves the others alone.
+    With "random" it is `core::sample`, greedy rows included; with "greedy" every row is the argmax in the logits'
+    dtype, and the parameters are not looked at.
     """
-    most_likely = logits.argmax(dim=-1)
     if sampling == "greedy":
-        return most_likely
-    return torch.where(sampling_params[:, 0] > 0, _sample(logits, sampling_params), most_likely)
-
-
-def _sample(logits: Tensor, sampling_params: Tensor) -> Tensor:
-    """Sample every row by inverting its cumulative distribution at its own uniform number; int64 (R,).
-
-    The order: temperature, top-k (Fan et al. 2018, Hierarchical Neural Story Generation), top-p (Holtzman et al. 2020,
-    The Curious Case of Neural Text Degeneration: the smallest set of most likely tokens whose probability reaches p).
-    """
-    temperature, top_k, top_p, uniform = sampling_params.split(1, dim=1)
-    # A stable sort, so that equal logits are cut at the same token on every device: the lower id is kept.
-    ordered, token_ids = logits.float().sort(dim=-1, descending=True, stable=True)
-    # The maximum goes first, because logits divided by a tiny temperature overflow. Greedy rows divide by 1.
-    ordered = (ordered - ordered[:, :1]) / torch.where(temperature > 0, temperature, 1.0)
-    rank = torch.arange(ordered.shape[1], device=ordered.device)
-    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
-    probabilities = ordered.softmax(dim=-1)
-    # A token stays while those before it fall short of p, the first always; p = 1 keeps all, which rounding could deny.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = (before < top_p) | (top_p >= 1)
-    cumulative = (probabilities * kept).cumsum(dim=-1)
-    # The first token whose cumulative probability exceeds the draw. A draw can round up to the total itself, which no
-    # token exceeds; then it is the last one that has a probability at all.
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    last = ((probabilities > 0) & kept).sum(dim=-1, keepdim=True) - 1
-    # A row of NaN has no last token; its first is as good as any and, unlike an index of -1, keeps the device alive.
-    return token_ids.gather(1, torch.minimum(index, last).clamp(min=0)).squeeze(1)
+        return logits.argmax(dim=-1)
+    tokens: Tensor = SAMPLE.overload(logits, sampling_params)
+    return tokens

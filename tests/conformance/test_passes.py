@@ -9,6 +9,8 @@ import pytest
 import core.rewriting
 from core.bisect.bisection import injected
 from core.common.conformance import ConformanceProfile
+from core.common.ops.declaration import declared_ops
+from core.common.ops.implementation import OpImplementation
 from core.common.passes.declaration import Pass, PassResult
 from core.common.passes.standard import COMMON_PASSES
 from core.common.verification.planted import planted
@@ -16,16 +18,25 @@ from core.device import Device
 from core_conformance.cases import passes as area
 from core_conformance.cases.pass_runs import CORPUS
 from tests.conformance import wrong_passes as wrong
-from tests.conformance.pass_support import KINDS, failures, keep, of
+from tests.conformance.pass_support import KINDS, cases, failures, keep, of
 from tests.support import cpu
 
 NAMES = [declared.name for declared in COMMON_PASSES]
+NEEDY = [declared.name for declared in COMMON_PASSES if declared.guards.implements]
 
 
 @pytest.fixture(scope="module")
 def plain() -> Device:
     """Return one device for all tests of right passes: they share what is computed."""
     return cpu()
+
+
+@pytest.fixture(scope="module")
+def bringing() -> Device:
+    """Return a device that brings the ops without which some passes do not run."""
+    names = sorted(frozenset().union(*(declared.guards.implements for declared in COMMON_PASSES)))
+    references = {name: declared_ops()[name].reference for name in names}
+    return cpu(ops=tuple(OpImplementation(op=name, name="own", fn=fn) for name, fn in references.items()))
 
 
 @pytest.fixture
@@ -37,11 +48,21 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- right passes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDY])
 def test_each_common_pass_fires_and_is_right(plain: Device, name: str) -> None:
     """Those too that the device calls unprofitable."""
     assert "merge_linears" in plain.capabilities.unprofitable
     assert of(plain, name, "fires", "float32", "identity") == {}
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_passes_that_need_an_op_of_the_device_are_judged_where_it_is(
+    plain: Device, bringing: Device, name: str
+) -> None:
+    assert of(bringing, name, "fires", "float32", "bfloat16", "near-miss", "identity") == {}
+    assert {case.not_supported for case in cases(bringing).values() if case.id.startswith(f"passes/{name}/")} == {""}
+    (reason,) = {case.not_supported for case in cases(plain).values() if case.id.startswith(f"passes/{name}/")}
+    assert reason.startswith("its guard: the device does not implement core::")
 
 
 @pytest.mark.parametrize("name", ["lift_rms_norm", "fuse_attention_cache", "eliminate_common_subexpressions"])

@@ -25,13 +25,14 @@ from core_conformance.faked import leaves, run_fake
 from core_conformance.judging import Judge, Judged, by_t1, by_t2, each_value
 from core_conformance.opcalls import calls, positional, refusal
 from core_conformance.routing import judge_route
+from core_conformance.sampling import judge_sample
 from core_conformance.trial import NotSupported, Trial
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """fp32 decides whether an algorithm is right, half precision how it rounds."""
 
 RULES: Mapping[str, Callable[[Trial, Judged], None]] = MappingProxyType(
-    {"quantize": judge_quantized, "moe_route": judge_route}
+    {"quantize": judge_quantized, "moe_route": judge_route, "sample": judge_sample}
 )
 """Ops whose results are judged otherwise than value by value."""
 

@@ -79,7 +79,12 @@ def refusal(device: Device, declared: Pass) -> str:
     """Return why the pass's guards keep it off this device whatever the graph, or ""."""
     whatever = replace(declared.guards, dtypes=None, min_rank=0, constants=False)
     nothing = fx.GraphModule(nn.Module(), fx.Graph())
-    context = PassContext(module=nothing, capabilities=device.capabilities, tokens=tokens_for(declared))
+    context = PassContext(
+        module=nothing,
+        capabilities=device.capabilities,
+        tokens=tokens_for(declared),
+        implemented=frozenset(implementation.op for implementation in device.ops),
+    )
     reason = whatever.refusal(context)
     return f"its guard: {reason}" if reason else ""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from core_conformance.fuzzing import attention, matrices, pointwise
+from core_conformance.fuzzing import attention, layers, matrices, pointwise
 from core_conformance.fuzzing.source import Source
 
 CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
@@ -21,10 +21,14 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::rotary": pointwise.rotary,
         "core::rotary_single": pointwise.rotary_single,
         "core::qk_norm_rotary": pointwise.qk_norm_rotary,
+        "core::rotary_attention": layers.rotary_attention,
+        "core::linear": layers.linear,
+        "core::gated_linear": layers.gated_linear,
         "core::moe_route": matrices.moe_route,
         "core::grouped_mlp": matrices.grouped_mlp,
         "core::quantize": matrices.quantize,
         "core::quantized_linear": matrices.quantized_linear,
+        "core::sample": matrices.sample,
     }
 )
 """Op -> what draws one call of it. Left out: collectives, which need more than one process."""

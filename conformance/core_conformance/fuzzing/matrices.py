@@ -1,4 +1,4 @@
-"""Random calls of quantisation, quantised linears and mixtures of experts."""
+"""Random calls of quantisation, quantised linears, mixtures of experts and samplers."""
 
 from __future__ import annotations
 
@@ -106,4 +106,19 @@ def grouped_mlp(source: Source) -> dict[str, Any]:
         "up_offset": source.one_of(0.0, 1.0),
         "gate_up_bias": source.maybe(experts, 2 * inner),
         "down_bias": source.maybe(experts, hidden),
+    }
+
+
+def sample(source: Source) -> dict[str, Any]:
+    """Draw a call of core::sample, each row with limits of its own."""
+    rows, vocabulary = source.integer(0, 9), source.integer(1, 70)
+    limits = [
+        (source.one_of(0.0, 0.7, 1.5), source.one_of(0.0, 1.0, 7.0), source.one_of(1.0, 0.4, 0.9)) for _ in range(rows)
+    ]
+    drawn = torch.special.ndtr(source.dense(rows, dtype=torch.float32).cpu()).tolist()
+    params = [(*limit, uniform) for limit, uniform in zip(limits, drawn, strict=True)]
+    logits = source.tensor(rows, vocabulary, scale=2.0)
+    return {
+        "logits": logits,
+        "sampling_params": torch.tensor(params, dtype=torch.float32).view(rows, 4).to(source.device),
     }

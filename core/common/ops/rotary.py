@@ -65,7 +65,7 @@ def rotary(
     and key have (CodeGen goes on in float32). Memory order: that of query or key where all of D is
     rotated in style half or interleaved, else contiguous, as torch.cat leaves it.
     """
-    _check_rotary("rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
+    check_rotary("rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
     cos, sin = _widened(cos, sin, rotary_dim or query.shape[-1], (style, compute_dtype))
     dtypes = (compute_dtype, out_dtype)
     return _rotate_first(query, cos, sin, style, dtypes), _rotate_first(key, cos, sin, style, dtypes)
@@ -82,7 +82,7 @@ def rotary_single(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return what `rotary` gives for one tensor, query or key; all else is said there."""
-    _check_rotary("rotary_single", {"x": x}, cos, sin, (style, rotary_dim))
+    check_rotary("rotary_single", {"x": x}, cos, sin, (style, rotary_dim))
     cos, sin = _widened(cos, sin, rotary_dim or x.shape[-1], (style, compute_dtype))
     return _rotate_first(x, cos, sin, style, (compute_dtype, out_dtype))
 
@@ -110,7 +110,7 @@ def qk_norm_rotary(
     query_weight and key_weight (D,). offset, normed_dtype, weight_dtype: as in `rms_norm`; norm_compute_dtype is its
     compute_dtype, and the normed query and key are rounded to the dtype they came in. Both are done as in the two ops.
     """
-    _check_rotary("qk_norm_rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
+    check_rotary("qk_norm_rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
     options: dict[str, Any] = {
         "offset": offset,
         "compute_dtype": norm_compute_dtype,
@@ -160,8 +160,8 @@ def _pair(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
     return torch.cat((first, second), dim=-1), torch.cat((-second, first), dim=-1)
 
 
-def _check_rotary(op: str, turned: Mapping[str, Tensor], cos: Tensor, sin: Tensor, options: tuple[str, int]) -> None:
-    """Check the tensors to turn, by their names in the schema, and what turns them."""
+def check_rotary(op: str, turned: Mapping[str, Tensor], cos: Tensor, sin: Tensor, options: tuple[str, int]) -> None:
+    """Raise `RuntimeError` unless the tensors to turn, by their names in the schema, fit what turns them."""
     style, rotary_dim = options
     check_floating(op, **turned, cos=cos, sin=sin)
     check_choice(op, "style", style, STYLES)

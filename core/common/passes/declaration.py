@@ -59,7 +59,8 @@ class Guards:
     min_rank: likewise, for the rank. capabilities: keys of `Capabilities.extra` with the value each must have.
     world_size, tokens: inclusive ranges; an upper end of None is open. A pass with a token range is skipped where the
     caller does not say how many tokens the graph serves. constants: the pass reads the tensors bound to the graph's
-    placeholders, and is skipped where the caller does not give them.
+    placeholders, and is skipped where the caller does not give them. implements: names of canonical ops, all of which
+    the device must bring an implementation of; skipped too where the caller does not say which it brings.
     """
 
     dtypes: frozenset[torch.dtype] | None = None
@@ -68,6 +69,7 @@ class Guards:
     world_size: tuple[int, int | None] = (1, None)
     tokens: tuple[int, int | None] | None = None
     constants: bool = False
+    implements: frozenset[str] = frozenset()
 
     def refusal(self, context: PassContext) -> str | None:
         """Return why the pass must not run on this graph, or None if it may."""
@@ -82,6 +84,10 @@ class Guards:
                 return f"made for {_text(self.tokens)} tokens, and how many this graph serves is unknown"
             if not all(_within(bound, self.tokens) for bound in context.tokens):
                 return f"the graph serves {_text(context.tokens)} tokens, outside {_text(self.tokens)}"
+        missing = sorted(self.implements - (context.implemented or frozenset()))
+        if missing:
+            unknown = "" if context.implemented is not None else ", as far as is known"
+            return f"the device does not implement {' or '.join(missing)}{unknown}"
         if self.constants and context.constants is None:
             return "it reads the graph's weights, and these are not given"
         return self._no_value(context)

@@ -14,10 +14,12 @@ from core.common.passes.lift.attention_cache import FUSE_ATTENTION_CACHE
 from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.lift.grouped_mlp import LIFT_GROUPED_MLP
 from core.common.passes.lift.layer_norm import LIFT_LAYER_NORM
+from core.common.passes.lift.linear import FUSE_GATED_LINEAR, LIFT_LINEAR
 from core.common.passes.lift.moe_route import LIFT_MOE_ROUTE
 from core.common.passes.lift.qk_norm_rotary import FUSE_QK_NORM_ROTARY
 from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
 from core.common.passes.lift.rotary import LIFT_ROTARY
+from core.common.passes.lift.rotary_attention import FUSE_ROTARY_ATTENTION
 
 COMMON_PASSES: tuple[Pass, ...] = (
     REMOVE_NO_OPS,
@@ -34,4 +36,7 @@ COMMON_PASSES: tuple[Pass, ...] = (
     ELIMINATE_COMMON_SUBEXPRESSIONS,
     MERGE_LINEARS,
     FUSE_GATE_UP,
+    FUSE_ROTARY_ATTENTION,
+    LIFT_LINEAR,
+    FUSE_GATED_LINEAR,
 )

@@ -329,6 +329,25 @@ MISTAKES: tuple[Mistake, ...] = (
         "the wrong half is the gate",
         argument("gated_activation_fused", "gate_first", operator.not_),
     ),
+    _mistake(
+        "rotary-attention-tables",
+        "fuse_rotary_attention",
+        "cos and sin swapped",
+        swapped("rotary_attention", "cos", "sin"),
+    ),
+    _mistake(
+        "rotary-attention-weights",
+        "fuse_rotary_attention",
+        "the weights of query and key swapped",
+        swapped("rotary_attention", "query_weight", "key_weight"),
+    ),
+    _mistake("linear-bias", "lift_linear", "the bias is left out", argument("linear", "bias", _dropped)),
+    _mistake(
+        "gated-linear-half",
+        "fuse_gated_linear",
+        "the wrong half is the gate",
+        argument("gated_linear", "gate_first", operator.not_),
+    ),
     _mistake("no-op-eps", "remove_no_ops", "`x + eps` taken for x", _tiny_addend, made=False),
     _mistake(
         "cse-write",

@@ -12,10 +12,11 @@ from core.common.ops.attention import ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
 from core.common.ops.dense_attention import DENSE_ATTENTION
+from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from tests.common.ops.canonical_oracle import CPU, every_sample, faked, in_fp64, outputs, run
 
-# test_attention.py and test_dense_attention.py hold the ops that write a cache to the same.
-FUNCTIONAL = [op for op in OPS if op not in (ATTENTION, DENSE_ATTENTION)]
+# test_attention.py, test_dense_attention.py and test_rotary_attention.py hold the ops that write a cache to the same.
+FUNCTIONAL = [op for op in OPS if op not in (ATTENTION, DENSE_ATTENTION, ROTARY_ATTENTION)]
 CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in FUNCTIONAL for s in every_sample(op)]
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -30,11 +31,12 @@ def tensors(values: Any) -> list[Tensor]:
 
 def test_all_are_declared_once() -> None:
     assert {op.qualified_name: op for op in OPS}.items() <= declared_ops().items()
-    assert len({op.name for op in OPS}) == len(OPS) == 15
+    assert len({op.name for op in OPS}) == len(OPS) == 19
 
 
 def test_only_attention_and_collectives_may_be_cut_at() -> None:
-    assert {op.name for op in OPS if op.break_point} == {"attention", "dense_attention", "all_reduce"}
+    cut = {"attention", "dense_attention", "rotary_attention", "all_reduce"}
+    assert {op.name for op in OPS if op.break_point} == cut
 
 
 @pytest.mark.parametrize(("op", "name"), CASES)

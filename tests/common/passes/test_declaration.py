@@ -61,6 +61,7 @@ def test_a_declaration_that_contradicts_itself_is_refused(fields: dict[str, Any]
         {"guards": Guards(tokens=(1, None))},
         {"guards": Guards(dtypes=frozenset({torch.float16}))},
         {"guards": Guards(world_size=(2, 8))},
+        {"guards": Guards(implements=frozenset({"core::linear"}))},
         {"guards": Guards(capabilities={"fused": True})},
         {"run": lambda context: PassResult(matched=0)},
         {"run": partial(nothing)},
@@ -179,6 +180,17 @@ CAPABLE = Capabilities(device_name="x", dtypes=frozenset({torch.float32}), extra
         (Guards(tokens=(1, 64)), {"tokens": (1, 65)}, "the graph serves 1..65 tokens, outside 1..64"),
         (Guards(tokens=(2, None)), {"tokens": (1, 9)}, "the graph serves 1..9 tokens, outside 2.."),
         (Guards(tokens=(1, 64)), {}, "made for 1..64 tokens, and how many this graph serves is unknown"),
+        (Guards(implements=frozenset({"core::linear"})), {"implemented": frozenset({"core::linear"})}, None),
+        (
+            Guards(implements=frozenset({"core::linear", "core::rms_norm"})),
+            {"implemented": frozenset({"core::linear"})},
+            "the device does not implement core::rms_norm",
+        ),
+        (
+            Guards(implements=frozenset({"core::linear"})),
+            {},
+            "the device does not implement core::linear, as far as is known",
+        ),
     ],
 )
 def test_guards_refuse_with_a_reason(guards: Guards, fields: dict[str, Any], reason: str | None) -> None:

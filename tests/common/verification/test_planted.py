@@ -13,13 +13,17 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.bisect.bisection import bisect, injected
+from core.common.ops.implementation import OpImplementation
+from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from core.common.passes.declaration import Pass
 from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.snapshot import Snapshot
 from core.common.passes.standard import COMMON_PASSES
 from core.common.verification.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
 from core.common.verification.verify import Verification, failure, verify
-from core.engine.graphs import PhaseGraph, phase_graphs
+from core.device import Device
+from core.engine.graphs import PhaseGraph, engine_graphs
 from core.engine.loading import build_model
 from core.engine.tiny import tiny_config
 from core.errors import UsageError
@@ -37,20 +41,32 @@ MODELS: Mapping[str, str] = {
     "experts-kind": "qwen3_moe",
     "layer-norm-eps": "gpt2",
     "layer-norm-bias": "gpt2",
+    "rotary-attention-tables": "llama, paged",
+    "rotary-attention-weights": "qwen3, paged",
+    "linear-bias": "qwen2",
 }
 
 ALL = [declared.name for declared in COMMON_PASSES]
+# Passes that run only where the device brings their op.
+BROUGHT = (ROTARY_ATTENTION, LINEAR, GATED_LINEAR)
+NAMES = frozenset(op.qualified_name for op in BROUGHT)
+
+
+def device() -> Device:
+    return cpu(ops=tuple(OpImplementation(op=op.qualified_name, name="own", fn=op.reference) for op in BROUGHT))
 
 
 @cache
-def _traced(model_type: str, dtype: torch.dtype) -> PhaseGraph:
+def _traced(model: str, dtype: torch.dtype) -> PhaseGraph:
+    model_type, _, cache = model.partition(", ")
     loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
-    (graph,) = phase_graphs(loaded, cpu(), phases=("decode",))
-    return graph
+    with engine_graphs(loaded, cpu(), cache=cache or "static", phases=("decode",)) as (graph,):
+        # The model attends to the paged cache no longer than the engine is open.
+        return replace(graph, function=None) if cache else graph
 
 
 def decode_of(model_type: str, dtype: torch.dtype = torch.float32) -> PhaseGraph:
-    """Return a tiny model's decode on a graph of its own, not yet rewritten."""
+    """Return a tiny model's decode on a graph of its own, not yet rewritten; "llama, paged": on the paged cache."""
     graph = _traced(model_type, dtype)
     return replace(graph, traced=replace(graph.traced, module=Snapshot(graph.traced.module).module()))
 
@@ -69,7 +85,8 @@ def verified(graph: PhaseGraph, passes: tuple[Pass, ...], name: str) -> tuple[Pa
         if report.name == name:
             found[name] = (report, verify(report, before, after, graph.values(), constants=constants))
 
-    PassManager(passes, strict=True).run(graph.traced.module, constants=constants, check=check)
+    manager = PassManager(passes, strict=True, implemented=NAMES)
+    manager.run(graph.traced.module, constants=constants, check=check)
     return found[name]
 
 
@@ -92,7 +109,7 @@ def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) 
     assert f"verifying pass {mistake.of!r}" in message and found.fault.where in message
     outcome = bisect(
         [replace(decode_of(model), function=None)],
-        cpu(),
+        device(),
         passes,
         lowering="inline",
         asked=[each.name for each in passes],
@@ -111,7 +128,7 @@ def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) 
     ids=str,
 )
 def test_the_passes_themselves_are_accepted(model: str, dtype: torch.dtype) -> None:
-    outcome = bisect([decode_of(model, dtype)], cpu(), COMMON_PASSES, lowering="inline", asked=ALL)
+    outcome = bisect([decode_of(model, dtype)], device(), COMMON_PASSES, lowering="inline", asked=ALL)
     assert outcome.passed, outcome.headline()
     judged = {step.name: step for step in outcome.steps if step.kind == "pass"}
     for name in {mistake.of for mistake in mistakes() if MODELS.get(mistake.name, "llama") == model}:

@@ -1,0 +1,107 @@
+"""`core::sample`: the next token of each row of logits, by numbers drawn beforehand.
+
+Legend of shapes: R rows of logits, V vocabulary.
+
+The parameters of a row are four numbers: temperature (0 chooses the most likely token and reads no other), top-k (0 for
+no limit), top-p (1 for no limit) and a number drawn uniformly from [0, 1), at which the cumulative distribution is
+inverted. So a choice has no state, and a captured graph repeats it.
+
+Top-k is Fan et al., arXiv 1805.04833; top-p is Holtzman et al., arXiv 1904.09751: the smallest set of most likely
+tokens whose probability reaches p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
+from core.common.ops.declaration import CanonicalOp, Sample, declare
+
+NUM_PARAMS = 4
+SCHEMA = "sample(Tensor logits, Tensor sampling_params) -> Tensor"
+
+
+def sample(logits: Tensor, sampling_params: Tensor) -> Tensor:
+    """Return the next token of each row, int64 of shape (R,).
+
+    logits: (R, V), V at least 1; a logit may be -inf. sampling_params: (R, 4) float32. Greedy rows are the argmax in
+    the logits' dtype. The others are computed in at least fp32, in this order: temperature, top-k, top-p, and the first
+    token, by falling logit, at which the probability of all kept up to it exceeds the draw's share of the total; equal
+    logits are in the order of their ids. Another order of summation gives another token where the draw lies within
+    rounding of a boundary. A row with NaN gives some token and leaves the others alone.
+    """
+    _check(logits, sampling_params)
+    return torch.where(sampling_params[:, 0] > 0, _invert(logits, sampling_params), logits.argmax(dim=-1))
+
+
+def _invert(logits: Tensor, sampling_params: Tensor) -> Tensor:
+    """Invert the cumulative distribution of every row at its own number; int64 (R,)."""
+    temperature, top_k, top_p, uniform = sampling_params.split(1, dim=1)
+    # A stable sort, so that equal logits are cut at the same token on every device: the lower id is kept.
+    ordered, token_ids = logits.to(at_least_fp32(logits.dtype)).sort(dim=-1, descending=True, stable=True)
+    # The maximum goes first, because logits divided by a tiny temperature overflow. Greedy rows divide by 1.
+    ordered = (ordered - ordered[:, :1]) / torch.where(temperature > 0, temperature, 1.0)
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
+    probabilities = ordered.softmax(dim=-1)
+    # A token stays while those before it fall short of p, the first always; p = 1 keeps all, which rounding could deny.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = (before < top_p) | (top_p >= 1)
+    cumulative = (probabilities * kept).cumsum(dim=-1)
+    # The first token whose cumulative probability exceeds the draw. A draw can round up to the total itself, which no
+    # token exceeds; then it is the last one that has a probability at all.
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    last = ((probabilities > 0) & kept).sum(dim=-1, keepdim=True) - 1
+    # A row of NaN has no last token; its first is as good as any and, unlike an index of -1, keeps the device alive.
+    return token_ids.gather(1, torch.minimum(index, last).clamp(min=0)).squeeze(1)
+
+
+def sample_fake(logits: Tensor, sampling_params: Tensor) -> Tensor:
+    """Check the arguments; return (R,)."""
+    _check(logits, sampling_params)
+    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
+
+
+def _check(logits: Tensor, sampling_params: Tensor) -> None:
+    check_floating("sample", logits=logits, sampling_params=sampling_params)
+    check(logits.dim() == 2 and logits.shape[1] > 0, "sample", f"logits must be (R, V), not {tuple(logits.shape)}")
+    fits = tuple(sampling_params.shape) == (logits.shape[0], NUM_PARAMS)
+    shape = f"sampling_params must be ({logits.shape[0]}, {NUM_PARAMS}), not {tuple(sampling_params.shape)}"
+    check(fits, "sample", shape)
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield rows with each limit alone and with all of them, ties, masked tokens, rows of every kind in one call."""
+    draw = Draw(dtype, device, seed=21)
+
+    def rows(*values: tuple[float, float, float, float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    draws = (0.03, 0.21, 0.47, 0.68, 0.94)
+    limits = {
+        "plain": (1.0, 0.0, 1.0),
+        "hot": (1.7, 0.0, 1.0),
+        "cold": (0.05, 0.0, 1.0),
+        "top-k": (0.8, 5.0, 1.0),
+        "top-p": (1.0, 0.0, 0.7),
+        "all limits": (0.9, 20.0, 0.9),
+    }
+    for name, (temperature, top_k, top_p) in limits.items():
+        params = rows(*((temperature, top_k, top_p, u) for u in draws))
+        yield Sample(name=name, kwargs={"logits": draw(5, 97, scale=3.0), "sampling_params": params})
+    mixed = rows((0.0, 0.0, 1.0, 0.0), (0.7, 3.0, 1.0, 0.5), (1.0, 0.0, 0.5, 0.999), (0.0, 0.0, 1.0, 0.0))
+    yield Sample(name="greedy and others", kwargs={"logits": draw(4, 64, scale=3.0), "sampling_params": mixed})
+    masked = draw(4, 64, scale=3.0)
+    masked[:, ::3] = float("-inf")
+    yield Sample(name="masked tokens", kwargs={"logits": masked, "sampling_params": mixed})
+    tied = draw(4, 64, scale=2.0).round()
+    yield Sample(name="ties", kwargs={"logits": tied, "sampling_params": mixed})
+    wider = draw(4, 200, scale=3.0)[:, 40:140]
+    yield Sample(name="slice of wider rows", kwargs={"logits": wider, "sampling_params": mixed})
+    yield Sample(name="no rows", kwargs={"logits": draw(0, 64), "sampling_params": mixed[:0]})
+
+
+SAMPLE = declare(CanonicalOp(name="sample", schema=SCHEMA, reference=sample, fake=sample_fake, samples=samples))

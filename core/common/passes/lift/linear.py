@@ -1,0 +1,94 @@
+"""Let a device's own products do a model's linear layers: `core::linear`, with the gate of an MLP `core::gated_linear`.
+
+Both run only where the device brings the op, and take only weights that are bound constants: a kernel may then read
+them before what comes earlier in the step is done. They come last, when linears are merged and gates read them whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from core.common.ops.activation import GATED_ACTIVATION_FUSED
+from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core.common.passes import view
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.rewrite import Site, fuse, near_miss
+
+
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return a linear layer of a bound weight; a near-miss where the weight is computed or written."""
+    if view.kind(node) != "linear":
+        return None
+    x, weight, bias = _operands(node)
+    reason = _refusal(context, x, weight, bias)
+    if reason:
+        return near_miss(node, reason)
+    return Site(anchor=node, target=LINEAR.overload, args=(x, weight, bias), interior=(node,))
+
+
+def find_gated(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return a gated activation of both halves of a linear layer's result, which nothing else reads."""
+    if node.target is not GATED_ACTIVATION_FUSED.overload:
+        return None
+    whole = node.args[0] if node.args else node.kwargs.get("gate_up")
+    if not isinstance(whole, fx.Node) or (view.kind(whole) != "linear" and whole.target is not LINEAR.overload):
+        return None
+    if view.only_user(whole) is not node:
+        others = ", ".join(user.name for user in whole.users if user is not node)
+        return near_miss(node, f"{whole} is used by {others} too")
+    operands = _operands(whole)
+    reason = _refusal(context, *operands)
+    if reason:
+        return near_miss(node, reason)
+    options = {name: value for name, value in node.kwargs.items() if name != "gate_up"}
+    return Site(anchor=node, target=GATED_LINEAR.overload, args=operands, kwargs=options, interior=(whole, node))
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Return x, weight and bias of a linear in either spelling."""
+    first = "x" if node.target is LINEAR.overload else "input"
+    return view.operand(node, 0, first), view.operand(node, 1, "weight"), view.operand(node, 2, "bias")
+
+
+def _refusal(context: PassContext, x: Any, weight: Any, bias: Any) -> str:
+    """Return why the op can't do a linear of these operands, or nothing."""
+    assert context.constants is not None  # the guard has seen to it
+    for operand in (weight, bias):
+        if operand is not None and context.constants.value(operand) is None:
+            return f"{operand} is no constant that is bound to the graph"
+        if operand is not None and context.analysis("writes").writers(operand):
+            return f"{operand} is written by the graph"
+    dtype, sizes = view.dtype(x), view.shape(weight)
+    if dtype is None or not dtype.is_floating_point or sizes is None or len(sizes) != 2:
+        return f"{x} is {dtype}, {weight} has shape {sizes}"
+    for operand in (weight, bias):
+        if operand is not None and view.dtype(operand) != dtype:
+            return f"{x} is {dtype}, {operand} is {view.dtype(operand)}"
+    return ""
+
+
+def run(context: PassContext) -> PassResult:
+    """Make every linear layer of a bound weight the op that the device brings."""
+    return fuse(context, find)
+
+
+def run_gated(context: PassContext) -> PassResult:
+    """Fuse every linear layer with the gated activation of its result."""
+    return fuse(context, find_gated)
+
+
+LIFT_LINEAR = Pass(
+    name="lift_linear",
+    run=run,
+    after=("merge_linears",),
+    guards=Guards(constants=True, implements=frozenset({LINEAR.qualified_name})),
+)
+FUSE_GATED_LINEAR = Pass(
+    name="fuse_gated_linear",
+    run=run_gated,
+    after=("lift_gated_activation", "fuse_gate_up", "lift_linear", "merge_linears"),
+    guards=Guards(constants=True, implements=frozenset({GATED_LINEAR.qualified_name})),
+)
