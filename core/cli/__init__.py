@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from core.probing import DeviceScan
 
 COMMANDS: Mapping[str, str] = {
+    "bench": "core.cli.bench:bench",
     "bisect": "core.cli.bisect:bisect",
     # The suite is a user of core; named here, imported when asked for.
     "conformance": "core_conformance.command:conformance",
@@ -27,7 +28,7 @@ COMMANDS: Mapping[str, str] = {
 }
 """Subcommand to `module:function`. To add one, add a line; the module imports torch inside its functions only."""
 
-_JSON_FILES = frozenset({"conformance"})
+_JSON_FILES = frozenset({"bench", "conformance"})
 """Subcommands whose `--json` names a file, `-` for standard output; for all others it is a flag."""
 
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from core.common.passes.switches import PassSwitches
     from core.explain.explanation import Explanation
+    from core.explain.kernels import KernelProfile
 
 
 def explain(
@@ -26,6 +27,9 @@ def explain(
     cache: str = CACHE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
+    kernels: bool = typer.Option(False, "--kernels", help="Run the lowered graphs and show the kernels of each node."),
+    batch: int = typer.Option(1, help="With --kernels: sequences of the decode step."),
+    context: int = typer.Option(64, help="With --kernels: tokens of each sequence, or of the prompt."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
     strict: bool = typer.Option(False, "--strict", help="A failing pass or a broken promise is an error."),
     with_pass: list[str] = WITH_PASS,
@@ -40,15 +44,22 @@ def explain(
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     _check_file(html)
     with _status(quiet=as_json):
-        explanation = _explain(model, device, dtype, phase, cache, switches, strict)
+        explanation, profiles = _explain(
+            model, device, dtype, phase, cache, switches, strict, (batch, context) if kernels else None
+        )
     if html is not None:
         html.write_text(explanation.to_html(), encoding="utf-8")
     if as_json:
         from core.cli.output import print_json
 
-        print_json("core.explain/1", **explanation.to_json(nodes=full), html=None if html is None else str(html))
+        print_json(
+            "core.explain/1",
+            **explanation.to_json(nodes=full),
+            html=None if html is None else str(html),
+            kernels=[profile.to_json() for profile in profiles] if kernels else None,
+        )
     else:
-        _print(explanation, full, html)
+        _print(explanation, profiles, full, html)
     return 1 if explanation.undone else 0
 
 
@@ -60,7 +71,9 @@ def _explain(
     cache: str,
     switches: PassSwitches,
     strict: bool,
-) -> Explanation:
+    sizes: tuple[int, int] | None,
+) -> tuple[Explanation, list[KernelProfile]]:
+    """Explain, and where sizes (batch, context) are given profile the same phases."""
     from core.engine.graphs import CACHES, PHASES, engine_graphs
     from core.explain.explanation import explain
     from core.host import select_device
@@ -75,9 +88,18 @@ def _explain(
         "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "
         + str(loaded.dtype).removeprefix("torch.")
     }
-    with engine_graphs(loaded, resolved, cache=cache, phases=PHASES if phase is None else (phase,)) as graphs:
+    phases = PHASES if phase is None else (phase,)
+    with engine_graphs(loaded, resolved, cache=cache, phases=phases) as graphs:
         facts["cache"] = graphs[0].cache
-        return explain(graphs, resolved, switches=switches, strict=strict, model=facts)
+        explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts)
+    if sizes is None:
+        return explanation, []
+    from core.bench.rates import measure_rates
+    from core.explain.kernels import profile_phase
+
+    options: dict[str, Any] = {"batch": sizes[0], "tokens": sizes[1], "switches": switches, "strict": strict}
+    options["rates"] = measure_rates(resolved, loaded.dtype)
+    return explanation, [profile_phase(loaded, resolved, each, **options) for each in phases]
 
 
 @contextmanager
@@ -100,12 +122,17 @@ def _check_file(html: Path | None) -> None:
         raise UsageError(f"--html {str(html)!r}", found=found, remedy="name a file in a folder that exists")
 
 
-def _print(explanation: Explanation, full: bool, html: Path | None) -> None:
+def _print(explanation: Explanation, profiles: Sequence[KernelProfile], full: bool, html: Path | None) -> None:
     from core.cli.output import console
     from core.explain.text import renderables
 
     out = console()
     for item in renderables(explanation, full=full):
         out.print(item, soft_wrap=not hasattr(item, "columns"))
+    if profiles:
+        from core.explain.kernel_text import tables
+
+        for item in (item for profile in profiles for item in tables(profile.to_json())):
+            out.print(item, soft_wrap=not hasattr(item, "columns"), markup=False)
     if html is not None:
         out.print(f"\nwritten: {html} ({html.stat().st_size / 2**20:.2f} MiB)", soft_wrap=True)

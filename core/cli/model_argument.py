@@ -94,3 +94,11 @@ def parse_dtype(name: str, device: Device) -> torch.dtype | None:
             remedy="choose one of these",
         )
     return kind
+
+
+def parse_modes(text: str | None) -> Any:
+    """Return `--mode` as the engine takes it: one for all phases, or by phase."""
+    if text is None or "=" not in text:
+        return text
+    pairs = [item.partition("=") for item in text.split(",")]
+    return {phase.strip(): mode.strip() for phase, _, mode in pairs}

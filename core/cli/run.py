@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import DTYPE, parse_dtype
+from core.cli.model_argument import DTYPE, parse_dtype, parse_modes
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(
     )
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options = {
-        "mode": _modes(mode),
+        "mode": parse_modes(mode),
         "speculative": speculative,
         "lowering": lowering,
         "passes": switches.only,
@@ -74,14 +74,6 @@ def run(
         else:
             _print_table(engine, comparison)
     return 0 if comparison is None or comparison.passed else 1
-
-
-def _modes(text: str | None) -> Any:
-    """Return `--mode` as the engine takes it: one for all phases, or by phase."""
-    if text is None or "=" not in text:
-        return text
-    pairs = [item.partition("=") for item in text.split(",")]
-    return {phase.strip(): mode.strip() for phase, _, mode in pairs}
 
 
 def _engine(

@@ -45,6 +45,8 @@ _served: WeakSet[nn.Module] = WeakSet()  # the models of open engines
 class Engine:
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
+    runs_ahead: whether steps are queued as `EngineConfig.run_ahead` says; may be switched off between steps.
+
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go. Not thread-safe. The
     model object is used as it is; `close()` gives it its own attention back.
     """
@@ -85,7 +87,7 @@ class Engine:
         self._counts = StatsCounter()
         self._said_outside = False
         asked, drafts = self.config.run_ahead, self._runner.num_drafts
-        self._runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not drafts
+        self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not drafts
         self._flight: Flight | None = None
 
     @classmethod
@@ -265,7 +267,7 @@ class Engine:
     def _run_ahead(self, flight: Flight) -> Flight | None:
         """Begin the step after one whose tokens are not known yet; None where it depends on them or is not wanted."""
         step, output = flight
-        following = step_behind(step) if self._runs_ahead and not self._scheduler.num_waiting else None
+        following = step_behind(step) if self.runs_ahead and not self._scheduler.num_waiting else None
         if following is None or self._wants_logits(step) or (step.is_random and not output.sampled):
             return None
         all_here = all(part.sequence.index in self._requests for part in step.parts)

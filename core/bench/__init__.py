@@ -1,0 +1,1 @@
+"""`core bench`: transformers eager, torch.compile and `core` side by side, against the floor that memory sets."""

@@ -1,0 +1,245 @@
+"""The run: which cells and subjects, one cell after the other on the same weights, checked, with its floor."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.bench.cells import BenchReport, Cell, CellReport, Record
+from core.bench.checking import check
+from core.bench.floor import Shape, decode_floor, prefill_floor, shape_of
+from core.bench.rates import Rates, measure_rates
+from core.bench.rounds import Subject, measure
+from core.bench.served import CoreSubject
+from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.device import Device
+    from core.engine.loading import LoadedModel
+
+SUBJECTS = ("eager", *COMPILE_MODES, "core")
+_PREFILLS = 8  # a round does one prompt for so many decode steps
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+)
+_PACKAGES = ("torch", "transformers", "triton", "numpy")
+Told = Callable[[str, int, int], None]
+"""Called as `told(cell, done, total)` before each cell and once after the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What is measured. batches: of decode, at `context` tokens. prompts: lengths of prefill. options: of the engine,
+    as `EngineConfig` names them. profile: kernels of `core` by node too."""
+
+    subjects: tuple[str, ...] = SUBJECTS
+    batches: tuple[int, ...] = (1, 8, 64)
+    context: int = 1024
+    prompts: tuple[int, ...] = (128, 1024, 4096)
+    rounds: int = 5
+    steps: int = 32
+    options: Mapping[str, Any] = field(default_factory=dict)
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.subjects if name not in SUBJECTS]
+        if unknown or not self.subjects:
+            raise UsageError(
+                f"--subjects {','.join(self.subjects)}",
+                found=f"the subjects are {', '.join(SUBJECTS)}",
+                remedy=f"leave out {', '.join(unknown)}" if unknown else "name at least one of these",
+            )
+        for option, values in (
+            ("--batch", self.batches),
+            ("--prefill", self.prompts),
+            ("--context", (self.context,)),
+            ("--rounds", (self.rounds,)),
+            ("--steps", (self.steps,)),
+        ):
+            if any(value < 1 for value in values):
+                asked = f"{option} {','.join(map(str, values))}"
+                raise UsageError(asked, found="there is nothing below 1", remedy="pass whole numbers of at least 1")
+        if not self.batches and not self.prompts:
+            raise UsageError(
+                "a bench of no cells", found="--batch and --prefill are both empty", remedy="give one of them a number"
+            )
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells, decode first."""
+        prefills = max(1, self.steps // _PREFILLS)
+        decode = (
+            Cell(phase="decode", batch=batch, tokens=self.context, steps=self.steps, rounds=self.rounds)
+            for batch in self.batches
+        )
+        prefill = (
+            Cell(phase="prefill", batch=1, tokens=tokens, steps=prefills, rounds=self.rounds) for tokens in self.prompts
+        )
+        return (*decode, *prefill)
+
+    def check_length(self, max_position: int | None) -> None:
+        """Raise `UsageError` where a sequence would grow longer than the model's context."""
+        for cell in self.cells:
+            if max_position is not None and cell.limit > max_position:
+                option = "--context" if cell.phase == "decode" else "--prefill"
+                raise UsageError(
+                    f"{option} {cell.tokens}",
+                    found=f"in {cell.rounds} rounds of {cell.steps} steps sequences grow to {cell.limit} tokens; "
+                    f"the model has {max_position} positions",
+                    remedy="ask for a shorter context, or for fewer rounds or steps",
+                )
+
+
+def bench(
+    loaded: LoadedModel,
+    device: Device,
+    settings: Settings,
+    *,
+    title: str,
+    references: Mapping[str, Mapping[str, float]] | None = None,
+    rates: Rates | None = None,
+    told: Told | None = None,
+) -> BenchReport:
+    """Measure every cell and return the report.
+
+    loaded: a model on `device`; its modules are served by the engine, and copies that share its weights run beside it.
+    rates: measured here unless given. Raises `UsageError` for a context that the model does not have.
+    """
+    settings.check_length(loaded.max_position)
+    started, start = datetime.now(UTC), time.perf_counter()
+    cells = settings.cells
+    shape = shape_of(loaded.model, max(cell.limit for cell in cells))
+    rates = rates or measure_rates(device, loaded.dtype)
+    other = sharing_copy(loaded.model)
+    reports = []
+    for index, cell in enumerate(cells):
+        if told is not None:
+            told(cell.name, index, len(cells))
+        reports.append(_measure(cell, loaded, other, device, settings, shape, rates))
+    if told is not None:
+        told("done", len(cells), len(cells))
+    facts = {
+        **_facts(loaded, device, settings, title),
+        "started": started.isoformat(timespec="seconds"),
+        "elapsed_s": time.perf_counter() - start,
+    }
+    return BenchReport(facts=facts, rates=rates, cells=tuple(reports), references=dict(references or {}))
+
+
+def _measure(
+    cell: Cell, loaded: LoadedModel, other: Any, device: Device, settings: Settings, shape: Shape, rates: Rates
+) -> CellReport:
+    shared = SharedCache(other, device)
+    both = {"eager", "core"} <= set(settings.subjects)
+    subjects: list[Subject] = [
+        CoreSubject(loaded, device, settings.options, keep_logits=both)
+        if name == "core"
+        else StaticSubject(name, shared, keep_logits=both and name == "eager")
+        for name in dict.fromkeys(settings.subjects)
+    ]
+    records, order = measure(subjects, cell, device)
+    check(cell, records, other, device)
+    if cell.phase == "decode":
+        floor = decode_floor(shape, rates, cell.batch, cell.mean_context)
+    else:
+        floor = prefill_floor(shape, rates, cell.tokens)
+    kernels = _kernels(cell, loaded, device, settings, rates) if settings.profile else None
+    return CellReport(cell=cell, floor=floor, records=tuple(records), order=tuple(order), kernels=kernels)
+
+
+def _kernels(
+    cell: Cell, loaded: LoadedModel, device: Device, settings: Settings, rates: Rates
+) -> Mapping[str, Any] | None:
+    from core.common.passes.switches import PassSwitches
+    from core.errors import CoreError
+    from core.explain.kernels import profile_phase
+
+    options = settings.options
+    switches = PassSwitches(
+        only=options.get("passes"),
+        disable=options.get("disable_passes", ()),
+        enable=options.get("enable_passes", ()),
+    )
+    try:
+        found = profile_phase(
+            loaded, device, cell.phase, batch=cell.batch, tokens=cell.tokens, switches=switches, rates=rates
+        )
+    except CoreError as error:
+        return {"error": str(error)}
+    return found.to_json()
+
+
+def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) -> dict[str, Any]:
+    config = loaded.config.get_text_config()
+    return {
+        "device": {
+            "name": device.name,
+            "product": device.capabilities.device_name,
+            "plugin": device.plugin.distribution,
+            "version": device.plugin.version,
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "model": {
+            "title": title,
+            "class": type(loaded.model).__name__,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "num_parameters": loaded.num_parameters,
+            "attention": loaded.config._attn_implementation,
+            "shape": {name: getattr(config, name) for name in _SIZES if isinstance(getattr(config, name, None), int)},
+        },
+        "settings": {
+            "subjects": list(settings.subjects),
+            "batches": list(settings.batches),
+            "context": settings.context,
+            "prompts": list(settings.prompts),
+            "rounds": settings.rounds,
+            "steps": settings.steps,
+            "options": dict(settings.options),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def read_references(path: Path) -> dict[str, dict[str, float]]:
+    """Read others' figures: a JSON object, name -> cell (`decode/8`, `prefill/1024`) -> milliseconds.
+
+    Raises `UsageError` for a file that is something else.
+    """
+    asked, remedy = f"--reference {str(path)!r}", 'write {"their name": {"decode/8": 5.2, "prefill/1024": 24.7}}'
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(asked, found=f"it can't be read: {error.strerror}", remedy="name a file") from None
+    except ValueError as error:
+        raise UsageError(asked, found=f"it is no JSON: {error}", remedy=remedy) from None
+    if not isinstance(document, dict) or not all(_is_figures(cells) for cells in document.values()):
+        raise UsageError(asked, found="it is no object of objects of positive numbers", remedy=remedy)
+    return document
+
+
+def _is_figures(cells: object) -> bool:
+    return isinstance(cells, dict) and all(
+        isinstance(ms, int | float) and not isinstance(ms, bool) and ms > 0 for ms in cells.values()
+    )
+
+
+def failed(report: BenchReport) -> bool:
+    """Tell whether the logits of some subject break the criterion, or nothing at all could be measured."""
+    records: Sequence[Record] = [record for cell in report.cells for record in cell.records]
+    wrong = any(record.verdict.get("logits", {}).get("passed") is False for record in records)
+    return wrong or all(record.failure for record in records)

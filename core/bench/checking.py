@@ -1,0 +1,124 @@
+"""Whether the subjects of a cell compute the same: greedy tokens, and the logits of `core` judged against eager's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from core.bench.cells import Cell, Record
+from core.common.numerics import judge_pooled
+from core.engine.check import MAX_ORACLE_PARAMETERS, fp64_logits
+from core.engine.probe import relative_difference
+
+if TYPE_CHECKING:
+    from core.device import Device
+
+_MAX_ROWS = 4
+_HOST_FLOPS = 2e11
+"""An fp64 forward of more operations than this takes the host longer than a check should."""
+_COPY_FACTOR = 1.3  # of the copy's bytes: its activations
+
+
+def check(cell: Cell, records: Sequence[Record], model: Any, device: Device) -> None:
+    """Write into each record how its tokens compare with eager's, and how its logits do, where they were kept.
+
+    Call when the subjects are closed: the reference may need the device's memory. model: transformers' own, eager.
+    """
+    fine = [record for record in records if not record.failure and record.tokens]
+    yardstick = next((record for record in fine if record.subject == "eager"), next(iter(fine), None))
+    if yardstick is None:
+        return
+    for record in fine:
+        if record is not yardstick:
+            record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
+            if record.logits is not None and yardstick.logits is not None:
+                record.verdict |= _judge(cell, record, yardstick, model, device)
+        if record.verdict.get("tokens_equal") is False:
+            record.notes.append(f"tokens differ from {yardstick.subject}: {record.verdict['mismatch']}")
+    for record in records:
+        record.logits = None
+
+
+def compare_tokens(cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Compare the tokens of the warm-up and of the first round.
+
+    No further ones: on the static cache, which subjects share, what comes later may rest on another one's difference.
+    """
+    most = 1 if cell.phase == "prefill" else 2 + cell.steps
+    compared, first, num_equal = 0, "", 0
+    for index, (ours, theirs) in enumerate(zip(tokens, other, strict=True)):
+        pairs = list(zip(ours[:most], theirs[:most], strict=False))
+        compared += len(pairs)
+        at = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+        num_equal += at is None
+        if at is not None and not first:
+            first = f"sequence {index}, token {at}: {pairs[at][0]}, not {pairs[at][1]}"
+    return {
+        "tokens_equal": not first,
+        "tokens_compared": compared,
+        "sequences_equal": num_equal,
+        "mismatch": first,
+    }
+
+
+def _judge(cell: Cell, record: Record, yardstick: Record, model: Any, device: Device) -> dict[str, Any]:
+    """Return the difference of the logits that follow equal tokens, and the verdict of criterion T1 on some of them."""
+    assert record.logits is not None and yardstick.logits is not None
+    history = 0 if cell.phase == "prefill" else 1
+    rows = [
+        (at, sequence)
+        for at, sequence in enumerate(record.logit_rows)
+        if record.tokens[sequence][:history] == yardstick.tokens[sequence][:history]
+    ]
+    if not rows:
+        return {"logits_skipped": "no sequence has equal tokens so far"}
+    ours = record.logits[[at for at, _ in rows]]
+    theirs = yardstick.logits[[sequence for _, sequence in rows]]
+    found: dict[str, Any] = {"logits_difference": relative_difference(ours, theirs)}
+    rows = rows[:_MAX_ROWS]
+    prompts = cell.prompts(ours.shape[1])
+    contexts = [[*prompts[sequence], *record.tokens[sequence][:history]] for _, sequence in rows]
+    references, how = reference_logits(model, contexts, device)
+    if not references:
+        return {**found, "logits_skipped": how}
+    verdict = judge_pooled(list(ours[: len(rows)]), list(theirs[: len(rows)]), references)
+    return {**found, "logits": {"reference": how, "rows": len(rows), **verdict.to_json()}}
+
+
+def reference_logits(model: Any, contexts: Sequence[Sequence[int]], device: Device) -> tuple[list[Tensor], str]:
+    """Return fp64 tensors (vocabulary,) of the logits after each context, and how they were computed.
+
+    In fp64 on the host where that is quick; in fp32 on the device for weights of half precision, whose rounding is
+    thousands of times larger; else nothing, and why.
+    """
+    parameters = list(model.parameters())
+    count, dtype = sum(p.numel() for p in parameters), parameters[0].dtype
+    num_tokens = sum(map(len, contexts))
+    if count <= MAX_ORACLE_PARAMETERS and 2 * count * num_tokens <= _HOST_FLOPS:
+        logits = fp64_logits(model, contexts, [[0]] * len(contexts), model.config._attn_implementation)
+        return [rows[0] for rows in logits], "fp64 on the host"
+    if dtype.itemsize >= 4:
+        return [], f"no fp64 reference for {count / 1e9:.1f} billion parameters and {num_tokens} tokens"
+    memory = device.parts.memory()
+    needed, free = 4 * count * _COPY_FACTOR, memory.total_bytes - memory.used_bytes
+    if needed > free:
+        return [], f"no fp32 reference: it takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
+    return _fp32_logits(model, contexts), "fp32 on the device"
+
+
+@torch.no_grad()
+def _fp32_logits(model: Any, contexts: Sequence[Sequence[int]]) -> list[Tensor]:
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.float(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(b): b.float() if b.dtype.is_floating_point else b.clone() for b in model.buffers()}
+    wide = copy.deepcopy(model, memo)
+    if hasattr(wide, "set_experts_implementation"):
+        wide.set_experts_implementation("eager")  # the grouped products of the others are made for half precision
+    found = []
+    for context in contexts:
+        ids = torch.tensor([list(context)], device=next(wide.parameters()).device)
+        found.append(wide(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].to("cpu", torch.float64))
+    return found

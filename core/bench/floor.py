@@ -1,0 +1,168 @@
+"""The floor of a step: bytes that it must move and operations that it must do, whatever runs it.
+
+Counted: every weight once, of the embedding only the rows looked up, of experts only those that can be hit; the keys
+and values of the context read and the new ones written. Not counted: activations, which a cache may hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from core.bench.rates import Rates
+from core.engine.attention import NotPageable, inspect
+
+_EXPERTS = re.compile(r"(?:^|\.)experts\.")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLayer:
+    """One attention layer. window: positions that it looks back, 0 for all."""
+
+    bytes_per_position: int
+    num_heads: int
+    key_size: int
+    value_size: int
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What the floor depends on. dense: elements of matrices that every token goes through, the last one (from hidden
+    states to logits) apart as `head`; experts: those of all experts; vectors: everything of one dimension."""
+
+    itemsize: int
+    hidden: int
+    vocab: int
+    dense: int
+    head: int
+    experts: int
+    vectors: int
+    num_experts: int
+    top_k: int
+    layers: tuple[CacheLayer, ...]
+
+    def expert_share(self, num_tokens: int) -> float:
+        """Return the part of the experts that so many tokens can hit at most."""
+        return min(self.num_experts, num_tokens * self.top_k) / self.num_experts if self.num_experts else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """The floor of one step. ms: the larger of the time of its bytes and of its operations, at the measured rates."""
+
+    weight_bytes: int
+    cache_bytes: int
+    flops: int
+    bytes_ms: float
+    flops_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds below which no step is."""
+        return max(self.bytes_ms, self.flops_ms)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields as JSON-ready values."""
+        return {**asdict(self), "ms": self.ms}
+
+
+def shape_of(model: Any, max_len: int) -> Shape:
+    """Read the sizes off a model. max_len: the longest context that will occur."""
+    config = model.config.get_text_config()
+    embedding: nn.Module = model.get_input_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()
+    table, last = embedding.weight, None if head is None else head.weight
+    dense = experts = vectors = 0
+    for name, parameter in model.named_parameters():
+        if parameter is table or parameter is last:
+            continue
+        if _EXPERTS.search(name):
+            experts += parameter.numel()
+        elif parameter.dim() < 2:
+            vectors += parameter.numel()
+        else:
+            dense += parameter.numel()
+    return Shape(
+        itemsize=next(model.parameters()).element_size(),
+        hidden=int(table.shape[1]),  # type: ignore[index]
+        vocab=int(table.shape[0]),  # type: ignore[index]
+        dense=dense,
+        head=0 if last is None else int(last.numel()),  # type: ignore[operator]
+        experts=experts,
+        vectors=vectors,
+        num_experts=_first(config, _NUM_EXPERTS) if experts else 0,
+        top_k=_first(config, _TOP_K) if experts else 0,
+        layers=_layers(model, config, max_len),
+    )
+
+
+def decode_floor(shape: Shape, rates: Rates, batch: int, context: float) -> Floor:
+    """Return the floor of a decode step of `batch` sequences with `context` tokens each, the new one included."""
+    return _floor(shape, rates, rows=batch, num_tokens=batch, lens=[context] * batch, fresh=1)
+
+
+def prefill_floor(shape: Shape, rates: Rates, num_tokens: int) -> Floor:
+    """Return the floor of a prompt of so many tokens: what it reads of the cache it has just made is not counted."""
+    return _floor(shape, rates, rows=1, num_tokens=num_tokens, lens=[num_tokens], fresh=num_tokens)
+
+
+def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequence[float], fresh: int) -> Floor:
+    share = shape.expert_share(num_tokens)
+    elements = shape.dense + shape.head + shape.vectors + share * shape.experts + num_tokens * shape.hidden
+    cache = flops = 0.0
+    for layer in shape.layers:
+        for length in lens:
+            seen = min(length, layer.window) if layer.window else length
+            # Of a fresh position only the write: its keys and values are there already when they are needed.
+            cache += layer.bytes_per_position * (max(seen - fresh, 0) + fresh)
+            pairs = seen * fresh if fresh == 1 else _causal_pairs(fresh, layer.window)
+            flops += 2 * layer.num_heads * (layer.key_size + layer.value_size) * pairs
+    active = shape.top_k / shape.num_experts if shape.num_experts else 0.0
+    flops += 2 * num_tokens * (shape.dense + active * shape.experts) + 2 * rows * shape.head
+    weight = elements * shape.itemsize
+    return Floor(
+        weight_bytes=round(weight),
+        cache_bytes=round(cache),
+        flops=round(flops),
+        bytes_ms=(weight + cache) / rates.bytes_per_s * 1e3,
+        flops_ms=flops / rates.flops_per_s * 1e3,
+    )
+
+
+def _causal_pairs(num_tokens: int, window: int) -> int:
+    """Return how many pairs of query and key a causal mask leaves."""
+    reach = min(window, num_tokens) if window else num_tokens
+    return reach * (reach + 1) // 2 + (num_tokens - reach) * reach
+
+
+def _layers(model: Any, config: Any, max_len: int) -> tuple[CacheLayer, ...]:
+    try:
+        found = inspect(model, max_len=max_len).values()
+    except NotPageable:
+        heads = int(getattr(config, "num_attention_heads", 0) or 0)
+        kv_heads = int(getattr(config, "num_key_value_heads", 0) or heads)
+        size = int(getattr(config, "head_dim", 0) or (config.hidden_size // heads if heads else 0))
+        width = 2 * kv_heads * size * next(model.parameters()).element_size()
+        layer = CacheLayer(bytes_per_position=width, num_heads=heads, key_size=size, value_size=size)
+        return (layer,) * int(getattr(config, "num_hidden_layers", 0) or 0)
+    return tuple(
+        CacheLayer(
+            bytes_per_position=layer.bytes_per_position,
+            num_heads=layer.num_heads,
+            key_size=layer.key_size,
+            value_size=layer.value_size,
+            window=layer.window,
+        )
+        for layer in found
+    )
+
+
+def _first(config: Any, names: Sequence[str]) -> int:
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)

@@ -1,0 +1,169 @@
+"""Shapes of well-known models, and models of these shapes with random weights, made on the device itself."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.engine.architecture import max_position, stop_token_ids
+from core.engine.hf import driven, import_transformers
+from core.engine.loading import LoadedModel
+from core.errors import ModelError, UsageError
+
+_POSITIONS = 131_072
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """One shape. config_class: of transformers. fields: of the configuration. dtype: what `--dtype auto` means."""
+
+    name: str
+    config_class: str
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    dtype: torch.dtype = torch.bfloat16
+
+    def config(self) -> Any:
+        """Return a fresh configuration."""
+        with driven(None):
+            return getattr(import_transformers(), self.config_class)(**self.fields)
+
+
+def _shape(
+    hidden: int, layers: int, heads: tuple[int, int], head_dim: int, intermediate: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": _POSITIONS,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+_LLAMA = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+_QWEN = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}
+_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+_TINY = {"max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+PRESETS: Mapping[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="llama-1b",
+            config_class="LlamaConfig",
+            fields=_shape(2048, 16, (32, 8), 64, 8192, 128_256, **(_LLAMA | {"tie_word_embeddings": True})),
+        ),
+        Preset(
+            name="llama-8b",
+            config_class="LlamaConfig",
+            fields=_shape(4096, 32, (32, 8), 128, 14_336, 128_256, **_LLAMA),
+        ),
+        Preset(
+            name="qwen3-0.6b",
+            config_class="Qwen3Config",
+            fields=_shape(1024, 28, (16, 8), 128, 3072, 151_936, **(_QWEN | {"tie_word_embeddings": True})),
+        ),
+        Preset(
+            name="qwen3-8b",
+            config_class="Qwen3Config",
+            fields=_shape(4096, 36, (32, 8), 128, 12_288, 151_936, **_QWEN),
+        ),
+        Preset(
+            name="qwen3-30b-a3b",
+            config_class="Qwen3MoeConfig",
+            fields=_shape(2048, 48, (32, 4), 128, 6144, 151_936, **_QWEN, **_EXPERTS)
+            | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        ),
+        Preset(
+            name="tiny-llama",
+            config_class="LlamaConfig",
+            fields=_shape(64, 2, (4, 2), 16, 96, 160, **(_LLAMA | _TINY | {"tie_word_embeddings": True})),
+            dtype=torch.float32,
+        ),
+        Preset(
+            name="tiny-qwen3",
+            config_class="Qwen3Config",
+            fields=_shape(64, 2, (4, 2), 16, 96, 160, **(_QWEN | _TINY)),
+            dtype=torch.float32,
+        ),
+        Preset(
+            name="tiny-moe",
+            config_class="Qwen3MoeConfig",
+            fields=_shape(64, 2, (4, 2), 16, 96, 160, **(_QWEN | _TINY), **_EXPERTS)
+            | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            dtype=torch.float32,
+        ),
+    )
+}
+"""Shapes by name; `tiny-…` are for trying the command out."""
+
+
+def find_preset(name: str) -> Preset:
+    """Return the preset of that name; raise `UsageError` that lists the known ones."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, 1)
+        raise UsageError(
+            f"--preset {name!r}",
+            found=f"the presets are {', '.join(PRESETS)}",
+            remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
+        )
+    return PRESETS[name]
+
+
+def random_model(
+    config: Any, *, torch_device: torch.device, dtype: torch.dtype, seed: int = 0, title: str = "a random model"
+) -> LoadedModel:
+    """Build a causal language model with random weights, none of which passes through the host's memory.
+
+    Matrices are drawn from N(0, 1/sqrt(hidden size)), which keeps activations and logits near 1 in any depth; vectors
+    (norm weights) from within 0.25 of what the model initialises them to, since a constant hides a step that is left
+    out. The random state of the host is left as it was. Raises `ModelError` where the device has too little memory.
+    """
+    transformers = import_transformers()
+    start_s = time.perf_counter()
+    try:
+        with driven(None) as logged, torch.random.fork_rng(devices=[]), torch.device(torch_device):
+            torch.manual_seed(seed)
+            # Buffers such as rotary frequencies are computed in the constructors, so it is no "meta" model at first.
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            _draw(model, config.get_text_config().hidden_size ** -0.5)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"making {title} on {torch_device}",
+            found=f"out of memory: {' '.join(str(error).split())[:200]}",
+            remedy="choose a smaller preset or a narrower dtype, or free memory there",
+        ) from None
+    model.eval().requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        tokenizer=None,
+        path=None,
+        dtype=dtype,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        max_position=max_position(model.config),
+        stop_token_ids=stop_token_ids(model),
+        load_time_s=time.perf_counter() - start_s,
+        warnings=tuple(" ".join(message.split()) for message in logged),
+    )
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, std: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.normal_(0.0, float(std))
+        else:
+            noise: Tensor = torch.empty_like(parameter).uniform_(-0.25, 0.25)
+            parameter.add_(noise)

@@ -1,0 +1,206 @@
+"""The subject `core`: the engine as it serves, paged cache and captured graphs, and the replay of its graph alone."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from core.bench.cells import Cell, Record
+from core.common.graphs.backend import GraphKey
+from core.engine.config import SamplingParams
+from core.engine.engine import Engine
+from core.engine.runner import EngineConfig
+from core.errors import ModelError
+
+if TYPE_CHECKING:
+    from core.common.report import ProgramReport, TraceReport
+    from core.device import Device
+    from core.engine.loading import LoadedModel
+
+_FILL_TOKENS = 8192
+_SPARE = 4  # tokens, so that no sequence ends, and leaves, inside a measured step
+
+
+class CoreSubject:
+    """An engine made for one cell: one decode bucket, or one prefill bucket of exactly the prompt's size."""
+
+    name = "core"
+
+    def __init__(self, loaded: LoadedModel, device: Device, options: Mapping[str, Any], *, keep_logits: bool) -> None:
+        """options: of `EngineConfig`, those that a user may choose (mode, lowering, passes, strict)."""
+        self._loaded = loaded
+        self._device = device
+        self._options = dict(options)
+        self._keep_logits = keep_logits
+        self._engine: Engine | None = None
+        self._prompt: list[int] = []
+        self._first = 0
+
+    def open(self, cell: Cell, record: Record) -> None:
+        """Compile and capture, compute the prompts, and take one step; of prefill, do one prompt."""
+        self._cell, self._record = cell, record
+        engine = self._engine = Engine(self._loaded, self._device, self._config(cell))
+        record.start_s = engine.compile_time_s
+        record.details["route"] = engine.route
+        if cell.batch > 1 and engine.route != "paged":
+            raise ModelError(
+                f"a batch of {cell.batch} on the cache {engine.route!r}",
+                found=f"the engine serves one sequence at a time there: {engine.route_reason}",
+                remedy="ask for --batch 1",
+            )
+        prompts = cell.prompts(self._loaded.vocab_size)
+        # Until the logits are noted, the buffers must hold the step whose tokens came last.
+        ahead, engine.runs_ahead = engine.runs_ahead, False
+        if cell.phase == "prefill":
+            self._prompt = prompts[0]
+            record.tokens = [[self._prefill(engine)]]
+        else:
+            self._fill(engine, prompts)
+        if self._keep_logits:
+            self._note_logits(engine)
+        engine.runs_ahead = ahead
+
+    def ready(self) -> None:
+        """Need nothing before a round."""
+
+    def run(self, count: int) -> None:
+        """Take so many steps of the engine, or serve so many prompts up to their first token."""
+        engine = self._engine
+        assert engine is not None
+        for _ in range(count):
+            if self._cell.phase == "prefill":
+                self._prefill(engine)
+            else:
+                self._decode(engine)
+
+    def replay(self, count: int) -> bool:
+        """Replay the captured graph on the last step's inputs: it writes the same keys and values to the same slots."""
+        key = self._key()
+        if key is None:
+            return False
+        program = self._program
+        with program.serving():
+            for _ in range(count):
+                program.replay(key)
+        return True
+
+    def finish(self, record: Record) -> None:
+        """Note how the program came about and whether it ran as captured."""
+        assert self._engine is not None
+        report = self._engine.report()
+        record.details["program"] = summary(report)
+        record.notes += report.notes
+        record.notes += [f"ran eagerly {count} times: {reason}" for reason, count in report.fallbacks.items()]
+        record.notes += [f"compiled while serving, {count} times: {name}" for name, count in report.compiles.items()]
+
+    def close(self) -> None:
+        """Close the engine."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _config(self, cell: Cell) -> EngineConfig:
+        total = cell.batch * cell.tokens
+        bucket = cell.tokens if cell.phase == "prefill" else max(cell.batch, min(total, _FILL_TOKENS))
+        # While the last prompts are computed the first sequences generate already.
+        self._num_fills = -(-total // max(bucket - cell.batch, 1))
+        longest = self._loaded.max_position
+        length = -(-(cell.limit + self._num_fills + _SPARE) // 16) * 16
+        options = dict(self._options)
+        if cell.phase == "prefill":
+            mode = options.get("mode")
+            mode = dict(mode) if isinstance(mode, Mapping) else {} if mode is None else {"prefill": mode}
+            options["mode"] = {**mode, "decode": "off"}  # never run: a prompt ends with its first token
+        return EngineConfig(
+            max_num_seqs=cell.batch,
+            max_model_len=length if longest is None else min(length, longest),
+            decode_buckets=(cell.batch,),
+            prefill_buckets=(bucket,),
+            sampling=("greedy",),
+            **options,
+        )
+
+    def _fill(self, engine: Engine, prompts: list[list[int]]) -> None:
+        start = time.perf_counter()
+        cell, tokens = self._cell, self._record.tokens
+        params = SamplingParams(
+            max_new_tokens=cell.limit - cell.tokens + self._num_fills + _SPARE, ignore_eos=True, temperature=0
+        )
+        tokens += [[] for _ in prompts]
+        ids = [engine.add_request(prompt, params) for prompt in prompts]
+        self._first = ids[0]
+        while not all(tokens):
+            self._decode(engine)
+        self._decode(engine)
+        self._record.details["fill_s"] = time.perf_counter() - start
+
+    def _decode(self, engine: Engine) -> None:
+        tokens, first = self._record.tokens, self._first
+        for output in engine.step():
+            tokens[output.request_id - first] += output.token_ids
+
+    def _prefill(self, engine: Engine) -> int:
+        engine.add_request(self._prompt, SamplingParams(max_new_tokens=1, ignore_eos=True, temperature=0))
+        while not (outputs := engine.step()):
+            pass  # a part of the prompt
+        return outputs[0].token_ids[0]
+
+    def _note_logits(self, engine: Engine) -> None:
+        """Keep the logits of the last step, of those sequences that have taken exactly this one since their prompt."""
+        key = self._key()
+        if key is None:
+            self._record.notes.append("logits not judged: there is no captured graph that could be repeated")
+            return
+        with self._program.serving():
+            logits: Tensor = self._program.replay(key)[1]
+        wanted = 1 if self._cell.phase == "prefill" else 2
+        rows = [row for row, tokens in enumerate(self._record.tokens) if len(tokens) == wanted]
+        self._record.logits = logits[rows].to("cpu", copy=True)
+        self._record.logit_rows = rows
+
+    @property
+    def _program(self) -> Any:
+        # The engine hands out no program: its buffers are the engine's own. A measurement may look.
+        assert self._engine is not None
+        return self._engine._runner._program  # type: ignore[attr-defined]
+
+    def _key(self) -> GraphKey | None:
+        """Return the only key of the cell's phase; None where nothing is captured, or a replay would change a state."""
+        if self._engine is None or self._engine.route != "paged" or self._device.capabilities.update:
+            return None
+        keys = [key for key in self._program.keys if key.phase == self._cell.phase]
+        return keys[0] if len(keys) == 1 else None
+
+
+def summary(report: ProgramReport) -> dict[str, Any]:
+    """Return what a report says of how it came about: modes, passes with their matches, what each op became."""
+    return {
+        "modes": dict(report.modes),
+        "lowering": report.lowering,
+        "traces": [_trace(trace) for trace in report.traces],
+        "captures": len(report.buckets),
+        "graph_bytes": report.graph_bytes,
+        "seconds": {
+            "trace": sum(trace.trace_s for trace in report.traces),
+            "passes": sum(trace.passes_s + trace.aten_s for trace in report.traces),
+            "lower": sum(bucket.lower_s for bucket in report.buckets),
+            "capture": report.capture_s,
+            "total": report.total_s,
+        },
+    }
+
+
+def _trace(trace: TraceReport) -> dict[str, Any]:
+    ops: dict[str, Counter[str]] = {}
+    for choice in trace.ops:
+        ops.setdefault(choice.op, Counter())[choice.implementation] += 1
+    return {
+        "phase": trace.phase,
+        "passes": {report.name: report.matched for report in trace.passes if report.matched},
+        "undone": [report.name for report in trace.passes if report.error],
+        "ops": {op: dict(counts) for op, counts in ops.items()},
+    }

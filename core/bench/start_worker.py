@@ -1,0 +1,63 @@
+"""The process that `core.bench.start` times: everything up to one token, then the seconds of each phase as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def main(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Load, compile, serve one token; return seconds by phase.
+
+    arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `prompt` (its
+    length) and `options` of `EngineConfig`.
+    """
+    from core.bench.model import open_model
+    from core.engine.config import SamplingParams
+    from core.engine.engine import Engine
+    from core.engine.hf import import_transformers
+    from core.engine.runner import EngineConfig
+    from core.host import select_device
+
+    import_transformers()
+    marks = [("imports", time.time())]
+    device = select_device(arguments["device"])
+    marks.append(("device", time.time()))
+    loaded, _ = open_model(arguments["model"], arguments["preset"], device, arguments["dtype"])
+    device.synchronize()
+    marks.append(("weights", time.time()))
+    length = int(arguments["prompt"])
+    options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in arguments["options"].items()}
+    config = EngineConfig(
+        max_num_seqs=1,
+        max_model_len=min(length + 16, loaded.max_position or length + 16),
+        decode_buckets=(1,),
+        prefill_buckets=(length,),
+        sampling=("greedy",),
+        **options,
+    )
+    with Engine(loaded, device, config) as engine:
+        marks.append(("engine", time.time()))
+        prompt = [3 + index % (loaded.vocab_size - 3) for index in range(length)]
+        engine.generate([prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        marks.append(("first token", time.time()))
+        report = engine.report()
+    times, before = {}, float(arguments["began"])
+    for name, at in marks:
+        times[name], before = at - before, at
+    itemised = {
+        "trace": sum(trace.trace_s for trace in report.traces),
+        "passes": sum(trace.passes_s + trace.aten_s for trace in report.traces),
+        "lower": sum(bucket.lower_s for bucket in report.buckets),
+        "capture": report.capture_s,
+    }
+    rest = max(times.pop("engine") - sum(itemised.values()), 0.0)
+    first = times.pop("first token")
+    return {**times, **itemised, "rest of the engine": rest, "first token": first}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")

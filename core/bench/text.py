@@ -1,0 +1,114 @@
+"""A report of `core bench` for a terminal: one table of figures, then what is to be known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from core.bench.cells import BenchReport, CellReport, Record
+
+_COLUMNS = ("cell", "subject", "ms", "least - most", "graph alone", "floor / ms", "against eager", "start s", "check")
+
+
+def renderables(report: BenchReport) -> Iterator[Any]:
+    """Yield what `rich` prints: facts, the table, notes, kernels, the start."""
+    from rich.table import Table
+
+    facts = report.facts
+    yield (
+        f"{facts['model']['title']}: {facts['model']['class']}, {facts['model']['num_parameters'] / 1e6:.1f} M "
+        f"parameters, {facts['model']['dtype']}; {facts['device']['name']}: {facts['device']['product']}, plugin "
+        f"{facts['device']['plugin']} {facts['device']['version']}; torch {facts['versions']['torch']}, transformers "
+        f"{facts['versions']['transformers']}"
+    )
+    rates = report.rates
+    yield (
+        f"measured here: {rates.bytes_per_s / 1e9:.1f} GB/s (copies of {rates.copy_bytes / 2**20:.0f} MiB, read plus "
+        f"written), {rates.flops_per_s / 1e12:.3g} TFLOP/s ({rates.dtype} products of size {rates.matmul_size})"
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("cell", "subject", "check") else "right")
+    for cell in report.cells:
+        _add(table, cell, report)
+    yield table
+    for cell in report.cells:
+        for record in cell.records:
+            yield from (f"note, {cell.cell.name}, {record.subject}: {note}" for note in dict.fromkeys(record.notes))
+    for cell in report.cells:
+        if cell.kernels is not None:
+            yield from _kernels(cell.cell.name, cell.kernels)
+    if report.start is not None:
+        yield from start_lines(report.start)
+
+
+def _add(table: Any, report: CellReport, whole: BenchReport) -> None:
+    eager = next((r.median_ms for r in report.records if r.subject == "eager"), None)
+    floor = report.floor
+    what = "bytes" if floor.bytes_ms >= floor.flops_ms else "operations"
+    table.add_row(report.cell.name, f"floor ({what})", ms(floor.ms), "", "", "", "", "", "", style="dim")
+    for record in report.records:
+        median = record.median_ms
+        if record.failure or median is None:
+            table.add_row("", record.subject, "-", "", "", "", "", "", record.failure or "not measured", style="red")
+            continue
+        graph = sorted(record.replay_ms)
+        table.add_row(
+            "",
+            record.subject,
+            ms(median),
+            f"{ms(min(record.rounds_ms))} - {ms(max(record.rounds_ms))}",
+            ms(graph[len(graph) // 2]) if graph else "",
+            f"{floor.ms / median:.0%}",
+            f"{eager / median:.2f}x" if eager is not None else "",
+            f"{record.start_s:.1f}",
+            check_text(record),
+            style="bold" if record.subject == "core" else "",
+        )
+    for name, cells in whole.references.items():
+        if report.cell.name in cells:
+            median = cells[report.cell.name]
+            ratio = f"{eager / median:.2f}x" if eager is not None else ""
+            table.add_row("", name, ms(median), "", "", f"{floor.ms / median:.0%}", ratio, "", "given", style="dim")
+
+
+def check_text(record: Record) -> str:
+    """Return in a few words what the comparison with eager says."""
+    verdict: Mapping[str, Any] = record.verdict
+    if not verdict:
+        return ""
+    compared = verdict["tokens_compared"]
+    tokens = (
+        f"{compared} token{'' if compared == 1 else 's'} equal"
+        if verdict["tokens_equal"]
+        else f"TOKENS DIFFER ({verdict['mismatch']})"
+    )
+    logits = verdict.get("logits")
+    if logits:
+        return f"{tokens}; logits {'hold T1' if logits['passed'] else 'BREAK T1: ' + logits['reason']}"
+    skipped = verdict.get("logits_skipped")
+    return f"{tokens}; logits not judged: {skipped}" if skipped else tokens
+
+
+def ms(value: float) -> str:
+    """Write milliseconds with three digits at least."""
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def _kernels(name: str, kernels: Mapping[str, Any]) -> Iterator[Any]:
+    from core.explain.kernel_text import tables
+
+    yield f"\nkernels of core, {name}"
+    if "error" in kernels:
+        yield str(kernels["error"])
+    else:
+        yield from tables(kernels)
+
+
+def start_lines(start: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the seconds from the start of a process to its first token, by phase."""
+    yield "\nfrom process start to the first token"
+    for kind in ("cold", "warm"):
+        phases: Mapping[str, float] = start[kind]["phases"]
+        each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+        yield f"  {kind}: {start[kind]['total_s']:.2f} s ({each})"

@@ -1,0 +1,131 @@
+"""One step of a model at a given size, traced: what `explain --kernels` runs node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from core.common.traced import TracedGraph
+from core.common.tracing import trace
+from core.engine.attention import NotPageable
+from core.engine.config import SamplingParams
+from core.engine.graphs import PHASES, phase_graphs
+from core.engine.paged import PagedRunner
+from core.engine.paged_call import PagedCall
+from core.engine.runner import EngineConfig
+from core.engine.sampling import GREEDY_ROW
+from core.engine.sequence import Sequence
+from core.engine.static_cache import CachedPhase
+from core.engine.step import Part, Step, step_tensors
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.device import Device
+    from core.engine.loading import LoadedModel
+
+_SMALL = 32  # token ids below this are in every vocabulary
+_ROOM = 2  # tokens behind the context: the one computed, and the one that follows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepGraph:
+    """A traced step. inputs: for one run of it. batch, tokens: its sizes as run; num_tokens: of the step itself."""
+
+    traced: TracedGraph
+    inputs: Mapping[str, Tensor]
+    batch: int
+    tokens: int
+    num_tokens: int
+    cache: str
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def step_graph(
+    loaded: LoadedModel, device: Device, phase: str, *, batch: int = 1, tokens: int = 1024
+) -> Iterator[StepGraph]:
+    """Trace a step as the engine runs it, with the choice of tokens; valid inside of the context only.
+
+    phase: "decode", of `batch` sequences that hold `tokens` each, or "prefill", of one prompt of `tokens`. The cache
+    holds zeros. A model without a paged cache is shown on the static one at the sizes of `phase_graphs`, with a note.
+    Raises `UsageError` for sizes that the model does not have.
+    """
+    _check(loaded, phase, batch, tokens)
+    batch = batch if phase == "decode" else 1
+    length = tokens + _ROOM if loaded.max_position is None else min(tokens + _ROOM, loaded.max_position)
+    config = EngineConfig(max_num_seqs=batch, mode="off")
+    try:
+        with torch.inference_mode(False):
+            runner = PagedRunner(loaded.model, device, config, max_model_len=length)
+    except NotPageable as error:
+        (graph,) = phase_graphs(loaded, device, phases=(phase,))
+        ids = graph.examples[0]["input_ids"]
+        yield StepGraph(
+            traced=graph.traced,
+            inputs=graph.examples[0],
+            batch=ids.shape[0],
+            tokens=ids.shape[1],
+            num_tokens=ids.numel(),
+            cache="static",
+            notes=(f"no paged cache: {error}; shown at {ids.shape[0]} sequences of {ids.shape[1]} tokens",),
+        )
+        return
+    try:
+        found = next(each for each in runner.phases() if each.name == phase)
+        inputs = _inputs(runner, device, config.block_size, length, phase, batch, tokens)
+        with torch.inference_mode(False):
+            traced = _trace(found, inputs)
+        yield StepGraph(
+            traced=traced,
+            inputs=inputs,
+            batch=batch,
+            tokens=tokens,
+            num_tokens=batch if phase == "decode" else tokens,
+            cache="paged",
+        )
+    finally:
+        runner.close()
+
+
+def _check(loaded: LoadedModel, phase: str, batch: int, tokens: int) -> None:
+    if phase not in PHASES:
+        raise UsageError(f"the kernels of {phase!r}", found=f"the phases are {', '.join(PHASES)}", remedy="name one")
+    if batch < 1 or tokens < 1:
+        asked = f"a step of {batch} sequences with {tokens} tokens"
+        raise UsageError(asked, found="there is nothing below 1", remedy="pass whole numbers of at least 1")
+    needed = tokens + (1 if phase == "decode" else 0)
+    if loaded.max_position is not None and needed > loaded.max_position:
+        raise UsageError(
+            f"a context of {tokens} tokens",
+            found=f"the model has {loaded.max_position} positions, the step takes {needed}",
+            remedy="ask for a shorter context",
+        )
+
+
+def _inputs(
+    runner: PagedRunner, device: Device, block_size: int, length: int, phase: str, batch: int, tokens: int
+) -> dict[str, Tensor]:
+    params = SamplingParams(max_new_tokens=1 if phase == "prefill" else _ROOM)
+    parts = []
+    for index in range(batch):
+        prompt = [(3 + 7 * place + index) % _SMALL for place in range(tokens)]
+        sequence = Sequence(index, prompt, params)
+        runner.admit(sequence)
+        if phase == "decode":
+            sequence.num_computed, sequence.generated = tokens, [3]
+        parts.append(Part(sequence, 1 if phase == "decode" else tokens))
+    step = Step("decode" if phase == "decode" else "prefill", tuple(parts))
+    tensors = step_tensors(step, max_blocks=-(-length // block_size), block_size=block_size, device=device.torch_device)
+    rows = torch.tensor([GREEDY_ROW] * batch, dtype=torch.float32).to(device.torch_device)
+    return {**tensors, "sampling_params": rows}
+
+
+def _trace(phase: CachedPhase, inputs: Mapping[str, Tensor]) -> TracedGraph:
+    function = PagedCall(phase.function)  # type: ignore[arg-type]  # the phase of a paged runner is a `PagedLogits`
+    aliases = {name: tensor.clone() for name, tensor in inputs.items()}
+    return trace(function, aliases, dynamic=phase.dynamic, constants={"sampling": "greedy"})

@@ -1,0 +1,215 @@
+"""A whole run on the processor: cells, figures, checks, floors, references, settings that are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.bench import start_worker
+from core.bench.bench import Settings, bench, failed, read_references
+from core.bench.cells import BenchReport
+from core.bench.model import open_model
+from core.bench.rates import Rates
+from core.bench.start import measure_start
+from core.bench.text import renderables
+from core.engine.loading import LoadedModel
+from core.errors import ModelError, UsageError
+from tests.support import cpu, refused
+
+RATES = Rates(bytes_per_s=1e10, flops_per_s=1e11, copy_bytes=1, matmul_size=1, dtype="float32")
+OPTIONS = {"lowering": "inline"}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return open_model(None, "tiny-llama", cpu(), "auto")[0]
+
+
+@pytest.fixture(scope="module")
+def report(loaded: LoadedModel) -> Iterator[BenchReport]:
+    settings = Settings(
+        subjects=("eager", "core"), batches=(2,), context=20, prompts=(8,), rounds=2, steps=3, options=OPTIONS
+    )
+    references = {"others": {"decode/2": 3.0, "prefill/9": 1.0}}
+    told: list[tuple[str, int, int]] = []
+    yield bench(
+        loaded,
+        cpu(),
+        settings,
+        title="tiny-llama",
+        references=references,
+        rates=RATES,
+        told=lambda *each: told.append(each),
+    )
+    assert told == [("decode/2", 0, 2), ("prefill/8", 1, 2), ("done", 2, 2)]
+
+
+def test_each_cell_has_each_subject_measured_and_checked(report: BenchReport) -> None:
+    document = report.to_json()
+    assert json.loads(json.dumps(document)) == document
+    assert [cell["name"] for cell in document["cells"]] == ["decode/2", "prefill/8"]
+    for cell in document["cells"]:
+        eager, ours = cell["subjects"]
+        assert (eager["subject"], ours["subject"]) == ("eager", "core")
+        assert eager["failure"] == ours["failure"] == ""
+        assert len(eager["rounds_ms"]) == len(ours["rounds_ms"]) == 2
+        assert cell["order"] == [["eager", "core"], ["core", "eager"]]
+        assert ours["check"]["tokens_equal"] and ours["check"]["logits"]["passed"]
+        assert ours["route"] == "paged" and ours["replay_ms"]["median"] > 0
+        assert ours["program"]["lowering"] == "inline"
+        assert all(trace["passes"]["lift_rms_norm"] == 5 for trace in ours["program"]["traces"])
+        assert eager["replay_ms"] is None and eager["check"] is None
+    decode, prefill = document["cells"]
+    assert decode["subjects"][1]["check"]["tokens_compared"] == 2 * (2 + 3)
+    assert decode["mean_context"] == 20 + 2 + 2.5 and prefill["steps"] == 1
+    assert decode["floor"]["cache_bytes"] == 2 * 24.5 * 2 * 256
+    assert not failed(report)
+    # A prompt's cell never decodes, so that is not compiled.
+    assert prefill["subjects"][1]["program"]["modes"]["decode"] == "off"
+    assert [trace["phase"] for trace in prefill["subjects"][1]["program"]["traces"]] == ["prefill"]
+
+
+def test_facts_name_device_model_and_settings(report: BenchReport) -> None:
+    document = report.to_json()
+    assert document["device"]["name"] == "cpu" and document["versions"]["torch"] == torch.__version__
+    assert document["model"]["shape"]["hidden_size"] == 64 and document["model"]["dtype"] == "float32"
+    assert document["model"]["attention"] == "sdpa" and document["rates"]["bytes_per_s"] == 1e10
+    assert document["settings"]["subjects"] == ["eager", "core"] and document["settings"]["steps"] == 3
+    assert document["references"] == {"others": {"decode/2": 3.0, "prefill/9": 1.0}}
+
+
+def test_the_table_shows_figures_floor_and_references(report: BenchReport) -> None:
+    text = _text(report)
+    lines = text.splitlines()
+    assert any(line.startswith("decode/2") and "floor (bytes)" in line for line in lines)
+    assert any(line.split()[0] == "others" and "3.000" in line and "given" in line for line in lines)
+    assert "10 tokens equal; logits hold T1" in text and "1 token equal; logits hold T1" in text
+
+
+def test_failures_and_different_tokens_are_said(report: BenchReport) -> None:
+    from copy import deepcopy
+
+    broken = deepcopy(report)
+    eager, ours = broken.cells[0].records
+    eager.failure, eager.rounds_ms = "OutOfMemoryError: no memory", []
+    ours.verdict = {"tokens_equal": False, "tokens_compared": 4, "mismatch": "sequence 0, token 1: 2, not 3"}
+    text = _text(broken)
+    assert "OutOfMemoryError: no memory" in text and "TOKENS DIFFER (sequence 0, token 1: 2, not 3)" in text
+    assert not failed(broken)
+    ours.verdict["logits"] = {"passed": False, "reason": "error over bound"}
+    assert failed(broken) and "BREAK T1: error over bound" in _text(broken)
+
+
+def _text(report: BenchReport) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+
+    out = Console(file=StringIO(), width=220)
+    for item in renderables(report):
+        out.print(item, markup=False)
+    return str(out.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:
+    loaded = open_model("mamba", None, cpu(), "auto")[0]
+    settings = Settings(subjects=("core",), batches=(1, 2), context=8, prompts=(), rounds=1, steps=2, options=OPTIONS)
+    one, two = bench(loaded, cpu(), settings, title="mamba", rates=RATES).cells
+    assert one.records[0].failure == "" and one.records[0].details["route"] == "static"
+    assert one.records[0].replay_ms == []  # a replay would move its state on
+    assert "one sequence at a time" in two.records[0].failure
+    assert not two.records[0].rounds_ms
+
+
+@pytest.mark.parametrize(
+    ("changes", "phrases"),
+    [
+        ({"subjects": ("eager", "fast")}, ("--subjects", "max-autotune", "leave out fast")),
+        ({"subjects": ()}, ("--subjects", "name at least one")),
+        ({"batches": (1, 0)}, ("--batch 1,0", "below 1")),
+        ({"prompts": (-1,)}, ("--prefill -1", "below 1")),
+        ({"context": 0}, ("--context 0",)),
+        ({"rounds": 0}, ("--rounds 0",)),
+        ({"steps": 0}, ("--steps 0",)),
+        ({"batches": (), "prompts": ()}, ("both empty",)),
+    ],
+)
+def test_settings_that_are_refused(changes: dict[str, Any], phrases: tuple[str, ...]) -> None:
+    with refused(UsageError, *phrases):
+        Settings(**changes)
+
+
+def test_a_context_longer_than_the_model_is_refused_before_anything_runs(loaded: LoadedModel) -> None:
+    settings = Settings(subjects=("eager",), batches=(1,), context=500, prompts=(), rounds=2, steps=6)
+    with refused(UsageError, "--context 500", "514 tokens", "512 positions"):
+        bench(loaded, cpu(), settings, title="x", rates=RATES)
+    with refused(UsageError, "--prefill 511"):
+        Settings(batches=(), prompts=(511,)).check_length(512)
+    Settings(batches=(), prompts=(510,)).check_length(512)
+    Settings().check_length(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("[1]", "no object"),
+        ('{"a": {"decode/1": "fast"}}', "positive numbers"),
+        ('{"a": {"x": 0}}', "positive"),
+        ("{", "no JSON"),
+    ],
+)
+def test_references_that_are_refused(tmp_path: Path, text: str, phrase: str) -> None:
+    file = tmp_path / "others.json"
+    file.write_text(text)
+    with refused(UsageError, "--reference", phrase):
+        read_references(file)
+
+
+def test_references_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "others.json"
+    file.write_text('{"a": {"decode/1": 4, "prefill/128": 7.5}}')
+    assert read_references(file) == {"a": {"decode/1": 4, "prefill/128": 7.5}}
+    with refused(UsageError, "can't be read"):
+        read_references(tmp_path / "none.json")
+
+
+ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto", "prompt": 8}
+
+
+def test_a_start_is_itemised() -> None:
+    phases = start_worker.main({**ASKED, "began": time.time() - 1, "options": {**OPTIONS, "disable_passes": []}})
+    assert list(phases)[:3] == ["imports", "device", "weights"]
+    assert {"trace", "passes", "lower", "capture", "rest of the engine", "first token"} == set(list(phases)[3:])
+    assert all(seconds >= 0 for seconds in phases.values()) and phases["imports"] > 1 and phases["trace"] > 0
+
+
+def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        calls.append((command, env))
+        return subprocess.CompletedProcess(command, 0, f'loading\n{{"imports": {len(calls)}, "weights": 2.5}}\n', "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = measure_start({**ASKED, "options": {}})
+    assert found["cold"] == {"phases": {"imports": 1, "weights": 2.5}, "total_s": 3.5}
+    assert found["warm"]["total_s"] == 4.5
+    assert calls[0][0][1:3] == ["-m", "core.bench.start_worker"] and json.loads(calls[0][0][3])["began"] > 0
+    folders = [env["TORCHINDUCTOR_CACHE_DIR"] for _, env in calls]
+    assert folders[0] == folders[1] and not Path(folders[0]).exists()
+
+
+def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, "", "Traceback\ncore.errors.UsageError: --preset 'none'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with refused(ModelError, "--preset 'none'"):
+        measure_start({**ASKED, "options": {}})
