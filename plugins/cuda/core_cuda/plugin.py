@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 
@@ -11,13 +14,17 @@ from core.common.graphs.backend import GraphBackendFactory
 from core.common.graphs.streams import capture_lock
 from core.common.lowering import Lowerings
 from core.common.lowerings import INLINE_AND_INDUCTOR
+from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
 
+log = logging.getLogger("core.cuda")
 _BFLOAT16_CAPABILITY = (8, 0)
+_KERNEL_CAPABILITY = (8, 0)
+"""What the kernels' asynchronous copies and matrix products of bfloat16 need, and what Triton supports."""
 
 
 @hookimpl
@@ -32,6 +39,9 @@ def core_open_device(context: OpenContext) -> DeviceParts:
     if capability >= _BFLOAT16_CAPABILITY:
         dtypes.add(torch.bfloat16)
     stream = torch.cuda.Stream(device)
+    missing = kernels_missing(capability)
+    if missing:
+        log.warning("no kernels of the plugin, models run on torch's own: %s", missing)
     return DeviceParts(
         torch_device=device,
         capabilities=Capabilities(
@@ -39,10 +49,12 @@ def core_open_device(context: OpenContext) -> DeviceParts:
             dtypes=frozenset(dtypes),
             modes=("full", "piecewise", "segmented"),
             asynchronous=True,
+            device_lengths=not missing,
             extra={
                 "compute_capability": f"{properties.major}.{properties.minor}",
                 "multiprocessors": properties.multi_processor_count,
                 "cuda_version": torch.version.cuda or "",
+                "kernels": f"none: {missing}" if missing else f"triton {version('triton')}",
             },
         ),
         memory=partial(_memory, device),
@@ -52,6 +64,27 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         side_stream=lambda: torch.cuda.stream(stream),
         record=_record,
     )
+
+
+@hookimpl
+def core_register_ops(context: DeviceContext) -> Sequence[OpImplementation]:
+    """Implement canonical ops by the plugin's kernels, where these can run."""
+    properties = torch.cuda.get_device_properties(context.parts.torch_device)
+    if kernels_missing((properties.major, properties.minor)):
+        return ()
+    from core_cuda.implementations import IMPLEMENTATIONS
+
+    return IMPLEMENTATIONS
+
+
+def kernels_missing(capability: tuple[int, int]) -> str:
+    """Return why the plugin's kernels can't run on a GPU of this compute capability, or nothing."""
+    if capability < _KERNEL_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (_KERNEL_CAPABILITY, capability))
+        return f"they need compute capability {needed}, and the GPU has {found}"
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    return ""
 
 
 @hookimpl

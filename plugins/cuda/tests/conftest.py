@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,8 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if not INTERPRETED:
         pytest.skip("kernels are compiled in this process: unset CUDA devices, or set TRITON_INTERPRET=1")
     _mend(monkeypatch)
-    yield torch.device("cpu")
+    with np.errstate(all="ignore"):  # on a GPU too, what overflows on the way to a limit does so without a word
+        yield torch.device("cpu")
 
 
 def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +67,23 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    patch, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    done: set[frozenset[int]] = set()
+
+    def patch_lang(fn: Any) -> Any:
+        # It patches all of triton.language for each function that a kernel calls, which takes most of a test's time.
+        seen = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if seen in done:
+            return interpreter._LangPatchScope()
+        done.add(seen)
+        return patch(fn)
+
+    def run_grid(self: Any, *args: Any, **options: Any) -> Any:
+        done.clear()
+        return execute(self, *args, **options)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_grid)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", create_dot)

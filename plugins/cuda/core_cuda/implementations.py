@@ -1,0 +1,69 @@
+"""Which canonical ops the plugin's kernels implement, and the calls that each one takes.
+
+Imports Triton, and so is imported only where `kernels_missing` finds nothing to say.
+"""
+
+from __future__ import annotations
+
+from core.common.ops.implementation import OpImplementation
+from core_cuda.ops import activation, attention, linear, norm, quantize, rotary, sampling
+from core_cuda.ops.conditions import all_of, code_dtype, computes_in_fp32, dtypes
+
+__all__ = ["IMPLEMENTATIONS"]
+
+IMPLEMENTATIONS = (
+    OpImplementation(
+        op="core::rms_norm",
+        name="cuda_rms_norm",
+        fn=norm.rms_norm,
+        condition=all_of(dtypes, computes_in_fp32("x")),
+    ),
+    OpImplementation(
+        op="core::add_rms_norm",
+        name="cuda_add_rms_norm",
+        fn=norm.add_rms_norm,
+        condition=all_of(dtypes, computes_in_fp32("x", "residual")),
+    ),
+    OpImplementation(
+        op="core::layer_norm",
+        name="cuda_layer_norm",
+        fn=norm.layer_norm,
+        condition=all_of(dtypes, computes_in_fp32("x")),
+    ),
+    OpImplementation(
+        op="core::gated_activation", name="cuda_gated_activation", fn=activation.gated_activation, condition=dtypes
+    ),
+    OpImplementation(
+        op="core::gated_activation_fused",
+        name="cuda_gated_activation_fused",
+        fn=activation.gated_activation_fused,
+        condition=dtypes,
+    ),
+    OpImplementation(op="core::rotary", name="cuda_rotary", fn=rotary.rotary, condition=rotary.refuses),
+    OpImplementation(
+        op="core::rotary_single", name="cuda_rotary_single", fn=rotary.rotary_single, condition=rotary.refuses
+    ),
+    OpImplementation(
+        op="core::qk_norm_rotary", name="cuda_qk_norm_rotary", fn=rotary.qk_norm_rotary, condition=rotary.refuses
+    ),
+    OpImplementation(
+        op="core::attention",
+        name="cuda_attention",
+        fn=attention.attention,
+        condition=attention.attention_condition,
+    ),
+    OpImplementation(
+        op="core::rotary_attention",
+        name="cuda_rotary_attention",
+        fn=attention.rotary_attention,
+        condition=attention.rotary_attention_condition,
+    ),
+    OpImplementation(op="core::linear", name="cuda_linear", fn=linear.linear, condition=linear.refuses),
+    OpImplementation(
+        op="core::gated_linear", name="cuda_gated_linear", fn=linear.gated_linear, condition=linear.refuses
+    ),
+    OpImplementation(op="core::sample", name="cuda_sample", fn=sampling.sample, condition=dtypes),
+    OpImplementation(
+        op="core::quantize", name="cuda_quantize", fn=quantize.quantize, condition=all_of(dtypes, code_dtype)
+    ),
+)

@@ -1,0 +1,262 @@
+"""The gate of a gated MLP, `act(gate) * up`, from two tensors or from one, also ending in codes of fp8 or int8."""
+
+# Triton reads annotations of kernels as types of its own
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core_cuda.ops import launching
+from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.quantize import largest, quantize_rows, scale_of, to_codes
+from core_cuda.ops.registration import kernel_of
+from core_cuda.ops.rows import TYPES, as_rows, outputs, row_starts
+
+__all__ = [
+    "Gate",
+    "GateConfig",
+    "activate",
+    "candidates",
+    "default_config",
+    "gated_activation",
+    "gated_activation_fused",
+    "gated_activation_quantize",
+    "run_gate",
+]
+
+MAX_ROW = 32768
+"""The longest row of which a program makes one scale."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateConfig:
+    """block: how many columns of one row a program takes; num_warps: of a program."""
+
+    block: int
+    num_warps: int
+
+
+def default_config(num_rows: int, width: int, *, whole_rows: bool = False) -> GateConfig:
+    """Return how rows of this width are shared out: small blocks where few rows leave multiprocessors idle.
+
+    whole_rows: a program has to see all of a row.
+    """
+    if whole_rows:
+        block = triton.next_power_of_2(width)
+        return GateConfig(block=block, num_warps=min(max(block // 512, 1), 16))
+    many = num_rows * width >= 4096 * launching.num_multiprocessors()
+    block = min(2048 if many else 512, max(triton.next_power_of_2(width), 32))
+    # 16 bytes of half precision to a thread and load; two loads each of gate and up where there is enough to do.
+    return GateConfig(block=block, num_warps=min(max(block // (512 if many else 256), 1), 4))
+
+
+def candidates(num_rows: int, width: int, *, whole_rows: bool = False) -> Iterator[GateConfig]:
+    """Yield the configurations worth measuring for rows of this width."""
+    whole = triton.next_power_of_2(width)
+    for block in (whole,) if whole_rows else (256, 512, 1024, 2048, 4096):
+        for num_warps in (1, 2, 4, 8, 16, 32):
+            if block <= max(whole, 256) and 4 <= block // (32 * num_warps) <= 64:
+                yield GateConfig(block=block, num_warps=num_warps)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+    """Return the activation of fp32 x, fp32; kinds that eager code writes out round each step to DTYPE."""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2 u), without the cancellation.
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "gelu_new":
+        cube = (x * x * x).to(DTYPE).to(tl.float32)
+        inner = (x + (0.044715 * cube).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+        inner = (0.7978845608028654 * inner).to(DTYPE).to(tl.float32)
+        tanh = (2.0 * tl.sigmoid(2.0 * inner) - 1.0).to(DTYPE).to(tl.float32)
+        y = (0.5 * x).to(DTYPE).to(tl.float32) * (1.0 + tanh).to(DTYPE).to(tl.float32)
+    elif KIND == "quick_gelu":
+        y = x * tl.sigmoid((1.702 * x).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+    elif KIND == "relu":
+        y = tl.where(x < 0.0, 0.0, x)
+    elif KIND == "relu2":
+        positive = tl.where(x < 0.0, 0.0, x)
+        y = positive * positive
+    else:
+        tl.static_assert(KIND == "sigmoid", "an activation that core::gated_activation does not have")
+        y = tl.sigmoid(x)
+    return y.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def gate_product(gate, up, limit, KIND: tl.constexpr, LIMITED: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """Return act(gate) * (up + UP_OFFSET) of tensors in their own dtypes, fp32, before the product is rounded."""
+    GATE: tl.constexpr = gate.dtype
+    UP: tl.constexpr = up.dtype
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    if LIMITED:
+        # Comparisons, because NaN has to stay.
+        gate = tl.where(gate > limit, limit, gate).to(GATE).to(tl.float32)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)).to(UP).to(tl.float32)
+    if UP_OFFSET != 0.0:
+        up = (up + UP_OFFSET).to(UP).to(tl.float32)
+    return activate(gate, KIND, GATE) * up
+
+
+@triton.jit
+def _gate_kernel(
+    gate, up, out, scale, given, num_rows, inner, gate_outer, gate_inner, up_outer, up_inner, out_outer, out_inner,
+    scale_outer, scale_inner, limit, KIND: tl.constexpr, LIMITED: tl.constexpr, UP_OFFSET: tl.constexpr,
+    STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    GATE_FIRST: tl.constexpr, FLAT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of one row of WIDTH. INTERLEAVED: gate and up alternate in `gate`, and up is not read.
+
+    out: the product, rounded to STORED, or its codes, if there is a scale: `given` (), or made of the row, which then
+    is one block, and stored in `scale` (rows, 1).
+    """
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // blocks
+    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    gate_row = gate + row_starts(row, inner, gate_outer, gate_inner, FLAT)
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    if INTERLEAVED:
+        pairs = (tl.program_id(0) % blocks) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        both = tl.load(gate_row + pairs, mask=pairs < 2 * WIDTH, other=0.0).reshape(BLOCK, 2)
+        first, second = tl.split(both)
+    else:
+        first = tl.load(gate_row + columns, mask=mask, other=0.0)
+        second = tl.load(up + row_starts(row, inner, up_outer, up_inner, FLAT) + columns, mask=mask, other=0.0)
+    if INTERLEAVED and not GATE_FIRST:
+        result = gate_product(second, first, limit, KIND, LIMITED, UP_OFFSET)
+    else:
+        result = gate_product(first, second, limit, KIND, LIMITED, UP_OFFSET)
+    result = result.to(STORED).to(tl.float32)
+    if given is not None:
+        result = to_codes(result, tl.load(given).to(tl.float32), out.dtype.element_ty)
+    elif scale is not None:
+        used = scale_of(largest(tl.where(mask, result, 0.0), 0), out.dtype.element_ty)
+        tl.store(scale + row_starts(row, inner, scale_outer, scale_inner, FLAT), used)
+        result = to_codes(result, used, out.dtype.element_ty)
+    tl.store(out + row_starts(row, inner, out_outer, out_inner, FLAT) + columns, result, mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The arguments of `core::gated_activation` that are no tensors."""
+
+    kind: str
+    gate_first: bool = True
+    limit: float = 0.0
+    up_offset: float = 0.0
+    interleaved: bool = False
+
+
+@kernel_of(GATED_ACTIVATION)
+def gated_activation(gate: Tensor, up: Tensor, *, kind: str, limit: float = 0.0, up_offset: float = 0.0) -> Tensor:
+    """Apply the gate to two tensors."""
+    (out,) = outputs(GATED_ACTIVATION, {"gate": gate, "up": up, "kind": kind}, gate.device)
+    run_gate(gate, up, out, Gate(kind, limit=limit, up_offset=up_offset))
+    return out
+
+
+@kernel_of(GATED_ACTIVATION_FUSED)
+def gated_activation_fused(
+    gate_up: Tensor,
+    *,
+    kind: str,
+    gate_first: bool = True,
+    interleaved: bool = False,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """Apply the gate to the two parts of one tensor, where they lie."""
+    gate = Gate(kind, gate_first, limit, up_offset, interleaved)
+    layout = {"gate_up": gate_up, "kind": kind, "gate_first": gate_first, "interleaved": interleaved}
+    (out,) = outputs(GATED_ACTIVATION_FUSED, layout, gate_up.device)
+    run_gate(*_parts(gate_up, gate), out, gate)
+    return out
+
+
+def gated_activation_quantize(
+    gate_up: Tensor,
+    scale: Tensor | None = None,
+    *,
+    kind: str,
+    gate_first: bool = True,
+    interleaved: bool = False,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
+    """Return `core::quantize` of `core::gated_activation_fused`, codes (..., I) and scale fp32 (..., 1), in one launch.
+
+    scale: one for the whole tensor, (), returned as it is; None to make one for each row. dtype: of the codes. Rows
+    over `MAX_ROW` take a second launch, if a scale is to be made.
+    """
+    gate = Gate(kind, gate_first, limit, up_offset, interleaved)
+    shape, width = gate_up.shape[:-1], gate_up.shape[-1] // 2
+    codes = torch.empty((*shape, width), dtype=dtype, device=gate_up.device)
+    parts = _parts(gate_up, gate)
+    if scale is not None:
+        run_gate(*parts, codes, gate, given=scale)
+        return codes, scale
+    made = torch.empty((*shape, 1), dtype=torch.float32, device=gate_up.device)
+    if width <= MAX_ROW:
+        run_gate(*parts, codes, gate, scale=made)
+    else:
+        product = torch.empty_like(codes, dtype=gate_up.dtype)
+        run_gate(*parts, product, gate)
+        quantize_rows(product, None, codes, made)
+    return codes, made
+
+
+def _parts(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor | None]:
+    """Return what the kernel reads as gate and as up."""
+    if gate.interleaved:
+        return gate_up, None
+    first, second = gate_up.chunk(2, dim=-1)
+    return (first, second) if gate.gate_first else (second, first)
+
+
+def run_gate(
+    gate: Tensor,
+    up: Tensor | None,
+    out: Tensor,
+    options: Gate,
+    *,
+    scale: Tensor | None = None,
+    given: Tensor | None = None,
+    config: GateConfig | None = None,
+) -> None:
+    """Launch the kernel; `out` (..., I) takes the product, or its codes if there is a scale, as `_gate_kernel` says."""
+    width = out.shape[-1]
+    rows = as_rows({"gate": gate, "up": up}, {"out": out, "scale": scale})
+    config = config or default_config(rows.count, width, whole_rows=scale is not None)
+    stored = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+    arguments: dict[str, Any] = {
+        "given": given,
+        "limit": options.limit,
+        "KIND": options.kind,
+        "LIMITED": options.limit > 0,
+        "UP_OFFSET": options.up_offset,
+        "STORED": TYPES[stored],
+        "WIDTH": width,
+        "BLOCK": config.block,
+        "INTERLEAVED": options.interleaved,
+        "GATE_FIRST": options.gate_first,
+    }
+    grid = (rows.count * triton.cdiv(width, config.block),)
+    launching.launch(_gate_kernel, grid, **rows.arguments, **arguments, num_warps=config.num_warps)
+    rows.flush()

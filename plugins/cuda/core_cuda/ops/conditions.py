@@ -1,0 +1,66 @@
+"""Conditions that kernels over rows share: small functions from a call to why a kernel cannot take it, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from core.common.ops.implementation import Condition, OpCall
+
+__all__ = ["CODES", "DTYPES", "all_of", "code_dtype", "computes_in_fp32", "dtypes"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels over rows read and write; they compute in fp32."""
+
+CODES = (torch.float8_e4m3fn, torch.int8)
+"""What they quantise to."""
+
+
+def all_of(*conditions: Condition) -> Condition:
+    """Return the condition that refuses with the first reason that one of these gives."""
+
+    def condition(call: OpCall) -> str | None:
+        return next((reason for c in conditions if (reason := c(call)) is not None), None)
+
+    return condition
+
+
+def dtypes(call: OpCall) -> str | None:
+    """Refuse floating dtypes beyond `DTYPES`, of tensors and of arguments that name one; codes may be of any."""
+    for name, value in call.args.items():
+        dtype = value.dtype if isinstance(value, Tensor) else value
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype not in (*DTYPES, *CODES):
+            return f"{name} is {dtype}, and the kernel takes {_listed(DTYPES)}"
+    return None
+
+
+def computes_in_fp32(*tensors: str) -> Condition:
+    """Return the condition of a kernel that computes in fp32 whatever is asked for.
+
+    tensors: names of what is cast to compute_dtype first. What they hold loses nothing where that is their own dtype,
+    and may then be computed wider; where they are wider, the cast would lose digits that the kernel keeps.
+    """
+
+    def condition(call: OpCall) -> str | None:
+        compute = call.args.get("compute_dtype")
+        if compute in (None, torch.float32):
+            return None
+        for name in tensors:
+            if call.args[name].dtype != compute:
+                own = call.args[name].dtype
+                return f"compute_dtype is {compute} and {name} {own}, and the kernel computes in torch.float32 or wider"
+        return None
+
+    return condition
+
+
+def code_dtype(call: OpCall) -> str | None:
+    """Refuse formats of code that the kernels do not make."""
+    dtype = call.args["dtype"]
+    return None if dtype in CODES else f"dtype is {dtype}, and the kernel makes codes of {_listed(CODES)}"
+
+
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))

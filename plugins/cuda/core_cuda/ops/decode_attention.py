@@ -1,0 +1,257 @@
+"""Paged attention for few new tokens per sequence, decode and verification of drafts: sizes, configuration, launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from core.common.ops.implementation import OpCall
+from core_cuda.ops import launching
+from core_cuda.ops.attention_rotation import Rotation, Turning
+from core_cuda.ops.conditions import DTYPES
+from core_cuda.ops.decode_kernel import decode_kernel
+from core_cuda.ops.workspace import counters
+
+__all__ = [
+    "MAX_HEAD_SIZE",
+    "MAX_ROWS",
+    "DecodeConfig",
+    "DecodeShape",
+    "candidates",
+    "choose",
+    "decode",
+    "refuses",
+    "serves",
+    "shape_of",
+]
+
+MAX_ROWS = 64
+"""Rows of one tile: query heads of a key/value head times new tokens of a sequence."""
+
+MAX_HEAD_SIZE = 512
+
+_MIN_TILE = 16  # rows, columns and depth of a product on the matrix units
+_MAX_TILE, _MAX_SPLITS = 128, 128
+_SCHEDULES = ((4, 3), (4, 4), (4, 5), (8, 4), (2, 4))  # num_warps, num_stages
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_JOINED = 8192  # fp32 values of parts that 4 warps join at a time; twice that where the result itself is small
+_SMALL = 1024
+_SHARED_BYTES = 196_608  # for tiles under way; a program of compute capability 9.0 has 227 KiB
+_LARGE = 16_384  # fp32 values of a result that 4 warps cannot hold in registers
+_TILE_BYTES = 16_384  # keys of one tile: with the values and three tiles under way, two programs fit a multiprocessor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeShape:
+    """What a configuration depends on. num_positions: the most that a sequence can hold, or its window."""
+
+    num_seqs: int
+    num_kv_heads: int
+    num_rows: int
+    head_size: int
+    value_size: int
+    num_positions: int
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """block_n: positions of a tile. splits: programs that share the cached positions of a sequence, at most.
+
+    apart: whether one more program takes in the new tokens, at the same time, instead of that of the last share. fetch:
+    whether the first tile is fetched while the kernel before still runs.
+    """
+
+    block_n: int
+    splits: int
+    apart: bool = False
+    num_warps: int = 4
+    num_stages: int = 4
+    fetch: bool = True
+
+
+def choose(shape: DecodeShape) -> DecodeConfig:
+    """Return a configuration: tiles of a fixed number of bytes, and splits until each multiprocessor has work."""
+    wide = max(shape.head_size, shape.value_size)
+    fitting = _TILE_BYTES // (triton.next_power_of_2(wide) * shape.itemsize)
+    block_n = min(max(fitting, _MIN_TILE), _MAX_TILE)
+    pairs = shape.num_seqs * shape.num_kv_heads
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors()
+    splits = _limited(wanted // pairs, shape, block_n)
+    apart = splits > 1 and (splits + 1) * pairs <= wanted
+    # Matrix units take no fp32 without rounding it: the products run on the others, and want registers. So does a
+    # large result.
+    large = shape.itemsize > 2 or shape.num_rows * wide >= _LARGE
+    num_warps, num_stages = (8, 2) if large else (4, 4)
+    return DecodeConfig(block_n=block_n, splits=splits, apart=apart, num_warps=num_warps, num_stages=num_stages)
+
+
+def candidates(shape: DecodeShape) -> Iterator[DecodeConfig]:
+    """Yield the configurations worth a measurement for this shape, each once, the chosen one first."""
+    chosen = choose(shape)
+    seen = {chosen}
+    yield chosen
+    for block_n in (chosen.block_n, chosen.block_n // 2, chosen.block_n * 2):
+        variants: list[dict[str, Any]] = [{"fetch": not chosen.fetch}]
+        variants += [{"splits": n, "apart": apart} for n in _around(chosen.splits) for apart in (False, True)]
+        variants += [{"num_warps": warps, "num_stages": stages} for warps, stages in _SCHEDULES]
+        for changes in variants:
+            config = replace(chosen, block_n=block_n, **changes)
+            config = replace(config, splits=_limited(config.splits, shape, block_n))
+            if config not in seen and _fits(config, shape):
+                seen.add(config)
+                yield config
+
+
+def _fits(config: DecodeConfig, shape: DecodeShape) -> bool:
+    position = (triton.next_power_of_2(shape.head_size) + triton.next_power_of_2(shape.value_size)) * shape.itemsize
+    under_way = config.block_n * (config.num_stages - 1) * position
+    return _MIN_TILE <= config.block_n <= _MAX_TILE and under_way <= _SHARED_BYTES
+
+
+def _around(splits: int) -> tuple[int, ...]:
+    return splits, splits // 2, splits * 2, splits * 4
+
+
+def _limited(splits: int, shape: DecodeShape, block_n: int) -> int:
+    return max(min(splits, -(-shape.num_positions // block_n), _MAX_SPLITS), 1)
+
+
+def serves(num_heads: int, num_kv_heads: int, max_query_len: int) -> bool:
+    """Return whether `decode` takes a call: the most new tokens of a sequence are known, and they are few."""
+    return 0 < max_query_len * (num_heads // num_kv_heads) <= MAX_ROWS
+
+
+def refuses(call: OpCall) -> str | None:
+    """Return why `decode` cannot take a call that `serves` accepts, whatever rotation stands before it, or None."""
+    args = call.args
+    if args.get("mask") is not None:
+        return "it has a mask, and the kernel takes none"
+    query, sinks = args["query"], args["sinks"]
+    if query.dtype not in DTYPES:
+        return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
+    for name in ("key", "value", "key_cache", "value_cache"):
+        if args[name].dtype != query.dtype:
+            return f"{name} is {args[name].dtype} and query {query.dtype}, and the kernel takes one dtype"
+    if sinks is not None and sinks.dtype not in DTYPES:
+        return f"sinks are {sinks.dtype}, and the kernel computes in torch.float32"
+    for name in ("key_cache", "value_cache"):
+        size, strides = args[name].shape[3], tuple(args[name].stride())
+        if size > MAX_HEAD_SIZE:
+            return f"heads of {name} have {size} features, and the kernel takes {MAX_HEAD_SIZE} at most"
+        if strides[3] != 1:
+            return f"{name} has strides {strides}, and the kernel takes the features of a head in one run of memory"
+    return None
+
+
+def shape_of(
+    query: Tensor, value: Tensor, key_cache: Tensor, block_table: Tensor, window: int, max_query_len: int
+) -> DecodeShape:
+    """Return the shape of a call, all of its sizes known."""
+    num_kv_heads, head_size = key_cache.shape[2:]
+    positions = block_table.shape[1] * key_cache.shape[1]
+    return DecodeShape(
+        num_seqs=block_table.shape[0],
+        num_kv_heads=num_kv_heads,
+        num_rows=max_query_len * (query.shape[1] // num_kv_heads),
+        head_size=head_size,
+        value_size=value.shape[2],
+        num_positions=min(positions, window + max_query_len) if window else positions,
+        itemsize=query.itemsize,
+    )
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    max_query_len: int,
+    turning: Turning | None = None,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """Write key and value into the cache and attend, as `core::attention` says; returns (T, H, V), contiguous.
+
+    For calls that `serves` accepts; padding tokens are not written to the cache. turning: the norm and rotation of
+    `core::rotary_attention`, done where query and key are read. config defaults to `choose`. One launch.
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads, value_size = value.shape[1:]
+    out = query.new_empty((num_tokens, num_heads, value_size))
+    num_seqs = block_table.shape[0]
+    if num_seqs == 0 or num_tokens == 0:
+        return out.zero_()
+    query, key, value, block_table = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
+    )
+    shape = shape_of(query, value, key_cache, block_table, window, max_query_len)
+    config = config or choose(shape)
+    programs = config.splits + config.apart
+    shares = num_seqs * num_kv_heads * programs if programs > 1 else 0
+    partial = torch.empty((shares, shape.num_rows, value_size), dtype=torch.float32, device=query.device)
+    stats = torch.empty((shares, 2, shape.num_rows), dtype=torch.float32, device=query.device)
+    arrived = counters(num_seqs * num_kv_heads, query.device)
+    turn = turning or Turning(out, out, None, None, 0.0, 0.0, Rotation())  # any pointer: nothing is read
+    optional = (out if x is None else x.contiguous() for x in (sinks, turn.query_weight, turn.key_weight))
+    launching.launch(
+        decode_kernel,
+        (num_kv_heads, programs, num_seqs),
+        *(query, key, value, key_cache, value_cache, block_table),
+        *(x.contiguous() for x in (slot_mapping, seq_lens, query_starts)),
+        *(*optional, turn.cos, turn.sin, out, partial, stats, arrived),
+        *(num_tokens, num_seqs, key_cache.shape[0], block_table.shape[1]),
+        *(scale if softcap else scale * math.log2(math.e), window, turn.eps, turn.offset),
+        *(stride for x in (query, key, value) for stride in x.stride()[:2]),
+        *(stride for x in (key_cache, value_cache) for stride in x.stride()[:3]),
+        *(x.stride(0) for x in (block_table, turn.cos, turn.sin)),
+        **_tiles(shape, config, max_query_len),
+        PAGE=key_cache.shape[1],
+        WINDOWED=window > 0,
+        SOFTCAP=abs(softcap),
+        SINKS=sinks is not None,
+        FETCH=config.fetch,
+        ROTATION=turn.rotation,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def _tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, int]:
+    """Return the kernel's constants that are sizes: blocks are powers of two, of which products want `_MIN_TILE`."""
+    rows = triton.next_power_of_2(shape.num_rows)
+    block_v = max(triton.next_power_of_2(shape.value_size), _MIN_TILE)
+    budget = _JOINED * config.num_warps // 4 * (2 if rows * block_v <= _SMALL else 1)
+    joined = budget // (rows * block_v)
+    return {
+        "D": shape.head_size,
+        "V": shape.value_size,
+        "GROUP": shape.num_rows // max_new,
+        "MAX_NEW": max_new,
+        "SPLITS": config.splits,
+        "APART": config.apart,
+        "BLOCK_D": max(triton.next_power_of_2(shape.head_size), _MIN_TILE),
+        "BLOCK_V": block_v,
+        "BLOCK_M": max(rows, _MIN_TILE),
+        "BLOCK_N": config.block_n,
+        "BLOCK_NEW": max(triton.next_power_of_2(max_new), _MIN_TILE),
+        "BLOCK_ROWS": rows,
+        "BLOCK_GROUP": triton.next_power_of_2(shape.num_rows // max_new),
+        "PARTS": min(triton.next_power_of_2(config.splits + config.apart), max(joined, 1)),
+    }

@@ -1,0 +1,273 @@
+"""The kernel of paged attention for few new tokens per sequence: split keys, grouped heads, cache write included.
+
+A program serves one sequence, one key/value head and one share of the sequence's cached positions, for all query heads
+of the group and all new tokens at once: they are the rows of its tile, so that keys and values are read once. Shares
+are joined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), by whichever program of a sequence
+and head comes last, in the order of the shares. Within a share the softmax runs online (Dao et al., arXiv 2205.14135).
+
+This step's keys and values come from the operands, never from the cache: the program of the last share takes them in,
+and writes them to the cache. Scores are powers of two: log2(e) is part of their scale.
+"""
+
+# Triton reads annotations as types of its own.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from core_cuda.ops.attention_rotation import rotated_rows
+from core_cuda.ops.launching import start_next, wait_for_inputs
+
+__all__ = ["decode_kernel"]
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def inside(rows, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the mask of a tile whose rows are masked, and its columns where the tile is wider than they are."""
+    mask = rows[:, None]
+    if SIZE != BLOCK:
+        mask = mask & (columns < SIZE)[None, :]
+    return mask
+
+
+@triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):
+    """Return `c * tanh(scores / c)` for c = SOFTCAP."""
+    power = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E / SOFTCAP))
+    size = SOFTCAP * (1.0 - power) / (1.0 + power)
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def extent(seq_lens, query_starts, seq, window, MAX_NEW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+           WINDOWED: tl.constexpr, CACHING: tl.constexpr):  # fmt: skip
+    """Return a sequence's first new token, number of these, of cached positions, first of them seen, and a share."""
+    first = tl.load(query_starts + seq, cache_modifier=CACHING).to(tl.int32)
+    last = tl.load(query_starts + seq + 1, cache_modifier=CACHING).to(tl.int32)
+    num_new = tl.minimum(last - first, MAX_NEW)
+    num_old = tl.maximum(tl.load(seq_lens + seq, cache_modifier=CACHING).to(tl.int32) - num_new, 0)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(num_old + 1 - window, 0)
+    return first, num_new, num_old, begin, tl.cdiv(tl.cdiv(num_old - begin, SPLITS), BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def fetch_rows(rows, SIZE: tl.constexpr):
+    """Fetch rows of SIZE features into the L2 cache, and wait for nothing."""
+    LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(SIZE, LINE))
+    columns = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
+    tl.inline_asm_elementwise(
+        "{ .reg .u64 g; cvta.to.global.u64 g, $1; prefetch.global.L2 [g]; mov.u32 $0, 0; }",
+        "=r,l", [(rows[:, None] + columns[None, :]).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.constexpr):
+    """Take one tile of keys and values into (top, total, acc), the state of the online softmax.
+
+    q (M, D), k (N, D), v (N, V), visible (M, N); top (M,) largest score so far, total (M,) sum of powers below it, acc
+    (M, V) sum of values weighted by them.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        scores = capped(scores, SOFTCAP) * _LOG2_E
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # of a row that has seen nothing yet
+    powers = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(top - base)
+    total = total * kept + tl.sum(powers, 1)
+    acc = tl.dot(powers.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def joined(places, stat_places, num_parts, num_rows, PARTS: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr,
+           BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+    """Return (top, total, acc) of all parts together, as `absorbed` has them; PARTS of them are read at a time."""
+    rows, v = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_V)
+    top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_V), tl.float32)
+    for start in range(0, num_parts, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        there = (parts < num_parts)[:, None] & (rows < num_rows)[None, :]
+        stats = stat_places + parts[:, None] * (2 * ROWS) + rows[None, :]
+        # Other multiprocessors wrote them: ".cg" reads from the L2 cache, past this one's own.
+        tops = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        tile = places + (parts[:, None] * ROWS + rows[None, :])[:, :, None] * V + v[None, None, :]
+        accs = tl.load(tile, mask=there[:, :, None] & (v < V)[None, None, :], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights, kept = tl.exp2(tops - base[None, :]), tl.exp2(top - base)
+        total = total * kept + tl.sum(totals * weights, 0)
+        acc = acc * kept[:, None] + tl.sum(accs * weights[:, :, None], 0)
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def finish(out, sinks, head, first, num_new, top, total, acc, GROUP: tl.constexpr, V: tl.constexpr,
+           BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
+    """Divide by the softmax's denominator, sinks included, and write the rows of the new tokens."""
+    rows, v = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_V)
+    steps, heads = rows // GROUP, head * GROUP + rows % GROUP
+    if SINKS:
+        logits = tl.load(sinks + heads, mask=steps < num_new, other=0.0).to(tl.float32) * _LOG2_E
+        base = tl.maximum(top, logits)
+        kept = tl.exp2(top - base)
+        total = total * kept + tl.exp2(logits - base)
+        acc = acc * kept[:, None]
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tokens = (first + steps).to(tl.int64)
+    places = out + (tokens * (tl.num_programs(0) * GROUP) + heads)[:, None] * V + v[None, :]
+    tl.store(places, result.to(out.dtype.element_ty), mask=inside(steps < num_new, v, V, BLOCK_V))
+
+
+@triton.jit
+def zero_padding(out, real, num_tokens, head, seq, num_seqs, GROUP: tl.constexpr, V: tl.constexpr,
+                 BLOCK_GROUP: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+    """Write zero to this head's rows of the padding tokens, of which each sequence takes its share."""
+    rows, v = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_V)
+    for token in range(real + seq, num_tokens, num_seqs):
+        heads = tl.cast(token, tl.int64) * (tl.num_programs(0) * GROUP) + head * GROUP + rows
+        zeros = tl.zeros((BLOCK_GROUP, BLOCK_V), out.dtype.element_ty)
+        tl.store(out + heads[:, None] * V + v[None, :], zeros, mask=inside(rows < GROUP, v, V, BLOCK_V))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_width", "table_stride"])
+def decode_kernel(
+    query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
+    sinks, query_weight, key_weight, cos, sin, out, partial, stats, counters,
+    num_tokens, num_seqs, num_blocks, table_width, scale, window, eps, offset,
+    query_stride, query_head, key_stride, key_head, value_stride, value_head,
+    key_block, key_slot, key_cache_head, value_block, value_slot, value_cache_head,
+    table_stride, cos_stride, sin_stride,
+    D: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, MAX_NEW: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr, APART: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, ROTATION: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Serve (key/value head, share, sequence); the first ten arguments are those of `core::attention`.
+
+    The strides are those of tokens, heads, blocks and positions in a block. MAX_NEW: most new tokens of a sequence.
+    APART: whether a program of its own takes these in. ROTATION: how query and key are normed and rotated on the way
+    (`Rotation`), by the tables and weights. FETCH: whether the first tile is fetched into the L2 cache while the kernel
+    before this one still runs. What that reads is a guess, since the kernel may just be writing it: it is read again.
+    """
+    head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    k_head, v_head = key_cache + head * key_cache_head, value_cache + head * value_cache_head
+    table = block_table + seq * table_stride
+    if FETCH and OVERLAP:
+        _, _, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N, WINDOWED,
+                                             ".cg")  # fmt: skip
+        fetched = begin + (split - APART) * share + tl.arange(0, BLOCK_N)
+        known = (fetched >= begin) & (fetched < tl.minimum(num_old, table_width * PAGE))
+        guess = tl.load(table + fetched // PAGE, mask=known, other=0, cache_modifier=".cg")
+        guess = tl.where((guess >= 0) & (guess < num_blocks), guess, 0).to(tl.int64)
+        offset_in = tl.where(known, fetched % PAGE, 0)
+        fetch_rows(k_head + guess * key_block + offset_in * key_slot, D)
+        fetch_rows(v_head + guess * value_block + offset_in * value_slot, V)
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    first, num_new, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N,
+                                                   WINDOWED, "")  # fmt: skip
+    num_shares = tl.cdiv(num_old - begin, tl.maximum(share, 1))
+    if APART:
+        num_shares += 1
+        takes_new, own_share = split == 0, split - 1
+    else:
+        num_shares = tl.maximum(num_shares, 1)
+        takes_new, own_share = split == num_shares - 1, split
+    if split == 0:
+        real = tl.load(query_starts + num_seqs).to(tl.int32)
+        zero_padding(out, real, num_tokens, head, seq, num_seqs, GROUP, V, BLOCK_GROUP, BLOCK_V)
+    if (num_new > 0) & (split < num_shares):
+        rows, d, v_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        steps, heads = rows // GROUP, head * GROUP + rows % GROUP
+        tokens = (first + steps).to(tl.int64)
+        live = steps < num_new
+        q_rows = query + tokens * query_stride + heads * query_head
+        if ROTATION.size == 0:
+            q = tl.load(q_rows[:, None] + d[None, :], mask=inside(live, d, D, BLOCK_D), other=0.0)
+        else:
+            q = rotated_rows(q_rows, live, cos + tokens * cos_stride, sin + tokens * sin_stride, query_weight,
+                             eps, offset, D, BLOCK_D, ROTATION)  # fmt: skip
+
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        if takes_new:
+            new = tl.arange(0, BLOCK_NEW)
+            there = new < num_new
+            new_tokens = (first + new).to(tl.int64)
+            k_rows = key + new_tokens * key_stride + head * key_head
+            k_mask, v_mask = inside(there, d, D, BLOCK_D), inside(there, v_columns, V, BLOCK_V)
+            if ROTATION.size == 0:
+                k = tl.load(k_rows[:, None] + d[None, :], mask=k_mask, other=0.0)
+            else:
+                k = rotated_rows(k_rows, there, cos + new_tokens * cos_stride, sin + new_tokens * sin_stride,
+                                 key_weight, eps, offset, D, BLOCK_D, ROTATION)  # fmt: skip
+            v_rows = value + new_tokens * value_stride + head * value_head
+            v = tl.load(v_rows[:, None] + v_columns[None, :], mask=v_mask, other=0.0)
+            slots = tl.load(slot_mapping + new_tokens, mask=there, other=0)
+            k_slots = k_head + slots // PAGE * key_block + slots % PAGE * key_slot
+            v_slots = v_head + slots // PAGE * value_block + slots % PAGE * value_slot
+            tl.store(k_slots[:, None] + d[None, :], k, mask=k_mask)
+            tl.store(v_slots[:, None] + v_columns[None, :], v, mask=v_mask)
+            visible = there[None, :] & (new[None, :] <= steps[:, None])
+            if WINDOWED:
+                visible = visible & (new[None, :] > steps[:, None] - window)
+            top, total, acc = absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+
+        start = begin + own_share * share
+        end = tl.minimum(start + share, num_old)
+        if APART:
+            end = tl.where(takes_new, start, end)
+        positions = start + tl.arange(0, BLOCK_N)
+        # Block numbers are read a tile ahead: within a tile, the loads behind them could not be pipelined.
+        blocks = tl.load(table + positions // PAGE, mask=positions < end, other=0)
+        for tile in range(start, end, BLOCK_N):
+            positions = tile + tl.arange(0, BLOCK_N)
+            there = positions < end
+            block, in_block = blocks.to(tl.int64), positions % PAGE
+            blocks = tl.load(table + (positions + BLOCK_N) // PAGE, mask=positions + BLOCK_N < end, other=0)
+            k_places = k_head + (block * key_block + in_block * key_slot)[:, None] + d[None, :]
+            k = tl.load(k_places, mask=inside(there, d, D, BLOCK_D), other=0.0)
+            v_places = v_head + (block * value_block + in_block * value_slot)[:, None] + v_columns[None, :]
+            v = tl.load(v_places, mask=inside(there, v_columns, V, BLOCK_V), other=0.0)
+            visible = there[None, :]
+            if WINDOWED:
+                visible = visible & (positions[None, :] > (num_old - window + steps)[:, None])
+            top, total, acc = absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+
+        if num_shares == 1:
+            finish(out, sinks, head, first, num_new, top, total, acc, GROUP, V, BLOCK_M, BLOCK_V, SINKS)
+        else:
+            ROWS: tl.constexpr = MAX_NEW * GROUP
+            pair = seq * tl.num_programs(0) + head
+            places, stat_places = (
+                partial + pair.to(tl.int64) * ((SPLITS + APART) * ROWS * V),
+                stats + pair * ((SPLITS + APART) * 2 * ROWS),
+            )
+            own = places + ((split * ROWS + rows) * V)[:, None] + v_columns[None, :]
+            tl.store(own, acc, mask=inside(live, v_columns, V, BLOCK_V))
+            tl.store(stat_places + split * 2 * ROWS + rows, top, mask=live)
+            tl.store(stat_places + split * 2 * ROWS + ROWS + rows, total, mask=live)
+            tl.debug_barrier()  # all threads have written their part before one of them says so
+            if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_shares - 1:
+                tl.debug_barrier()
+                whole_top, whole_total, whole = joined(places, stat_places, num_shares, num_new * GROUP, PARTS, ROWS,
+                                                       V, BLOCK_ROWS, BLOCK_V)  # fmt: skip
+                finish(out, sinks, head, first, num_new, whole_top, whole_total, whole, GROUP, V, BLOCK_ROWS, BLOCK_V,
+                       SINKS)  # fmt: skip
+                tl.store(counters + pair, 0)  # as the next launch expects it

@@ -1,0 +1,89 @@
+"""`core::linear` and `core::gated_linear`: the plugin's own kernels for few rows, cuBLAS for many.
+
+Which one is decided call by call from the real sizes, and so once per captured graph: by what was measured on this GPU
+(`core_cuda.tuned`), and for sizes nobody measured by the number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from core.common.ops.implementation import OpCall
+from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core_cuda.ops.activation import Gate, gated_activation_fused
+from core_cuda.ops.registration import kernel_of
+from core_cuda.ops.skinny import skinny_linear
+from core_cuda.ops.skinny_configs import MAX_ROWS, SkinnyConfig, default_config
+from core_cuda.tuned import skinny_choice
+
+__all__ = ["gated_linear", "linear", "refuses"]
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_UNMEASURED_ROWS = 16
+"""Rows up to which the kernels here serve sizes that nobody measured."""
+
+
+@kernel_of(LINEAR)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by the skinny kernels or by cuBLAS, as `core_cuda.tuned` says for these sizes."""
+    config = _choose(x, weight, gated=False)
+    if config is None:
+        return functional.linear(x, weight, bias)
+    out: Tensor = skinny_linear(_as_rows(x), weight, bias, config=config)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@kernel_of(GATED_LINEAR)
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    kind: str,
+    gate_first: bool = True,
+    interleaved: bool = False,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """Multiply and gate in one kernel for few rows, else in two."""
+    config = None if interleaved else _choose(x, weight, gated=True)
+    if config is None:
+        whole = functional.linear(x, weight, bias)
+        gated: Tensor = gated_activation_fused(
+            whole, kind=kind, gate_first=gate_first, interleaved=interleaved, limit=limit, up_offset=up_offset
+        )
+        return gated
+    gate = Gate(kind, gate_first, limit, up_offset)
+    out: Tensor = skinny_linear(_as_rows(x), weight, bias, gate=gate, config=config)
+    return out.view(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def refuses(call: OpCall) -> str | None:
+    """Return why the kernels cannot take a call of either op, or None."""
+    x, weight = call.args["x"], call.args["weight"]
+    if x.dtype not in _DTYPES:
+        return f"x is {x.dtype}, and the kernels take {', '.join(map(str, _DTYPES))}"
+    if weight.stride(1) != 1:
+        return "the rows of weight are not one run of memory each"
+    return None
+
+
+def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> SkinnyConfig | None:
+    """Return how the kernels here compute this product, or None where cuBLAS does."""
+    depth = weight.shape[1]
+    rows = x.numel() // depth if depth else 0
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    if not 0 < rows <= MAX_ROWS or columns == 0 or x.dtype not in _DTYPES:
+        return None
+    known, config = skinny_choice(rows, columns, depth, gated=gated)
+    if known or rows > _MAX_UNMEASURED_ROWS:
+        return config
+    return default_config(rows, columns, depth, gated=gated)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Return x as (M, K), each row one run of memory."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

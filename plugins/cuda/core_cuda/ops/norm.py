@@ -1,0 +1,261 @@
+"""Norms over the last dimension, also with a sum before them, also ending in codes of fp8 or int8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from core_cuda.ops import launching
+from core_cuda.ops.norm_kernel import long_norm_kernel, norm_kernel
+from core_cuda.ops.quantize import quantize_rows
+from core_cuda.ops.registration import kernel_of
+from core_cuda.ops.rows import TYPES, as_rows, outputs
+
+__all__ = [
+    "NormConfig",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
+    "candidates",
+    "default_config",
+    "layer_norm",
+    "options_of",
+    "rms_norm",
+    "rms_norm_quantize",
+    "run_norm",
+]
+
+Dtype = torch.dtype | None
+
+MAX_WIDTH = 32768
+"""The longest row that a program holds in registers."""
+
+_LONG_BLOCK = 8192
+_FEW_REGISTERS = 16  # values of a row to a thread, up to which the weight has room beside them from the start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormConfig:
+    """rows: how many rows a program takes; num_warps: of a program; early: read the weight before the kernel waits."""
+
+    rows: int
+    num_warps: int
+    early: bool
+
+
+def default_config(num_rows: int, width: int) -> NormConfig:
+    """Return how rows of this width are shared out: 16 values to a thread, several narrow rows to a program.
+
+    Few rows are spread over as many programs as there are multiprocessors, since then only latency counts.
+    """
+    block = triton.next_power_of_2(width)
+    if block > MAX_WIDTH:
+        return NormConfig(rows=1, num_warps=16, early=False)
+    spread = max(num_rows // launching.num_multiprocessors(), 1)
+    rows = min(max(1024 // block, 1), 1 << (spread.bit_length() - 1))
+    num_warps = min(max(rows * block // 512, 1), 16)
+    return NormConfig(rows=rows, num_warps=num_warps, early=rows * block <= _FEW_REGISTERS * 32 * num_warps)
+
+
+def candidates(num_rows: int, width: int) -> Iterator[NormConfig]:
+    """Yield the configurations worth measuring for rows of this width."""
+    block = triton.next_power_of_2(width)
+    if block > MAX_WIDTH:
+        yield from (NormConfig(rows=1, num_warps=num_warps, early=False) for num_warps in (8, 16, 32))
+        return
+    for rows in (1, 2, 4, 8, 16):
+        for num_warps in (1, 2, 4, 8, 16, 32):
+            per_thread = rows * block // (32 * num_warps)
+            if rows <= num_rows and 4 <= per_thread <= 64:
+                yield NormConfig(rows=rows, num_warps=num_warps, early=per_thread <= _FEW_REGISTERS)
+
+
+def run_norm(
+    reads: Mapping[str, Tensor | None],
+    writes: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+    *,
+    given: Tensor | None = None,
+    config: NormConfig | None = None,
+) -> None:
+    """Launch the kernel of a norm.
+
+    reads: x and residual (..., D). writes: out, with a residual total (..., D), with a scale to be made scale (..., 1).
+    All are named, and None where absent. options: weight and bias (D,), eps, OFFSET, CENTER and the dtypes of the
+    kernel. given: a scale (). Rows over `MAX_WIDTH` end in no codes.
+    """
+    rows = as_rows(reads, writes)
+    width = rows.arguments["x"].shape[-1]
+    block = triton.next_power_of_2(width)
+    config = config or default_config(rows.count, width)
+    arguments = {**rows.arguments, **options, "WIDTH": width, "num_warps": config.num_warps}
+    if block > MAX_WIDTH:
+        del arguments["scale"], arguments["scale_outer"], arguments["scale_inner"]
+        launching.launch(long_norm_kernel, (rows.count,), **arguments, BLOCK=_LONG_BLOCK)
+    else:
+        arguments |= {"BLOCK": block, "ROWS": config.rows, "EARLY": config.early, "given": given}
+        launching.launch(norm_kernel, (triton.cdiv(rows.count, config.rows),), **arguments)
+    rows.flush()
+
+
+def options_of(weight: Tensor | None, eps: float, offset: float, x: Dtype, dtypes: Sequence[Dtype]) -> dict[str, Any]:
+    """Return what an RMSNorm of rows of dtype x asks of the kernel. dtypes: normed_dtype, weight_dtype, out_dtype."""
+    normed, factor, out = dtypes
+    normed = normed or torch.float32
+    factor = factor or (torch.float32 if weight is None else weight.dtype)
+    product = torch.promote_types(normed, factor)
+    types = zip(("NORMED", "FACTOR", "PRODUCT", "STORED"), (normed, factor, product, out or x), strict=True)
+    return {
+        "weight": None if weight is None else weight.contiguous(),
+        "bias": None,
+        "eps": eps,
+        "OFFSET": offset,
+        "CENTER": False,
+        **{name: TYPES[dtype] for name, dtype in types if dtype is not None},
+    }
+
+
+@kernel_of(RMS_NORM)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    compute_dtype: Dtype = None,
+    normed_dtype: Dtype = None,
+    weight_dtype: Dtype = None,
+    out_dtype: Dtype = None,
+) -> Tensor:
+    """Normalise in fp32; compute_dtype is not read, since what is narrower may be computed wider."""
+    dtypes = (normed_dtype, weight_dtype, out_dtype)
+    (out,) = outputs(RMS_NORM, _arguments({"x": x}, weight, eps, dtypes), x.device)
+    options = options_of(weight, eps, offset, x.dtype, dtypes)
+    run_norm({"x": x, "residual": None}, {"out": out, "total": None, "scale": None}, options)
+    return out
+
+
+@kernel_of(ADD_RMS_NORM)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    compute_dtype: Dtype = None,
+    normed_dtype: Dtype = None,
+    weight_dtype: Dtype = None,
+    out_dtype: Dtype = None,
+) -> tuple[Tensor, Tensor]:
+    """Add, store the sum and normalise it, each element being read once."""
+    dtypes = (normed_dtype, weight_dtype, out_dtype)
+    reads = {"x": x, "residual": residual}
+    out, total = outputs(ADD_RMS_NORM, _arguments(reads, weight, eps, dtypes), x.device)
+    options = options_of(weight, eps, offset, total.dtype, dtypes)
+    run_norm(reads, {"out": out, "total": total, "scale": None}, options)
+    return out, total
+
+
+def _arguments(
+    tensors: Mapping[str, Tensor], weight: Tensor | None, eps: float, dtypes: Sequence[Dtype]
+) -> dict[str, Any]:
+    """Return the arguments of an RMSNorm on which the layout of its results depends."""
+    names = ("normed_dtype", "weight_dtype", "out_dtype")
+    return {**tensors, "weight": weight, "eps": eps, **dict(zip(names, dtypes, strict=True))}
+
+
+@kernel_of(LAYER_NORM)
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    compute_dtype: Dtype = None,
+    out_dtype: Dtype = None,
+) -> Tensor:
+    """Subtract the mean before squares are summed, so that a common shift of all values costs no digits."""
+    arguments = {"x": x, "weight": weight, "bias": bias, "eps": eps}
+    (out,) = outputs(LAYER_NORM, {**arguments, "compute_dtype": compute_dtype, "out_dtype": out_dtype}, x.device)
+    options = options_of(weight, eps, 0.0, x.dtype, (None, compute_dtype or torch.float32, out_dtype))
+    options |= {"bias": None if bias is None else bias.contiguous(), "CENTER": True}
+    run_norm({"x": x, "residual": None}, {"out": out, "total": None, "scale": None}, options)
+    return out
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    scale: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    offset: float = 0.0,
+    normed_dtype: Dtype = None,
+    weight_dtype: Dtype = None,
+    out_dtype: Dtype = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `core::quantize` of `core::rms_norm`, codes (..., D) and scale fp32 (..., 1), in one launch.
+
+    scale: one for the whole tensor, (), returned as it is; None to make one for each row. dtype: of the codes.
+    """
+    codes, scale, _ = _norm_codes(
+        {"x": x, "residual": None}, weight, eps, scale, dtype, offset, (normed_dtype, weight_dtype, out_dtype)
+    )
+    return codes, scale
+
+
+def add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    scale: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    offset: float = 0.0,
+    normed_dtype: Dtype = None,
+    weight_dtype: Dtype = None,
+    out_dtype: Dtype = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `core::quantize` of the normed result of `core::add_rms_norm`, codes and scale, then the sum.
+
+    scale and dtype are as in `rms_norm_quantize`.
+    """
+    dtypes = (normed_dtype, weight_dtype, out_dtype)
+    codes, scale, total = _norm_codes({"x": x, "residual": residual}, weight, eps, scale, dtype, offset, dtypes)
+    assert total is not None
+    return codes, scale, total
+
+
+def _norm_codes(
+    reads: dict[str, Tensor | None],
+    weight: Tensor | None,
+    eps: float,
+    given: Tensor | None,
+    dtype: torch.dtype,
+    offset: float,
+    dtypes: Sequence[Dtype],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, residual = reads["x"], reads["residual"]
+    assert x is not None
+    total = None
+    if residual is not None:
+        total = outputs(ADD_RMS_NORM, _arguments({"x": x, "residual": residual}, None, eps, dtypes), x.device)[1]
+    options = options_of(weight, eps, offset, x.dtype if total is None else total.dtype, dtypes)
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    used = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if given is None else given
+    made = used if given is None else None
+    if triton.next_power_of_2(x.shape[-1]) <= MAX_WIDTH:
+        run_norm(reads, {"out": codes, "total": total, "scale": made}, options, given=given)
+    else:
+        normed = torch.empty_like(codes, dtype=dtypes[-1] or (x if total is None else total).dtype)
+        run_norm(reads, {"out": normed, "total": total, "scale": None}, options)
+        quantize_rows(normed, given, codes, used if given is None else torch.empty_like(given))
+    return codes, used, total

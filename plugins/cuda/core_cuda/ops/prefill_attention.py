@@ -1,0 +1,305 @@
+"""`core::attention` for steps with prompts: any mix of fresh prompts, chunks behind a cached context and single tokens.
+
+The step's own keys and values are read where the projection left them, only those of earlier steps from the cache: the
+write of the cache and the attention may run in either order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from core.common.ops.implementation import OpCall
+from core_cuda.ops import launching, rotary
+from core_cuda.ops.cache_write import refused_cache, write_cache
+from core_cuda.ops.prefill_kernel import Spec, prefill_kernel
+from core_cuda.ops.rotary import RotaryConfig, rotate_and_write
+
+__all__ = [
+    "PrefillConfig",
+    "PrefillShape",
+    "attend",
+    "candidates",
+    "choose",
+    "prefill",
+    "prefill_rotary_attention",
+    "refuses",
+    "refuses_rotary",
+]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 512
+_VALUE_PART = 256  # features of a value that a program's registers hold
+_OPTIONS = ("scale", "window", "softcap", "sinks")  # of `core::rotary_attention`, those of the attention
+_LOG2_E = 1 / math.log(2)
+_TMA_BYTES = 16  # alignment of what a tensor descriptor describes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillShape:
+    """What a configuration is chosen by: sizes as in `core::attention`, element_bytes of query, key and value."""
+
+    num_tokens: int
+    num_seqs: int
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    element_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillConfig:
+    """How the kernel is compiled and launched.
+
+    block_m: rows of a tile, which are pack heads of each of block_m / pack tokens. block_n: keys per iteration. tma:
+    load this step's keys and values by tensor descriptors where their layout allows it.
+    """
+
+    block_m: int
+    block_n: int
+    pack: int
+    num_warps: int
+    num_stages: int
+    tma: bool = True
+
+
+def choose(shape: PrefillShape) -> PrefillConfig:
+    """Return the configuration for a shape, by rules that a tuner's winners override."""
+    pack = min(triton.next_power_of_2(shape.num_heads // shape.num_kv_heads), 16)
+    widest = max(shape.key_size, shape.value_size)
+    if shape.element_bytes == 4:  # no tensor cores: what counts is that registers do
+        return PrefillConfig(block_m=16, block_n=16, pack=pack, num_warps=4, num_stages=1, tma=False)
+    if widest > 256:
+        return PrefillConfig(block_m=64, block_n=32, pack=pack, num_warps=8, num_stages=2)
+    if widest > 128:
+        return PrefillConfig(block_m=128, block_n=32, pack=pack, num_warps=8, num_stages=3)
+    if shape.num_tokens * shape.num_heads < 128 * launching.num_multiprocessors():
+        return PrefillConfig(block_m=64, block_n=64, pack=pack, num_warps=4, num_stages=3)
+    if widest > 64:
+        return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=8, num_stages=4)
+    return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=4, num_stages=3)
+
+
+def candidates(shape: PrefillShape) -> tuple[PrefillConfig, ...]:
+    """Return the configurations worth timing for a shape, the chosen one first."""
+    chosen = choose(shape)
+    widest = max(shape.key_size, shape.value_size)
+    if shape.element_bytes == 4:
+        return (chosen,)
+    if widest > 256:
+        tiles = [(64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 1)]
+    elif widest > 128:
+        tiles = [(128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3)]
+    else:
+        tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3)]
+        tiles += [(128, 64, 4, 3), (64, 128, 4, 3)] if widest <= 64 else []
+    others = [
+        PrefillConfig(block_m=m, block_n=n, pack=pack, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in tiles
+        for pack in sorted({1, chosen.pack})
+    ]
+    others.append(replace(chosen, tma=False))
+    return (chosen, *(other for other in others if other != chosen))
+
+
+def refuses(call: OpCall) -> str | None:
+    """Return why `prefill` cannot take a call of `core::attention`, or None."""
+    args = call.args
+    if args.get("mask") is not None:
+        return "it has a mask, and the kernel takes none"
+    query = args["query"]
+    if query.dtype not in _DTYPES:
+        return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, _DTYPES))}"
+    for name in ("key", "value", "key_cache", "value_cache"):
+        if args[name].dtype != query.dtype:
+            return f"{name} is {args[name].dtype} and query {query.dtype}, and the kernel takes one dtype"
+    if args["sinks"] is not None and args["sinks"].dtype == torch.float64:
+        return "sinks are torch.float64, and the kernel computes in torch.float32"
+    size, value_size = args["query"].shape[2], args["value"].shape[2]
+    if size > _LARGEST_HEAD:
+        return f"heads have {size} features, and the kernel takes {_LARGEST_HEAD} at most"
+    if value_size > _VALUE_PART and value_size != _LARGEST_HEAD:
+        return (
+            f"heads of value have {value_size} features, and the kernel takes up to {_VALUE_PART}, or {_LARGEST_HEAD}"
+        )
+    if args["scale"] <= 0:
+        return f"scale is {args['scale']}, and the kernel takes positive ones"
+    return refused_cache("key_cache", args["key_cache"]) or refused_cache("value_cache", args["value_cache"])
+
+
+def prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Write key and value into the cache and attend: `core::attention` of calls that `refuses` lets pass.
+
+    Arguments and result (T, H, V) as there; config overrides the configuration chosen by shape.
+    """
+    write_cache(key, value, key_cache, value_cache, slot_mapping, query_starts)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "causal": causal}
+    return attend(
+        query, key, value, key_cache, value_cache, block_table, seq_lens, query_starts, **options, config=config
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Return what `prefill` returns without writing the cache, of which it reads only what earlier steps wrote."""
+    query, key, value, block_table = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
+    )
+    num_tokens, num_heads, size = query.shape
+    num_kv_heads, value_size, num_seqs = key.shape[1], value.shape[2], seq_lens.shape[0]
+    shape = PrefillShape(
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_size=size,
+        value_size=value_size,
+        element_bytes=query.element_size(),
+    )
+    config = config or choose(shape)
+    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, _VALUE_PART)))
+    tma = config.tma and _can_describe(key) and _can_describe(value)
+    group, pack = num_heads // num_kv_heads, config.pack
+    out = query.new_empty((num_tokens, num_heads, value_size))
+    if num_tokens == 0:
+        return out
+    spec = Spec(
+        causal=causal,
+        window=window > 0,
+        softcap=softcap != 0,
+        tma=tma,
+        group=group,
+        pack=pack,
+        page=key_cache.shape[1],
+        d=size,
+        v=min(value_size, _VALUE_PART),
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_d=block_d,
+        block_v=block_v,
+        precision="ieee" if query.dtype == torch.float32 else "tf32",
+        stages=config.num_stages,
+    )
+    launching.launch(
+        prefill_kernel,
+        (
+            num_kv_heads * triton.cdiv(group, pack),
+            num_tokens // (config.block_m // pack) + num_seqs + 1,
+            triton.cdiv(value_size, block_v),
+        ),
+        query,
+        _described(key, config.block_n, block_d) if tma else key,
+        _described(value, config.block_n, block_v) if tma else value,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        query_starts,
+        sinks,
+        out,
+        num_tokens,
+        num_seqs,
+        scale / softcap if softcap else scale * _LOG2_E,
+        softcap * _LOG2_E,
+        window,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[1:3],
+        *value_cache.stride()[1:3],
+        block_table.stride(0),
+        out.stride(1),
+        SPEC=spec,
+        BLOCK_B=triton.next_power_of_2(num_seqs + 1),
+        num_warps=config.num_warps,
+    )
+    return out
+
+
+def refuses_rotary(call: OpCall) -> str | None:
+    """Return why `prefill_rotary_attention` cannot take a call of `core::rotary_attention`, or None."""
+    out_dtype, dtype = call.args["out_dtype"], call.args["query"].dtype
+    if out_dtype not in (None, dtype):
+        # The key goes on in the cache's dtype, and the two have one product.
+        return f"out_dtype is {out_dtype} and query {dtype}, and the kernel takes one dtype"
+    return rotary.refuses(call) or refuses(call)
+
+
+def prefill_rotary_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    config: PrefillConfig | None = None,
+    rotary_config: RotaryConfig | None = None,
+    **options: Any,
+) -> Tensor:
+    """Turn, write the cache and attend: `core::rotary_attention` of calls that `refuses_rotary` lets pass.
+
+    Arguments, but for max_query_len, and result (T, H, V) as there; config and rotary_config override those chosen by
+    shape. Two launches: the second reads the turned key where the first has left it for this, not from the cache.
+    """
+    attention = {name: options.pop(name) for name in _OPTIONS if name in options}
+    new = (key_cache, value_cache, slot_mapping, query_starts)
+    query, key = rotate_and_write(query, key, value, cos, sin, *new, config=rotary_config, **options)
+    old = (key_cache, value_cache, block_table, seq_lens, query_starts)
+    return attend(query, key, value, *old, **attention, config=config)
+
+
+def _can_describe(x: Tensor) -> bool:
+    """Return whether a tensor descriptor can address x (T, heads, features)."""
+    aligned = x.data_ptr() % _TMA_BYTES == 0
+    return aligned and all(s > 0 and s * x.element_size() % _TMA_BYTES == 0 for s in x.stride()[:2])
+
+
+def _described(x: Tensor, block_n: int, block: int) -> TensorDescriptor:
+    """Describe x (T, heads, features) as (heads, T, features), loaded by (1, block_n, block); zeros lie beyond."""
+    by_head = x.transpose(0, 1)
+    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, block_n, block])

@@ -1,0 +1,251 @@
+"""Rotary position embedding: `core::rotary`, `core::rotary_single`, `core::qk_norm_rotary`, and the first half of
+`core::rotary_attention`, which writes the cache as well. Each is one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from core.common.ops.implementation import OpCall
+from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
+from core_cuda.ops import launching
+from core_cuda.ops.conditions import dtypes
+from core_cuda.ops.registration import kernel_of
+from core_cuda.ops.rotary_kernel import rotary_kernel
+from core_cuda.ops.rows import TYPES, outputs
+
+__all__ = [
+    "RotaryConfig",
+    "candidates",
+    "choose",
+    "qk_norm_rotary",
+    "refuses",
+    "rotary",
+    "rotary_single",
+    "rotate_and_write",
+]
+
+_MAX_RANK = 4
+_PER_THREAD = 16  # values of a row to a thread, at most: they are fp32, beside those of cos and sin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryConfig:
+    """rows: heads of tokens that a program turns; num_warps: of a program."""
+
+    rows: int
+    num_warps: int
+
+
+def choose(num_rows: int, head_size: int) -> RotaryConfig:
+    """Return how num_rows heads of tokens, of query, key and value together, are shared out.
+
+    Few are spread over as many programs as there are multiprocessors, since then only latency counts.
+    """
+    block = triton.next_power_of_2(head_size)
+    spread = max(num_rows // launching.num_multiprocessors(), 1)
+    rows = min(1 << (spread.bit_length() - 1), max(4 * 32 * _PER_THREAD // block, 1))
+    return RotaryConfig(rows=rows, num_warps=min(max(rows * block // (32 * _PER_THREAD), 1), 4))
+
+
+def candidates(num_rows: int, head_size: int) -> tuple[RotaryConfig, ...]:
+    """Return the configurations worth timing, the chosen one first."""
+    chosen, block = choose(num_rows, head_size), triton.next_power_of_2(head_size)
+    others = (
+        RotaryConfig(rows=rows, num_warps=num_warps)
+        for rows in (1, 2, 4, 8, 16, 32, 64)
+        for num_warps in (1, 2, 4, 8)
+        if 4 <= rows * block // (32 * num_warps) <= 2 * _PER_THREAD and rows <= num_rows
+    )
+    return (chosen, *(other for other in others if other != chosen))
+
+
+def refuses(call: OpCall) -> str | None:
+    """Return why the kernels cannot take a call of one of the rotary ops, or None."""
+    for name in ("query", "key", "x"):
+        if name in call.args and call.args[name].dim() > _MAX_RANK:
+            return f"{name} has rank {call.args[name].dim()}, and the kernel takes up to {_MAX_RANK}"
+    return dtypes(call)
+
+
+@kernel_of(ROTARY)
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Turn query and key in one launch; arguments and results as in `core::rotary`."""
+    arguments = {"query": query, "key": key, "cos": cos, "sin": sin, **options}
+    turned, turned_key = outputs(ROTARY, arguments, query.device)
+    _run((query, turned, None), (key, turned_key, None), cos, sin, options)
+    return turned, turned_key
+
+
+@kernel_of(ROTARY_SINGLE)
+def rotary_single(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
+    """Turn one tensor; arguments and result as in `core::rotary_single`."""
+    (turned,) = outputs(ROTARY_SINGLE, {"x": x, "cos": cos, "sin": sin, **options}, x.device)
+    _run((x, turned, None), None, cos, sin, options)
+    return turned
+
+
+@kernel_of(QK_NORM_ROTARY)
+def qk_norm_rotary(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Norm and turn query and key in one launch; arguments and results as in `core::qk_norm_rotary`."""
+    arguments: dict[str, Any] = {"query": query, "key": key, "query_weight": query_weight, "key_weight": key_weight}
+    arguments |= {"cos": cos, "sin": sin, "eps": eps, **options}
+    turned, turned_key = outputs(QK_NORM_ROTARY, arguments, query.device)
+    options = {"normalize": True, "eps": eps, **options}
+    _run((query, turned, query_weight), (key, turned_key, key_weight), cos, sin, options)
+    return turned, turned_key
+
+
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    query_starts: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    config: RotaryConfig | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Norm if asked and turn query (T, H, D) and key (T, K, D), and write key and value (T, K, V) into the caches.
+
+    cos and sin (T, R or R / 2). options: normalize and those of the norm and of the rotation, as in
+    `core::rotary_attention`. Returns the new query in out_dtype and the new key in the cache's dtype, both contiguous.
+    Tokens from the last entry of query_starts (B + 1,) on are padding and are not written; caches as `refused_cache`
+    lets pass.
+    """
+    turned = torch.empty(query.shape, dtype=options.get("out_dtype") or query.dtype, device=query.device)
+    turned_key = torch.empty(key.shape, dtype=key_cache.dtype, device=key.device)
+    _run(
+        (query, turned, query_weight),
+        (key, turned_key, key_weight),
+        cos[:, None],
+        sin[:, None],
+        options,
+        places=(value, key_cache, value_cache, slot_mapping, query_starts),
+        config=config,
+    )
+    return turned, turned_key
+
+
+_Turning = tuple[Tensor, Tensor, Tensor | None]  # what is turned, where it goes, the weight of its norm
+
+
+def _run(
+    query: _Turning,
+    key: _Turning | None,
+    cos: Tensor,
+    sin: Tensor,
+    options: Mapping[str, Any],
+    *,
+    places: tuple[Tensor, ...] = (),
+    config: RotaryConfig | None = None,
+) -> None:
+    """Launch the kernel; places: value, the two caches, slot_mapping, query_starts, where the cache is written."""
+    size, dtype = query[0].shape[-1], query[0].dtype
+    turned = options.get("rotary_dim") or size
+    compute = options.get("compute_dtype")
+    table = compute or torch.promote_types(cos.dtype, sin.dtype)
+    promoted = compute or torch.promote_types(dtype, table)
+    first, extent, strides = _walk(query, cos, sin, keep_order=bool(places))
+    # A tensor of no rows stands for the one that is not there.
+    second = _walk(key, cos, sin, keep_order=bool(places)) if key else (first, (0, 1, 1), strides)
+    num_rows = extent[0] + second[1][0] * (2 if places else 1)
+    config = config or choose(num_rows, size)
+    value_size = 1
+    writing: dict[str, Any] = {"value": None, "key_cache": None, "value_cache": None, "slot_mapping": None}
+    blocks, num_seqs, starts = triton.cdiv(extent[0], config.rows) + triton.cdiv(second[1][0], config.rows), 0, None
+    if places:
+        value, key_cache, value_cache, slot_mapping, starts = places
+        value = value if value.stride(-1) == 1 else value.contiguous()
+        value_size, num_seqs = value.shape[-1], starts.shape[0] - 1
+        blocks += triton.cdiv(second[1][0], config.rows)
+        writing = {
+            "value": (value, *value.stride()[:2]),
+            "key_cache": (key_cache, *key_cache.stride()[1:3]),
+            "value_cache": (value_cache, *value_cache.stride()[1:3]),
+            "slot_mapping": slot_mapping,
+        }
+    launching.launch(
+        rotary_kernel,
+        (blocks,),
+        query=first,
+        query_extent=extent,
+        query_strides=strides,
+        key=second[0],
+        key_extent=second[1],
+        key_strides=second[2],
+        **writing,
+        query_starts=starts,
+        num_seqs=num_seqs,
+        eps=options.get("eps", 0.0),
+        offset=options.get("offset", 0.0),
+        STYLE=options.get("style", "half"),
+        PER_PAIR=cos.shape[-1] != turned,
+        SIZE=size,
+        TURNED=turned,
+        QUERY_NORM=_norm(dtype, query[2], options),
+        KEY_NORM=_norm(dtype, key[2] if key else None, options),
+        COMPUTE=None if compute is None else TYPES[compute],
+        TABLE=TYPES[table],
+        PROMOTED=TYPES[promoted],
+        WRITE=bool(places),
+        VALUE_SIZE=value_size,
+        ROWS=config.rows,
+        BLOCK=triton.next_power_of_2(turned // 2),
+        TAIL=triton.next_power_of_2(max(size - turned, 1)),
+        BLOCK_V=triton.next_power_of_2(value_size),
+        num_warps=config.num_warps,
+    )
+    for (_, belongs, _), (_, written, *_) in zip(filter(None, (query, key)), (first, second[0]), strict=False):
+        if written is not belongs:
+            belongs.copy_(written)
+
+
+def _walk(turning: _Turning, cos: Tensor, sin: Tensor, *, keep_order: bool) -> tuple[Any, Any, Any]:
+    """Return a kernel's tensors, its extent (rows, middle, inner) and the strides that lead to each tensor's rows.
+
+    Rows are walked in the order of x's memory, unless keep_order, where the shape is (tokens, heads, features).
+    """
+    x, out, weight = turning
+    x, cos, sin = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (x, cos, sin))
+    if out.stride(-1) != 1:
+        out = torch.empty(out.shape, dtype=out.dtype, device=out.device)  # to be copied to where it belongs
+    sizes = x.shape[:-1]
+    spread = (x, out, *(table.expand(*sizes, table.shape[-1]) for table in (cos, sin)))
+    dims = list(range(len(sizes))) if keep_order else sorted(range(len(sizes)), key=lambda d: -x.stride()[d])
+    missing = _MAX_RANK - 1 - len(dims)
+    strides = tuple(s for t in spread for s in (*(0,) * missing, *(t.stride(d) for d in dims)))
+    _, middle, inner = (*(1,) * missing, *(sizes[d] for d in dims))
+    return (x, out, cos, sin, weight), (sizes.numel(), middle, inner), strides
+
+
+def _norm(dtype: torch.dtype, weight: Tensor | None, options: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the dtypes of a norm's steps as the kernel takes them, or None where there is no norm."""
+    if not options.get("normalize"):
+        return None
+    computed = options.get("norm_compute_dtype") or torch.float32
+    normed = options.get("normed_dtype") or computed
+    if weight is None:
+        return TYPES[computed], TYPES[normed], None, None
+    factor = options.get("weight_dtype") or weight.dtype
+    return TYPES[computed], TYPES[normed], TYPES[factor], TYPES[torch.promote_types(normed, factor)]

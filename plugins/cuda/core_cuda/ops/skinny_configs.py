@@ -1,0 +1,117 @@
+"""How products with few rows are divided among programs: the default for any size, and what a tuner tries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+
+from core_cuda.ops import launching
+
+__all__ = ["MAX_ROWS", "SkinnyConfig", "candidates", "default_config"]
+
+MAX_ROWS = 128
+_SHARED_BYTES = 100 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
+_MOST_SHARED_BYTES = 220 * 1024
+_DRIFTING = 4
+_ROW_TILES = ((2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 512, 8), (4, 512, 2))
+"""block_n, block_k and num_warps worth trying for a single row."""
+_TILES = (
+    (32, 256, False, 4),
+    (64, 128, False, 4),
+    (64, 128, True, 4),
+    (64, 256, True, 4),
+    (128, 64, True, 4),
+    (128, 128, True, 8),
+    (128, 128, False, 8),
+)
+"""block_n, block_k (of 16-bit elements), swap and num_warps worth trying for several rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How a product is computed. kernel: "row" or "tile"; block_n, block_k: the tile of the weight.
+
+    num_stages: tiles under way to shared memory. split_k: programs that share a tile's K. swap: the weight's tile is
+    the left operand of the matrix units, whose smallest height is larger than their smallest width. "row", for a single
+    row of x, reads neither of these.
+    """
+
+    kernel: str
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 1
+    split_k: int = 1
+    swap: bool = False
+
+
+def default_config(rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16) -> SkinnyConfig:
+    """Return a configuration for x (rows, depth) by a weight of that many columns; gated: of so many twice.
+
+    bits: of one element of both. A guess from the sizes alone, for what nobody has measured.
+    """
+    units = launching.num_multiprocessors()
+    if rows == 1 and bits >= 16:
+        block_n = next((size for size in (8, 4) if triton.cdiv(columns, size) >= 4 * units), 2)
+        return SkinnyConfig("row", block_n // 2 if gated else block_n, 1024)
+    block_n = 128 if rows > 32 and columns >= 128 * units // 4 and not gated else 64
+    block_k = 128 * 16 // bits
+    most = _SHARED_BYTES if rows <= 64 else _MOST_SHARED_BYTES
+    stages = _stages(rows, block_n, block_k, gated=gated, bits=bits, most=most)
+    split_k = _split(rows, columns, depth, block_n, block_k, 2 * units)
+    return SkinnyConfig("tile", block_n, block_k, 4, stages, split_k, swap=rows <= 64)
+
+
+def candidates(rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16) -> Iterator[SkinnyConfig]:
+    """Yield the configurations worth measuring for these sizes, the default first."""
+    seen = {default_config(rows, columns, depth, gated=gated, bits=bits)}
+    yield from seen
+    for config in _all(rows, columns, depth, gated=gated, bits=bits):
+        if config not in seen:
+            seen.add(config)
+            yield config
+
+
+def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iterator[SkinnyConfig]:
+    units = launching.num_multiprocessors()
+    if rows == 1 and bits >= 16:
+        for block_n, block_k, warps in _ROW_TILES:
+            yield SkinnyConfig("row", block_n, block_k, warps)
+    for block_n, block_k, swap, warps in _TILES:
+        deep = block_k * 16 // bits
+        if swap and rows > 64:
+            continue
+        for share, per_unit in ((_SHARED_BYTES, 2), (_MOST_SHARED_BYTES, 1)):
+            stages = _stages(rows, block_n, deep, gated=gated, bits=bits, most=share)
+            if stages < 2:
+                continue
+            for rounds in (1, 2):
+                split_k = _split(rows, columns, depth, block_n, deep, rounds * per_unit * units)
+                yield SkinnyConfig("tile", block_n, deep, warps, stages, split_k, swap=swap)
+
+
+def _stages(rows: int, block_n: int, block_k: int, *, gated: bool, bits: int, most: int) -> int:
+    """Return how many tiles of x and of the weight fit into so much shared memory, 8 at most."""
+    height: int = max(16, triton.next_power_of_2(rows))
+    tile = (height + block_n * (2 if gated else 1)) * block_k * bits // 8
+    return min(8, most // tile)
+
+
+def _split(rows: int, columns: int, depth: int, block_n: int, block_k: int, slots: int) -> int:
+    """Return among how many programs to divide the K of a tile: as fills the slots evenly and moves few bytes besides.
+
+    Shares are written and read once more, in fp32, but stay in the L2 cache, which counts as twice as fast as memory.
+    A product with a gate is split as one with as many columns as come out.
+    """
+    tiles, steps = triton.cdiv(columns, block_n), triton.cdiv(depth, block_k)
+
+    def cost(split: int) -> float:
+        rounds = tiles * split / slots
+        shares = 4 * split * rows if split > 1 else 0
+        # Programs of many rounds drift apart, and no round waits for its slowest.
+        return (2 * depth + shares) * (math.ceil(rounds) / rounds if rounds < _DRIFTING else 1.0)
+
+    return min(range(1, max(1, min(16, steps // 2)) + 1), key=cost)

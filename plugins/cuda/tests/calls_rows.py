@@ -1,0 +1,49 @@
+"""Calls of the kernels over rows at the sizes of Llama models of 1B and 8B, for compile_cuda_kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from core_cuda.ops import activation, norm, quantize, sampling
+
+BF16 = torch.bfloat16
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield every kernel with few and with many rows."""
+    for tokens in (1, 64, 4096):
+        for width in (2048, 4096, 8192, 16384):
+            x, weight = torch.empty(1, tokens, width, dtype=BF16), torch.empty(width, dtype=BF16)
+            llama = {"normed_dtype": BF16, "out_dtype": BF16}
+            name = f"{tokens}x{width}"
+            yield f"rms_norm {name}", partial(norm.rms_norm, x, weight, 1e-5, **llama)
+            yield f"add_rms_norm {name}", partial(norm.add_rms_norm, x, x, weight, 1e-5, **llama)
+            yield f"add_rms_norm_quantize {name}", partial(norm.add_rms_norm_quantize, x, x, weight, 1e-5, **llama)
+            yield f"quantize {name}", partial(quantize.quantize, x, None, dtype=torch.float8_e4m3fn)
+        for heads, size in ((32, 128), (32, 64)):
+            merged = torch.empty(1, tokens, (heads + 16) * size, dtype=BF16)
+            query = merged[..., : heads * size].unflatten(-1, (heads, size))
+            weight = torch.empty(size, dtype=BF16)
+            yield f"qk norm {tokens}x{heads}x{size}", partial(norm.rms_norm, query, weight, 1e-6, normed_dtype=BF16)
+        for inter in (8192, 14336):
+            gate_up = torch.empty(1, tokens, 2 * inter, dtype=BF16)
+            yield f"gate {tokens}x{inter}", partial(activation.gated_activation_fused, gate_up, kind="silu")
+            yield f"gate_quantize {tokens}x{inter}", partial(activation.gated_activation_quantize, gate_up, kind="silu")
+        pairs = torch.empty(1, tokens, 2 * 2880, dtype=BF16)
+        gpt_oss = {"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0, "interleaved": True}
+        yield f"gate alternating {tokens}", partial(activation.gated_activation_fused, pairs, **gpt_oss)
+    wide = torch.empty(4, 65536, dtype=BF16)
+    yield "layer_norm 4x65536", partial(norm.layer_norm, wide, wide[0], wide[0], 1e-5)
+    x = torch.empty(4, 32768, dtype=torch.float32)
+    yield "layer_norm 4x32768 fp32", partial(norm.layer_norm, x, x[0], x[0], 1e-5)
+    groups = {"dtype": torch.float8_e4m3fn, "granularity": "group", "group_size": 128}
+    yield "quantize groups", partial(quantize.quantize, wide, None, **groups)
+    whole = {"dtype": torch.int8, "granularity": "tensor"}
+    yield "quantize whole", partial(quantize.quantize, wide, None, **whole)
+    for rows in (1, 256):
+        logits = torch.empty(rows, 128_256, dtype=BF16)
+        yield f"sample {rows}", partial(sampling.sample, logits, torch.empty(rows, 4))
+    yield "sample fp32", partial(sampling.sample, torch.empty(8, 128_256), torch.empty(8, 4))

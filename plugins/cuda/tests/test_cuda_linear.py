@@ -1,0 +1,167 @@
+"""Products with few rows: core_cuda/ops/{linear,skinny,skinny_configs}.py and what was measured for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.common.numerics import judge
+from core.common.ops.activation import ACTIVATIONS
+from core.common.ops.declaration import CanonicalOp
+from core.common.ops.implementation import OpCall
+from core.common.ops.linear import GATED_LINEAR, LINEAR
+from tests.kernel_cases import CPU, check, moved, randn
+
+pytest.importorskip("triton", reason="needs triton")
+
+from core_cuda import tuned
+from core_cuda.ops import launching
+from core_cuda.ops.activation import Gate
+from core_cuda.ops.linear import gated_linear, linear, refuses
+from core_cuda.ops.skinny import skinny_linear
+from core_cuda.ops.skinny_configs import SkinnyConfig, candidates, default_config
+from core_cuda.ops.workspace import counters
+
+HALF = (torch.bfloat16, torch.float16)
+TILES = (
+    SkinnyConfig("row", 4, 64),
+    SkinnyConfig("tile", 32, 64, 4, 2),
+    SkinnyConfig("tile", 32, 64, 4, 3, split_k=3),
+    SkinnyConfig("tile", 64, 32, 4, 2, swap=True),
+    SkinnyConfig("tile", 64, 32, 4, 2, split_k=5, swap=True),
+)
+
+
+def operands(rows: int, columns: int, depth: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+    return {
+        "x": randn(rows, depth, dtype=dtype, seed=seed),
+        "weight": randn(columns, depth, dtype=dtype, seed=seed + 1, scale=0.1),
+        "bias": randn(columns, dtype=dtype, seed=seed + 2),
+    }
+
+
+def judged(result: torch.Tensor, op: CanonicalOp, call: dict[str, Any]) -> bool:
+    exact = op.reference(**{k: v.double() if isinstance(v, torch.Tensor) else v for k, v in call.items()})
+    return bool(judge(result.cpu(), op.reference(**call), exact).passed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(("op", "kernel"), [(LINEAR, linear), (GATED_LINEAR, gated_linear)], ids=["linear", "gated"])
+def test_samples(op: CanonicalOp, kernel: Any, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    check(op, kernel, [sample.kwargs for sample in op.samples(dtype, CPU)], kernel_device)
+
+
+@pytest.mark.parametrize("config", TILES, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_way_to_divide_the_work(config: SkinnyConfig, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    for rows, columns, depth in ((1, 136, 300), (5, 96, 256), (19, 72, 200)):
+        if config.kernel == "row" and rows > 1:
+            continue
+        call = operands(rows, columns, depth, dtype)
+        there = moved(call, kernel_device)
+        first = skinny_linear(**there, config=config)
+        assert judged(first, LINEAR, call), (rows, columns, depth)
+        assert torch.equal(first, skinny_linear(**there, config=config))  # whoever comes last
+        gate = Gate("silu")
+        gated = skinny_linear(**there, gate=gate, config=config)
+        assert judged(gated, GATED_LINEAR, {**call, "kind": "silu"}), (rows, columns, depth)
+    assert not counters(1, kernel_device).any()
+
+
+def test_what_a_tuner_tries_is_right(kernel_device: torch.device) -> None:
+    for rows in (1, 3, 40, 100):
+        call = operands(rows, 64, 512, torch.float16)
+        for config in list(candidates(rows, 64, 512))[:: 3 if kernel_device == CPU else 1]:
+            assert judged(skinny_linear(**moved(call, kernel_device), config=config), LINEAR, call), (rows, config)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gates(kind: str, kernel_device: torch.device) -> None:
+    call = operands(3, 128, 64, torch.float16)
+    for options in ({}, {"gate_first": False}, {"limit": 0.5, "up_offset": 1.0}):
+        found = skinny_linear(**moved(call, kernel_device), gate=Gate(kind, **options), config=TILES[1])
+        assert judged(found, GATED_LINEAR, {**call, "kind": kind, **options}), options
+
+
+def test_rows_of_wider_tensors(kernel_device: torch.device) -> None:
+    wide, tall = randn(4, 300, dtype=torch.bfloat16), randn(120, 128, dtype=torch.bfloat16, seed=3)
+    call = {"x": wide[:, 64:192], "weight": tall[40:104]}
+    for config in TILES[1:]:
+        assert judged(skinny_linear(**moved(call, kernel_device), config=config), LINEAR, call)
+
+
+def test_codes_of_fp8_with_their_scales(kernel_device: torch.device) -> None:
+    x, weight = (randn(n, 256, seed=n).to(torch.float8_e4m3fn) for n in (6, 64))
+    scales = (torch.rand(6) + 0.5, torch.rand(64) + 0.5)
+    exact = (x.double() * scales[0][:, None].double()) @ (weight.double() * scales[1][:, None].double()).T
+    for config in TILES[1:]:
+        there = [t.to(kernel_device) for t in (x, weight, *scales)]
+        found = skinny_linear(there[0], there[1], scales=(there[2], there[3]), out_dtype=torch.bfloat16, config=config)
+        assert judge(found.cpu(), exact.float().to(torch.bfloat16), exact).passed
+
+
+def test_many_rows_and_other_dtypes_are_for_cublas(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    real = launching.launch
+
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.__name__)
+        real(kernel, *args, **options)
+
+    monkeypatch.setattr(launching, "launch", launch)
+    for rows, dtype in ((200, torch.bfloat16), (3, torch.float32), (0, torch.bfloat16)):
+        call = moved(operands(rows, 32, 64, dtype), kernel_device)
+        torch.testing.assert_close(linear(**call), torch.nn.functional.linear(**call))
+        assert not launched
+    linear(**moved(operands(3, 32, 64, torch.bfloat16), kernel_device))
+    assert launched == ["_tile_kernel"]
+
+
+def test_calls_that_no_kernel_takes() -> None:
+    call = operands(3, 32, 64, torch.bfloat16)
+    assert refuses(OpCall(op="core::linear", args=call)) is None
+    wrong = {"x": call["x"].float(), "weight": call["weight"].float()}
+    assert "x is torch.float32" in str(refuses(OpCall(op="core::linear", args=wrong)))
+    transposed = {**call, "weight": call["weight"].T.contiguous().T}
+    assert "not one run of memory" in str(refuses(OpCall(op="core::linear", args=transposed)))
+
+
+def test_defaults_fill_the_device_and_fit_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "num_multiprocessors", lambda: 132)
+    for rows in (1, 2, 8, 16, 64, 128):
+        for columns, depth, gated in ((4096, 4096, False), (14336, 4096, True), (2048, 8192, False), (64, 64, False)):
+            found = list(candidates(rows, columns, depth, gated=gated))
+            assert found[0] == default_config(rows, columns, depth, gated=gated) and len(set(found)) == len(found)
+            for config in found:
+                height = max(16, 1 << (rows - 1).bit_length())
+                tile = (height + config.block_n * (1 + gated)) * config.block_k * 2
+                assert config.kernel == "row" or tile * max(config.num_stages, 1) <= 227 * 1024
+                assert 1 <= config.split_k <= 16
+
+
+def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"kernel": "tile", "block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 2, "split_k": 2}
+    known = {"columns": 4096, "depth": 4096, "gated": False}
+    entries = [{**known, "rows": 8, "config": None}, {**known, "rows": 2, "config": {**config, "swap": False}}]
+    monkeypatch.setattr(tuned, "table", lambda: {"linear": entries})
+    tuned._skinny.cache_clear()
+    try:
+        assert tuned.skinny_choice(1, 4096, 4096, gated=False) == (True, SkinnyConfig(**config))
+        assert tuned.skinny_choice(3, 4096, 4096, gated=False) == (True, None)
+        assert tuned.skinny_choice(9, 4096, 4096, gated=False) == (False, None)
+        assert tuned.skinny_choice(1, 4096, 4096, gated=True) == (False, None)
+    finally:
+        tuned._skinny.cache_clear()
+
+
+def test_files_of_measurements_hold_configurations() -> None:
+    assert tuned.file_name("NVIDIA H200") == "nvidia_h200.json"
+    for file in Path(tuned.__file__).parent.glob("*.json"):
+        for entry in json.loads(file.read_text()).get("linear", ()):
+            assert entry["config"] is None or SkinnyConfig(**entry["config"]).kernel in ("row", "tile")

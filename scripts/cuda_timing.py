@@ -1,0 +1,56 @@
+"""How the scripts time kernels: calls in a CUDA graph, over enough memory that no call finds its data in the cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+MISSING_BYTES = 256 * 2**20
+"""Bytes that calls go through before the same data comes again: several times the L2 cache."""
+ROUNDS = 6
+MOST_SETS = 64
+
+
+def num_sets(num_bytes: int) -> int:
+    """Return how many sets of data of this size calls should go through."""
+    return max(2, min(MOST_SETS, -(-MISSING_BYTES // max(num_bytes, 1))))
+
+
+def time_us(call: Callable[[Any], object], sets: Sequence[Any]) -> float:
+    """Return the median microseconds of a call, from replays of a graph of one call per set of data."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for data in sets[:2]:  # compiles, and fills workspaces
+            call(data)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()  # not `torch.cuda.graph`, which empties caches each time
+        try:
+            for data in sets:
+                call(data)
+        finally:
+            graph.capture_end()
+        times = []
+        for _ in range(ROUNDS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / len(sets))
+    return statistics.median(times[1:])
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of what is wanted; NaN where there is one."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def copy_bandwidth() -> float:
+    """Return bytes per second, read and written, of a large copy on the device."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (time_us(lambda _: target.copy_(source), [None] * 4) * 1e-6)

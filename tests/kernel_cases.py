@@ -1,0 +1,101 @@
+"""What the tests of kernels over rows share: a call judged against its op's reference, layouts included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from core.common.numerics import MIN_ELEMENTS, Fp64Mode, judge, judge_pooled
+from core.common.ops.declaration import CanonicalOp
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODED = ((torch.float32, torch.int8), (torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float8_e4m3fn))
+"""Dtypes of rows, each with one of codes."""
+CPU = torch.device("cpu")
+
+Call = Mapping[str, Any]
+
+
+def randn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0, shift: float = 0.0
+) -> Tensor:
+    normal = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (normal * scale + shift).to(dtype)
+
+
+def listed(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def in_fp64(op: CanonicalOp, call: Call) -> list[Tensor]:
+    codes = (torch.float8_e4m3fn,)
+    wide = {
+        name: v.double() if isinstance(v, Tensor) and v.is_floating_point() and v.dtype not in codes else v
+        for name, v in call.items()
+    }
+    with Fp64Mode():
+        return listed(op.reference(**wide))
+
+
+def faked(op: CanonicalOp, call: Call) -> list[Tensor]:
+    """Return what tracing takes the results for."""
+    mode = FakeTensorMode()
+    with mode:
+        return listed(op.overload(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in call.items()}))
+
+
+def moved(call: Call, device: torch.device) -> dict[str, Any]:
+    """Put the tensors on a device; strides stay as they are there."""
+    made = {}
+    for name, value in call.items():
+        if isinstance(value, Tensor) and value.device != device:
+            span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+            memory = torch.empty(max(span, 0) if value.numel() else 0, dtype=value.dtype, device=device)
+            copy = memory.as_strided(value.shape, value.stride())
+            made[name] = copy.copy_(value)
+        else:
+            made[name] = value
+    return made
+
+
+def laid_out(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+
+
+def check(op: CanonicalOp, kernel: Callable[..., Any], calls: Iterable[Call], device: torch.device) -> None:
+    """Expect the layout of the fake and the numbers of the reference; the smallest results are judged together."""
+    pools: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for call in calls:
+        results, eager = listed(kernel(**moved(call, device))), listed(op.reference(**call))
+        assert laid_out(results) == laid_out(faked(op, call)), call
+        if not any(t.numel() for t in results):
+            continue
+        for at, judged in enumerate(zip((t.cpu() for t in results), eager, in_fp64(op, call), strict=True)):
+            if judged[0].numel() >= MIN_ELEMENTS:
+                verdict = judge(*judged)
+                assert verdict.passed, (op.name, at, call, verdict)
+            else:
+                pools.setdefault((at, judged[0].dtype), []).append(judged)
+    for (at, _), small in pools.items():
+        if sum(of[0].numel() for of in small) >= MIN_ELEMENTS:
+            verdict = judge_pooled(*zip(*small, strict=True))
+            assert verdict.passed, (op.name, at, verdict)
+        else:
+            for result, wanted, _ in small:
+                torch.testing.assert_close(result, wanted)
+
+
+def code_steps(codes: Tensor, wanted: Tensor) -> Tensor:
+    """Return by how many codes each one lies from the one wanted."""
+
+    def ordinals(c: Tensor) -> Tensor:
+        if c.dtype == torch.int8:
+            return c.long()
+        bits = c.view(torch.uint8).long()
+        return torch.where(bits >= 128, 128 - bits, bits)
+
+    return (ordinals(codes) - ordinals(wanted)).abs()
