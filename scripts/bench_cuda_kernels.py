@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 import typer
+from cuda_calls import DTYPE, PAGE, dense, moved_bytes, paged, randn
 from cuda_timing import copy_bandwidth, num_sets, relative_error, time_us
 from torch.nn import functional
 
 Ways = Mapping[str, Callable[[Any], Any]]
-DTYPE = torch.bfloat16
-PAGE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +39,6 @@ class Case:
     num_bytes: int
     wanted: Callable[[Any], torch.Tensor]
     plans: Ways = field(default_factory=dict)
-
-
-def randn(*shape: int) -> torch.Tensor:
-    """Return random data on the device."""
-    return torch.randn(*shape, device="cuda", dtype=DTYPE)
 
 
 def rows() -> Iterator[Case]:
@@ -87,44 +81,6 @@ def rows() -> Iterator[Case]:
                 num_bytes=3 * 2 * count * width,
                 wanted=lambda d: functional.silu(d.chunk(2, -1)[0]) * d.chunk(2, -1)[1],
             )
-
-
-def paged(batch: int, new: int, context: int, heads: tuple[int, int, int]) -> dict[str, Any]:
-    """Return a call of `core::attention` of `batch` sequences with `new` tokens each behind context - new others."""
-    num_heads, num_kv, size = heads
-    blocks = -(-context // PAGE)
-    table = 1 + torch.randperm(batch * blocks, device="cuda", dtype=torch.int32).view(batch, blocks)
-    positions = torch.arange(context - new, context, device="cuda")
-    slots = table.long()[:, positions // PAGE] * PAGE + positions % PAGE
-    return {
-        "query": randn(batch * new, num_heads, size),
-        "key": randn(batch * new, num_kv, size),
-        "value": randn(batch * new, num_kv, size),
-        "key_cache": randn(1 + batch * blocks, PAGE, num_kv, size),
-        "value_cache": randn(1 + batch * blocks, PAGE, num_kv, size),
-        "block_table": table,
-        "slot_mapping": slots.flatten(),
-        "seq_lens": torch.full((batch,), context, device="cuda", dtype=torch.int32),
-        "query_starts": torch.arange(batch + 1, device="cuda", dtype=torch.int32) * new,
-        "scale": size**-0.5,
-        "max_query_len": 1 if new == 1 else 0,
-    }
-
-
-def dense(call: Mapping[str, Any], new: int, context: int) -> torch.Tensor:
-    """Return the same attention by torch over gathered keys and values, the step's own included; (T, H, D)."""
-    batch = call["seq_lens"].shape[0]
-    keys, values = (
-        call[name][call["block_table"].long()].flatten(1, 2)[:, :context].clone()
-        for name in ("key_cache", "value_cache")
-    )
-    keys[:, context - new :] = call["key"].unflatten(0, (batch, new))
-    values[:, context - new :] = call["value"].unflatten(0, (batch, new))
-    query = call["query"].unflatten(0, (batch, new)).transpose(1, 2)
-    out = functional.scaled_dot_product_attention(
-        query, keys.transpose(1, 2), values.transpose(1, 2), is_causal=new > 1, enable_gqa=True, scale=call["scale"]
-    )
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def flashinfer_attention(
@@ -176,13 +132,12 @@ def attention() -> Iterator[Case]:
                 ways["torch"] = lambda d, n=new, c=context: dense(d, n, c)
             if find_spec("flashinfer"):
                 ways["flashinfer"], plans["flashinfer"] = flashinfer_attention(batch, new, context, heads)
-            moved = 2 * batch * heads[1] * heads[2] * context * 2 + 2 * 2 * batch * new * heads[0] * heads[2]
             yield Case(
                 op="decode attention" if new == 1 else "prefill attention",
                 size=f"{batch} x {new} at {context}, heads {heads}",
                 make=lambda b=batch, n=new, c=context, h=heads: paged(b, n, c, h),
                 ways=ways,
-                num_bytes=moved,
+                num_bytes=moved_bytes(batch, new, context, heads),
                 # A chunk behind a context is causal from below: torch has no such flag, and the op's reference is used.
                 wanted=(lambda d, n=new, c=context: dense(d, n, c))
                 if new in (1, context)

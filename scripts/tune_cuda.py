@@ -1,10 +1,10 @@
-"""Measure how the CUDA plugin computes products with few rows, and write what won as data of the plugin.
+"""Measure how the CUDA plugin's kernels are best configured on this GPU, and write what won as data of the plugin.
 
-    python scripts/tune_cuda.py [--presets llama-1b,llama-8b] [--rows 1,2,4,8,16,32,64,128] [--processes 16]
+    python scripts/tune_cuda.py [--presets llama-1b,llama-8b] [--only linear] [--rows 1,2,4,8,16,32,64,128]
 
-For every linear layer of these shapes and every number of rows, all candidates and cuBLAS are timed in graphs whose
-calls go through enough copies of the weight to miss the L2 cache, and checked against cuBLAS. Kernels are compiled in
-parallel first. Writes `core_cuda/tuned/<product>.json` (or --out), and a table on the way.
+For the linear layers of these shapes at every number of rows, and for their attention in decode and prefill, all
+candidates (and cuBLAS for linears) are timed in graphs whose calls go through more memory than the L2 cache holds, and
+checked against torch. Kernels are compiled in parallel first. Writes `core_cuda/tuned/<product>.json`, or --out.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
+from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
 from cuda_timing import num_sets, relative_error, time_us
 from torch import Tensor
 from torch.nn import functional
@@ -27,151 +28,233 @@ from torch.nn import functional
 from core.bench.presets import PRESETS
 
 WORST_ERROR = 1e-2
-"""Largest relative error against cuBLAS; products of bfloat16 differ by the rounding of results, about 2e-3."""
+"""Largest relative error against torch; results of bfloat16 differ by their rounding, about 2e-3."""
+COUNTS = ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 1024), (1, 8192))
+"""Sequences and positions of decode."""
+PROMPTS = (128, 512, 1024, 4096)
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """A linear layer; columns: of its result, behind the gate if it is gated."""
+class Linear:
+    """A linear layer at a number of rows; columns: of its result, behind the gate if it is gated."""
 
+    rows: int
     columns: int
     depth: int
     gated: bool = False
 
+    op = "linear"
+
     @property
-    def weight_rows(self) -> int:
-        """Rows of the weight."""
-        return self.columns * (2 if self.gated else 1)
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move."""
+        return 2 * (self.depth * self.columns * (2 if self.gated else 1) + self.rows * (self.depth + self.columns))
+
+    def make(self, device: str) -> tuple[Tensor, Tensor]:
+        """Return x and weight."""
+        rows = self.columns * (2 if self.gated else 1)
+        return randn(self.rows, self.depth, device=device), randn(rows, self.depth, device=device)
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops.skinny_configs import candidates
+
+        return list(candidates(self.rows, self.columns, self.depth, gated=self.gated))
+
+    def run(self, data: tuple[Tensor, Tensor], config: Any) -> Tensor:
+        """Compute it by the plugin's kernel."""
+        from core_cuda.ops.activation import Gate
+        from core_cuda.ops.skinny import skinny_linear
+
+        return skinny_linear(*data, gate=Gate("silu") if self.gated else None, config=config)
+
+    def library(self, data: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute it by cuBLAS, and its gate by the plugin's kernel."""
+        whole = functional.linear(*data)
+        if not self.gated:
+            return whole
+        gated: Tensor = torch.ops.core_cuda.gated_activation_fused(whole, kind="silu")
+        return gated
+
+    wanted = library
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernel depends on: sizes and splits are no constants of it."""
+        tall = max(16, 1 << (self.rows - 1).bit_length()) if config.kernel == "tile" else 1
+        constants = {**asdict(config), "split_k": config.split_k > 1}
+        return (tall, self.gated, self.depth % config.block_k == 0, *constants.values())
 
 
-def layers(preset: str) -> Iterator[Layer]:
-    """Yield the linear layers of a shape as the passes leave them: query, key and value merged, gate and up too."""
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of sequences with `new` tokens each, of `context` in all."""
+
+    batch: int
+    new: int
+    context: int
+    heads: Heads
+
+    library = None
+
+    @property
+    def op(self) -> str:
+        """Name in the file."""
+        return "decode_attention" if self.new == 1 else "prefill_attention"
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self._shape())
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move."""
+        return moved_bytes(self.batch, self.new, self.context, self.heads)
+
+    def make(self, device: str) -> dict[str, Any]:
+        """Return a call."""
+        return paged(self.batch, self.new, self.context, self.heads, device)
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops import decode_attention, prefill_attention
+
+        if self.new == 1:
+            return list(decode_attention.candidates(self._shape()))
+        return list(prefill_attention.candidates(self._shape()))
+
+    def run(self, data: dict[str, Any], config: Any) -> Tensor:
+        """Compute it by the plugin's kernel."""
+        from core_cuda.ops import decode_attention, prefill_attention
+
+        if self.new == 1:
+            return decode_attention.decode(**data, config=config)
+        return prefill_attention.prefill(
+            **{name: value for name, value in data.items() if name != "max_query_len"}, config=config
+        )
+
+    def wanted(self, data: dict[str, Any]) -> Tensor:
+        """Compute it by torch."""
+        return dense(data, self.new, self.context)
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernel depends on."""
+        splits = {"splits": config.splits > 1} if self.new == 1 else {}
+        return (self.op, self.heads, *{**asdict(config), **splits}.values())
+
+    def _shape(self) -> Any:
+        from core_cuda.ops import decode_attention, prefill_attention
+
+        num_heads, num_kv, size = self.heads
+        if self.new == 1:
+            return decode_attention.DecodeShape(
+                num_seqs=self.batch, num_kv_heads=num_kv, num_rows=num_heads // num_kv, head_size=size,
+                value_size=size, num_positions=self.context, itemsize=DTYPE.itemsize,
+            )  # fmt: skip
+        return prefill_attention.PrefillShape(
+            num_tokens=self.batch * self.new, num_seqs=self.batch, num_heads=num_heads, num_kv_heads=num_kv,
+            key_size=size, value_size=size, element_bytes=DTYPE.itemsize,
+        )  # fmt: skip
+
+
+Problem = Linear | Attention
+
+
+def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
+    """Yield what a shape computes as the passes leave it: query, key and value merged, gate and up too."""
     fields: dict[str, Any] = dict(PRESETS[preset].fields)
-    hidden, head = fields["hidden_size"], fields["head_dim"]
+    hidden, head, wide = fields["hidden_size"], fields["head_dim"], fields["intermediate_size"]
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    yield Layer((heads + 2 * kv_heads) * head, hidden)
-    yield Layer(hidden, heads * head)
+    layers = [((heads + 2 * kv_heads) * head, hidden, False), (hidden, heads * head, False)]
     if "num_experts" not in fields:
-        yield Layer(fields["intermediate_size"], hidden, gated=True)
-        yield Layer(hidden, fields["intermediate_size"])
-    yield Layer(fields["vocab_size"], hidden)
+        layers += [(wide, hidden, True), (hidden, wide, False)]
+    layers.append((fields["vocab_size"], hidden, False))
+    for layer in layers:
+        yield from (Linear(count, *layer) for count in rows)
+    sizes = [(batch, 1, context) for batch, context in COUNTS] + [(1, tokens, tokens) for tokens in PROMPTS]
+    yield from (Attention(*size, (heads, kv_heads, head)) for size in sizes)
 
 
-def run_candidate(x: Tensor, weight: Tensor, layer: Layer, config: Any) -> Tensor:
-    """Compute a layer by the plugin's kernel."""
-    from core_cuda.ops.activation import Gate
-    from core_cuda.ops.skinny import skinny_linear
-
-    return skinny_linear(x, weight, gate=Gate("silu") if layer.gated else None, config=config)
-
-
-def run_cublas(x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
-    """Compute a layer by cuBLAS, and its gate by the plugin's kernel."""
-    whole = functional.linear(x, weight)
-    if not layer.gated:
-        return whole
-    gated: Tensor = torch.ops.core_cuda.gated_activation_fused(whole, kind="silu")
-    return gated
-
-
-def compile_one(task: tuple[int, Layer, Any, int]) -> str:
+def compile_one(task: tuple[Problem, Any, int]) -> str:
     """Compile what a candidate launches, in a process without a GPU; return what failed, or nothing."""
-    rows, layer, config, capability = task
+    problem, config, capability = task
     from compile_cuda_kernels import compile_only
 
     try:
         with compile_only(capability):
-            x, weight = (torch.empty(n, layer.depth, dtype=torch.bfloat16) for n in (rows, layer.weight_rows))
-            run_candidate(x, weight, layer, config)
+            problem.run(problem.make("cpu"), config)
     except Exception as error:
-        return f"{rows} x {layer}: {config}: {type(error).__name__}: {str(error).splitlines()[-1]}"
+        return f"{problem}: {config}: {type(error).__name__}: {(str(error).splitlines() or [''])[-1]}"
     return ""
 
 
-def distinct(tasks: list[tuple[int, Layer, Any, int]]) -> list[tuple[int, Layer, Any, int]]:
-    """Leave out tasks whose kernel another one compiles too: sizes and splits are no constants of it."""
-    found = {}
-    for rows, layer, config, capability in tasks:
-        constants = {**asdict(config), "split_k": config.split_k > 1}
-        tall = max(16, 1 << (rows - 1).bit_length()) if config.kernel == "tile" else 1
-        even = layer.depth % config.block_k == 0
-        found.setdefault((tall, layer.gated, even, *constants.values()), (rows, layer, config, capability))
-    return list(found.values())
+def distinct(tasks: list[tuple[Problem, Any, int]]) -> list[tuple[Problem, Any, int]]:
+    """Leave out tasks whose kernel another one compiles too."""
+    return list({(p.op, *p.same_kernel(config)): (p, config, capability) for p, config, capability in tasks}.values())
 
 
-def measure(rows: int, layer: Layer, configs: list[Any], weights: list[Tensor]) -> dict[str, Any]:
-    """Return the entry of a layer at a number of rows: what won, and how far it is from cuBLAS."""
-    x = torch.randn(rows, layer.depth, device="cuda", dtype=torch.bfloat16)
-    wanted = run_cublas(x, weights[0], layer).float()
-    cublas = time_us(lambda weight: run_cublas(x, weight, layer), weights)
-    best, winner, failures = cublas, None, []
-    for config in configs:
+def measure(problem: Problem) -> dict[str, Any]:
+    """Return the entry of a problem: what won, and how far it is from the library."""
+    sets: list[Any] = [problem.make("cuda") for _ in range(num_sets(problem.num_bytes))]
+    wanted = problem.wanted(sets[0])
+    library = None if problem.library is None else time_us(problem.library, sets)
+    best, winner, failures = library or float("inf"), None, []
+    for config in problem.candidates():
         try:
-            found = run_candidate(x, weights[0], layer, config).float()
-            error = relative_error(found, wanted)
+            error = relative_error(problem.run(sets[0], config), wanted)
             if not error < WORST_ERROR:
                 failures.append(f"{config}: wrong by {error:.2g}")
                 continue
-            taken = time_us(lambda weight, config=config: run_candidate(x, weight, layer, config), weights)
-        except Exception as problem:
-            failures.append(f"{config}: {type(problem).__name__}: {str(problem).splitlines()[0]}")
+            taken = time_us(lambda data, config=config: problem.run(data, config), sets)
+        except Exception as reason:
+            failures.append(f"{config}: {type(reason).__name__}: {(str(reason).splitlines() or [''])[0]}")
             continue
         if taken < best:
             best, winner = taken, config
     for failure in failures:
-        print(f"  FAILED {rows} x {layer}: {failure}", file=sys.stderr)
-    moved = weights[0].nbytes + rows * (layer.depth + layer.columns) * 2
+        print(f"  FAILED {problem}: {failure}", file=sys.stderr)
     return {
-        **asdict(layer),
-        "rows": rows,
+        "shape": dict(problem.shape),
         "config": asdict(winner) if winner else None,
         "us": round(best, 2),
-        "cublas_us": round(cublas, 2),
-        "gbytes_per_s": round(moved / best / 1e3),
+        "library_us": library and round(library, 2),
+        "gbytes_per_s": round(problem.num_bytes / best / 1e3),
         "failed": len(failures),
     }
 
 
 def main(
     presets: str = typer.Option("llama-1b,llama-8b,qwen3-8b,qwen3-30b-a3b", help="Shapes, by name."),
-    rows: str = typer.Option("1,2,4,8,16,32,64,128", help="Numbers of rows to measure."),
+    only: str = typer.Option("", help="Tune only ops whose name holds this; others keep what the file has."),
+    rows: str = typer.Option("1,2,4,8,16,32,64,128", help="Numbers of rows of linear layers."),
     out: Path | None = typer.Option(None, help="File to write; default: the plugin's own."),
     processes: int = typer.Option(os.cpu_count() or 1, help="Processes that compile."),
 ) -> None:
-    """Tune products with few rows on the current GPU."""
+    """Tune the kernels on the current GPU."""
     from core_cuda import tuned
-    from core_cuda.ops.skinny_configs import candidates
 
     counts = [int(count) for count in rows.split(",")]
-    wanted = list(dict.fromkeys(layer for preset in presets.split(",") for layer in layers(preset)))
+    found = dict.fromkeys(p for preset in presets.split(",") for p in problems(preset, counts) if only in p.op)
     major, minor = torch.cuda.get_device_capability()
-    problems = [
-        (count, layer, list(candidates(count, layer.columns, layer.depth, gated=layer.gated)))
-        for layer in wanted
-        for count in counts
-    ]
-    tasks = distinct([(n, layer, config, 10 * major + minor) for n, layer, configs in problems for config in configs])
+    tasks = distinct([(p, config, 10 * major + minor) for p in found for config in p.candidates()])
     print(f"compiling {len(tasks)} kernels in {processes} processes")
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for failure in filter(None, pool.imap_unordered(compile_one, tasks)):
             print(f"  FAILED to compile {failure}", file=sys.stderr)
-    entries = []
-    for layer in wanted:
-        size = layer.weight_rows * layer.depth * 2
-        weights = [
-            torch.randn(layer.weight_rows, layer.depth, device="cuda", dtype=torch.bfloat16) * 0.02
-            for _ in range(num_sets(size))
-        ]
-        for count, each, configs in problems:
-            if each == layer:
-                entries.append(measure(count, layer, configs, weights))
-                print(json.dumps(entries[-1]), flush=True)
+    entries: dict[str, list[dict[str, Any]]] = {}
+    for problem in found:
+        entries.setdefault(problem.op, []).append(measure(problem))
+        print(json.dumps({"op": problem.op, **entries[problem.op][-1]}), flush=True)
     product = torch.cuda.get_device_name()
     path = out or Path(tuned.__file__).parent / tuned.file_name(product)
     known = json.loads(path.read_text()) if path.is_file() else {}
     versions = {"torch": torch.__version__, "triton": __import__("triton").__version__, "cuda": torch.version.cuda}
-    document = {**known, "device": product, "versions": versions, "linear": entries}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(json.dumps({**known, "device": product, "versions": versions, **entries}, indent=1) + "\n")
     print(f"wrote {path}")
 
 

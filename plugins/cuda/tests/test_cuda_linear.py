@@ -148,16 +148,19 @@ def test_defaults_fill_the_device_and_fit_its_shared_memory(monkeypatch: pytest.
 def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"kernel": "tile", "block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 2, "split_k": 2}
     known = {"columns": 4096, "depth": 4096, "gated": False}
-    entries = [{**known, "rows": 8, "config": None}, {**known, "rows": 2, "config": {**config, "swap": False}}]
+    entries = [{"shape": {**known, "rows": 8}, "config": None}, {"shape": {**known, "rows": 2}, "config": config}]
     monkeypatch.setattr(tuned, "table", lambda: {"linear": entries})
-    tuned._skinny.cache_clear()
+    tuned._winner.cache_clear()
+
+    def found(rows: int, **changes: Any) -> tuple[bool, Any]:
+        return tuned.winner("linear", {"rows": rows, **known, **changes}, ranged=("rows",))
+
     try:
-        assert tuned.skinny_choice(1, 4096, 4096, gated=False) == (True, SkinnyConfig(**config))
-        assert tuned.skinny_choice(3, 4096, 4096, gated=False) == (True, None)
-        assert tuned.skinny_choice(9, 4096, 4096, gated=False) == (False, None)
-        assert tuned.skinny_choice(1, 4096, 4096, gated=True) == (False, None)
+        assert found(1) == (True, config) and found(3) == (True, None)
+        assert found(9) == (False, None) and found(1, gated=True) == (False, None)
+        assert tuned.winner("decode_attention", known, ranged=()) == (False, None)
     finally:
-        tuned._skinny.cache_clear()
+        tuned._winner.cache_clear()
 
 
 def test_files_of_measurements_hold_configurations() -> None:
@@ -165,3 +168,4 @@ def test_files_of_measurements_hold_configurations() -> None:
     for file in Path(tuned.__file__).parent.glob("*.json"):
         for entry in json.loads(file.read_text()).get("linear", ()):
             assert entry["config"] is None or SkinnyConfig(**entry["config"]).kernel in ("row", "tile")
+            assert entry["shape"].keys() == {"rows", "columns", "depth", "gated"}

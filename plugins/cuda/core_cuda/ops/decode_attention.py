@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from core_cuda.ops.attention_rotation import Rotation, Turning
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.decode_kernel import decode_kernel
 from core_cuda.ops.workspace import counters
+from core_cuda.tuned import winner
 
 __all__ = [
     "MAX_HEAD_SIZE",
@@ -90,6 +91,12 @@ def choose(shape: DecodeShape) -> DecodeConfig:
     large = shape.itemsize > 2 or shape.num_rows * wide >= _LARGE
     num_warps, num_stages = (8, 2) if large else (4, 4)
     return DecodeConfig(block_n=block_n, splits=splits, apart=apart, num_warps=num_warps, num_stages=num_stages)
+
+
+def _measured(shape: DecodeShape) -> DecodeConfig | None:
+    """Return what won where this shape was measured on this GPU."""
+    _, found = winner("decode_attention", asdict(shape), ranged=("num_seqs", "num_positions"))
+    return DecodeConfig(**found) if found else None
 
 
 def candidates(shape: DecodeShape) -> Iterator[DecodeConfig]:
@@ -201,7 +208,7 @@ def decode(
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
     )
     shape = shape_of(query, value, key_cache, block_table, window, max_query_len)
-    config = config or choose(shape)
+    config = config or _measured(shape) or choose(shape)
     programs = config.splits + config.apart
     shares = num_seqs * num_kv_heads * programs if programs > 1 else 0
     partial = torch.empty((shares, shape.num_rows, value_size), dtype=torch.float32, device=query.device)

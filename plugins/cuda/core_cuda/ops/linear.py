@@ -16,7 +16,7 @@ from core_cuda.ops.activation import Gate, gated_activation_fused
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.skinny import skinny_linear
 from core_cuda.ops.skinny_configs import MAX_ROWS, SkinnyConfig, default_config
-from core_cuda.tuned import skinny_choice
+from core_cuda.tuned import winner
 
 __all__ = ["gated_linear", "linear", "refuses"]
 
@@ -77,9 +77,10 @@ def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> SkinnyConfig | None:
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     if not 0 < rows <= MAX_ROWS or columns == 0 or x.dtype not in _DTYPES:
         return None
-    known, config = skinny_choice(rows, columns, depth, gated=gated)
+    shape = {"rows": rows, "columns": columns, "depth": depth, "gated": gated}
+    known, config = winner("linear", shape, ranged=("rows",))
     if known or rows > _MAX_UNMEASURED_ROWS:
-        return config
+        return SkinnyConfig(**config) if config else None
     return default_config(rows, columns, depth, gated=gated)
 
 

@@ -7,7 +7,7 @@ write of the cache and the attention may run in either order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from core_cuda.ops import launching, rotary
 from core_cuda.ops.cache_write import refused_cache, write_cache
 from core_cuda.ops.prefill_kernel import Spec, prefill_kernel
 from core_cuda.ops.rotary import RotaryConfig, rotate_and_write
+from core_cuda.tuned import winner
 
 __all__ = [
     "PrefillConfig",
@@ -85,6 +86,12 @@ def choose(shape: PrefillShape) -> PrefillConfig:
     if widest > 64:
         return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=8, num_stages=4)
     return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=4, num_stages=3)
+
+
+def _measured(shape: PrefillShape) -> PrefillConfig | None:
+    """Return what won where this shape was measured on this GPU."""
+    _, found = winner("prefill_attention", asdict(shape), ranged=("num_tokens", "num_seqs"))
+    return PrefillConfig(**found) if found else None
 
 
 def candidates(shape: PrefillShape) -> tuple[PrefillConfig, ...]:
@@ -195,7 +202,7 @@ def attend(
         value_size=value_size,
         element_bytes=query.element_size(),
     )
-    config = config or choose(shape)
+    config = config or _measured(shape) or choose(shape)
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, _VALUE_PART)))
     tma = config.tma and _can_describe(key) and _can_describe(value)
     group, pack = num_heads // num_kv_heads, config.pack

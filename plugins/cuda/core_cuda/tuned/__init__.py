@@ -1,7 +1,8 @@
-"""What was measured on which GPU: the fastest way to compute each op for ranges of sizes, as data.
+"""What was measured on which GPU: the fastest way to compute each op at some sizes, as data.
 
-One JSON file per product name, written by `scripts/tune_cuda.py`. A GPU without a file has no entries, and every choice
-falls back on a default that depends on the sizes alone.
+One JSON file per product name, written by `scripts/tune_cuda.py`: for each op a list of entries with a "shape" and the
+"config" that won there, null where the library that it was compared with did. A GPU without a file has no entries, and
+every choice falls back on a default that depends on the sizes alone.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Any
 import torch
 
 from core_cuda.ops.launching import INTERPRETED
-from core_cuda.ops.skinny_configs import SkinnyConfig
 
-__all__ = ["file_name", "skinny_choice", "table"]
+__all__ = ["file_name", "table", "winner"]
 
-_Key = tuple[int, int, bool]
+_Items = tuple[tuple[str, Any], ...]
 
 
 def file_name(product: str) -> str:
@@ -37,22 +37,22 @@ def table() -> Mapping[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def skinny_choice(rows: int, columns: int, depth: int, *, gated: bool) -> tuple[bool, SkinnyConfig | None]:
-    """Return whether these sizes were measured, and the configuration that won; None where cuBLAS did.
+def winner(op: str, shape: Mapping[str, Any], *, ranged: tuple[str, ...]) -> tuple[bool, Mapping[str, Any] | None]:
+    """Return whether an op was measured at this shape, and the configuration that won, None where no kernel here did.
 
-    Measured for some numbers of rows each; between them the next larger one holds.
+    ranged: sizes that were measured at some values, of which the next larger one holds; all others must be equal.
     """
-    for most, config in _skinny().get((columns, depth, gated), ()):
-        if rows <= most:
-            return True, config
-    return False, None
+    return _winner(op, tuple(shape.items()), ranged)
 
 
-@functools.cache
-def _skinny() -> Mapping[_Key, tuple[tuple[int, SkinnyConfig | None], ...]]:
-    found: dict[_Key, list[tuple[int, SkinnyConfig | None]]] = {}
-    for entry in table().get("linear", ()):
-        config = SkinnyConfig(**entry["config"]) if entry["config"] else None
-        key = (entry["columns"], entry["depth"], entry["gated"])
-        found.setdefault(key, []).append((entry["rows"], config))
-    return {key: tuple(sorted(entries, key=lambda entry: entry[0])) for key, entries in found.items()}
+@functools.lru_cache(maxsize=4096)
+def _winner(op: str, shape: _Items, ranged: tuple[str, ...]) -> tuple[bool, Mapping[str, Any] | None]:
+    def holds(entry: Mapping[str, Any]) -> bool:
+        known = entry["shape"]
+        return all(known[name] >= size if name in ranged else known[name] == size for name, size in shape)
+
+    found = [entry for entry in table().get(op, ()) if holds(entry)]
+    if not found:
+        return False, None
+    nearest = min(found, key=lambda entry: [entry["shape"][name] for name in ranged])
+    return True, nearest["config"]
