@@ -162,7 +162,71 @@ class Attention:
         )  # fmt: skip
 
 
-Problem = Linear | Attention
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, `top_k` of them for each token, chosen evenly."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+
+    op = "grouped_mlp"
+    library = None
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self._shape())
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move: the experts that are hit."""
+        return 2 * 3 * self.hidden * self.inner * min(self.experts, self.tokens * self.top_k)
+
+    def make(self, device: str) -> dict[str, Any]:
+        """Return a call."""
+        scores = torch.rand(self.tokens, self.experts, device=device)
+        return {
+            "x": randn(self.tokens, self.hidden, device=device),
+            "weights": torch.rand(self.tokens, self.top_k, device=device).to(DTYPE),
+            "indices": scores.topk(self.top_k, dim=-1).indices,
+            "gate_up": randn(self.experts, 2 * self.inner, self.hidden, device=device),
+            "down": randn(self.experts, self.hidden, self.inner, device=device),
+        }
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops.grouped_configs import candidates
+
+        return list(candidates(self._shape()))
+
+    def run(self, data: dict[str, Any], config: Any) -> Tensor:
+        """Compute it by the plugin's kernels."""
+        from core_cuda.ops.activation import Gate
+        from core_cuda.ops.grouped_mlp import Experts as Weights
+        from core_cuda.ops.grouped_mlp import run_grouped_mlp
+
+        weights = Weights(data["gate_up"], data["down"])
+        return run_grouped_mlp(data["x"], data["weights"], data["indices"], weights, Gate("silu"), config=config)
+
+    def wanted(self, data: dict[str, Any]) -> Tensor:
+        """Compute it by the op's reference."""
+        result: Tensor = torch.ops.core.grouped_mlp(**data, kind="silu")
+        return result
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernels depend on."""
+        return (self.top_k, self.experts, self.hidden, self.inner, config)
+
+    def _shape(self) -> Any:
+        from core_cuda.ops.grouped_configs import GroupedShape
+
+        return GroupedShape(**asdict(self))
+
+
+Problem = Linear | Attention | Experts
 
 
 def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
@@ -176,6 +240,9 @@ def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
     layers.append((fields["vocab_size"], hidden, False))
     for layer in layers:
         yield from (Linear(count, *layer) for count in rows)
+    if "num_experts" in fields:
+        experts = (fields["num_experts_per_tok"], fields["num_experts"], hidden, fields["moe_intermediate_size"])
+        yield from (Experts(tokens, *experts) for tokens in (*rows, 1024, 4096))
     sizes = [(batch, 1, context) for batch, context in COUNTS] + [(1, tokens, tokens) for tokens in PROMPTS]
     yield from (Attention(*size, (heads, kv_heads, head)) for size in sizes)
 

@@ -6,7 +6,7 @@ Imports Triton, and so is imported only where `kernels_missing` finds nothing to
 from __future__ import annotations
 
 from core.common.ops.implementation import OpImplementation
-from core_cuda.ops import activation, attention, linear, norm, quantize, rotary, sampling
+from core_cuda.ops import activation, attention, grouped_mlp, linear, moe_route, norm, quantize, rotary, sampling
 from core_cuda.ops.conditions import all_of, code_dtype, computes_in_fp32, dtypes
 
 __all__ = ["IMPLEMENTATIONS"]
@@ -61,6 +61,15 @@ IMPLEMENTATIONS = (
     OpImplementation(op="core::linear", name="cuda_linear", fn=linear.linear, condition=linear.refuses),
     OpImplementation(
         op="core::gated_linear", name="cuda_gated_linear", fn=linear.gated_linear, condition=linear.refuses
+    ),
+    OpImplementation(
+        op="core::moe_route", name="cuda_moe_route", fn=moe_route.moe_route, condition=moe_route.route_condition
+    ),
+    OpImplementation(
+        op="core::grouped_mlp",
+        name="cuda_grouped_mlp",
+        fn=grouped_mlp.grouped_mlp,
+        condition=grouped_mlp.grouped_mlp_condition,
     ),
     OpImplementation(op="core::sample", name="cuda_sample", fn=sampling.sample, condition=dtypes),
     OpImplementation(

@@ -29,6 +29,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "rows": ("1", "sample"),
     "attention": (),
     "prefill": ("8b", "1b"),
+    "moe": ("qwen3", "route"),
     "rotary": ("8b", "1b", "qwen"),
 }
 """By family the words that a call's name must hold one of; none takes all."""

@@ -1,0 +1,153 @@
+"""How `core::grouped_mlp` is divided among programs: the default for any size, and what a tuner tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import triton
+
+from core_cuda.ops import launching
+
+__all__ = ["GroupedConfig", "GroupedShape", "Tile", "candidates", "default_config"]
+
+_SHARED_BYTES = 110 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
+_MOST_SHARED_BYTES = 220 * 1024
+_FEW_PAIRS = 8
+_MAX_ROW_TOP_K = 32
+_PRODUCT_ELEMENTS = 8192
+"""Elements of down that a program of the row kernels takes at a time: 64 to each of 128 threads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedShape:
+    """tokens: T; top_k: experts of each; experts: E; hidden: D; inner: I.
+
+    up_columns, down_columns: gate_up, down lie in memory by columns (E, in, out), whatever the call says of them.
+    """
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+    up_columns: bool = False
+    down_columns: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Return how many pairs of a token and an expert there are."""
+        return self.tokens * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """block_n columns of a product and block_k of what it sums over; num_stages: tiles under way to shared memory."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """kernel: "row", a pair at a time, or "tile", pairs sorted by expert, block_m at a time. up, down: the products.
+
+    up.block_n counts columns of gate, and so of up. "row" uses neither block_m nor the stages.
+    """
+
+    kernel: str
+    up: Tile
+    down: Tile
+    block_m: int = 1
+
+    @property
+    def swap(self) -> bool:
+        """Return whether weights are the left operand of the matrix units, which take no fewer than 64 rows there."""
+        return self.block_m <= 32
+
+
+def default_config(shape: GroupedShape) -> GroupedConfig:
+    """Return a configuration from the sizes alone, for what nobody has measured.
+
+    A pair at a time, weights are read from memory once for the pairs that run side by side, but cross the L2 cache for
+    every pair: that pays while most experts have one pair at most, and needs no sorting.
+    """
+    if shape.pairs <= max(shape.experts // 2, _FEW_PAIRS) and shape.top_k <= _MAX_ROW_TOP_K:
+        return _row(shape)
+    # Most experts' pairs in one tile, so that their weights are read once.
+    most = 3 * shape.pairs // (2 * shape.experts)
+    return _tile(shape, min(max(triton.next_power_of_2(most), 16), 128))
+
+
+def candidates(shape: GroupedShape) -> Iterator[GroupedConfig]:
+    """Yield the configurations worth measuring for these sizes, the default first."""
+    first = default_config(shape)
+    seen = {first}
+    yield first
+    for config in _all(shape):
+        if config not in seen:
+            seen.add(config)
+            yield config
+
+
+def _row(shape: GroupedShape) -> GroupedConfig:
+    units, picks = launching.num_multiprocessors(), triton.next_power_of_2(shape.top_k)
+    if shape.up_columns:
+        up = Tile(32, 64)
+    else:
+        block_n = 4 if shape.pairs * shape.inner >= 4 * 4 * units else 2
+        up = Tile(block_n, min(1024, max(32, triton.next_power_of_2(shape.hidden))))
+    if shape.down_columns:
+        # 32 bytes of a row are what memory hands out at least.
+        down = Tile(16, max(1, _PRODUCT_ELEMENTS // (16 * picks)))
+    else:
+        block_k = min(256, max(32, triton.next_power_of_2(shape.inner)))
+        down = Tile(max(1, min(8, _PRODUCT_ELEMENTS // (block_k * picks))), block_k)
+    return GroupedConfig("row", up, down)
+
+
+def _tile(shape: GroupedShape, block_m: int) -> GroupedConfig:
+    if block_m <= 64:
+        # Few experts' tiles, cut wide, would leave the last round of programs nearly empty.
+        tiles = max(min(shape.experts, shape.pairs), shape.pairs // block_m)
+        many = tiles * shape.hidden >= 128 * 4 * launching.num_multiprocessors()
+        stages = 6 if block_m <= 32 else 4
+        down = Tile(128 if many else 64, 64, 4, stages)
+        return _fitted(GroupedConfig("tile", Tile(64, 64, 4, stages), down, block_m))
+    return _fitted(GroupedConfig("tile", Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), block_m), _MOST_SHARED_BYTES)
+
+
+def _fitted(config: GroupedConfig, most: int = _SHARED_BYTES) -> GroupedConfig:
+    """Return the configuration with as many stages, up to its own, as fit into so much shared memory."""
+
+    def fit(tile: Tile, matrices: int) -> Tile:
+        stage = 2 * (config.block_m + matrices * tile.block_n) * tile.block_k
+        return replace(tile, num_stages=max(1, min(tile.num_stages, most // stage)))
+
+    return replace(config, up=fit(config.up, 2), down=fit(config.down, 1))
+
+
+def _all(shape: GroupedShape) -> Iterator[GroupedConfig]:
+    if shape.pairs <= 2 * max(shape.experts, _FEW_PAIRS) and shape.top_k <= _MAX_ROW_TOP_K:
+        yield from _rows(_row(shape))
+    for block_m in (16, 32, 64, 128):
+        # Tiles that most experts leave nearly empty, or that cut what they have into many.
+        if block_m > 16 and not shape.experts * block_m // 8 <= shape.pairs <= shape.experts * block_m * 64:
+            continue
+        config = _tile(shape, block_m)
+        yield config
+        wide = block_m == 128
+        for up in (Tile(32, 128, 4, 4), Tile(64, 128, 4, 3), Tile(128, 64, 8 if wide else 4, 3), Tile(64, 64, 8, 4)):
+            yield _fitted(replace(config, up=up), _MOST_SHARED_BYTES)
+        for down in (Tile(64, 128, 4, 4), Tile(64, 64, 4, 8), Tile(128, 128, 4, 3), Tile(128, 64, 8, 4)):
+            yield _fitted(replace(config, down=down), _MOST_SHARED_BYTES)
+
+
+def _rows(base: GroupedConfig) -> Iterator[GroupedConfig]:
+    yield base
+    for block_n, block_k, warps in ((2, 2048, 4), (2, 1024, 4), (4, 512, 4), (8, 512, 4), (4, 512, 2), (8, 1024, 8)):
+        yield replace(base, up=Tile(block_n, min(block_k, 2 * base.up.block_k), warps))
+    for factor, deeper, warps in ((1, 1, 2), (1, 1, 8), (2, 1, 4), (2, 1, 8), (1, 2, 4), (1, 2, 8)):
+        yield replace(base, down=Tile(base.down.block_n * factor, base.down.block_k * deeper, warps))

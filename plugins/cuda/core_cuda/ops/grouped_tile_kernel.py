@@ -1,0 +1,167 @@
+"""Kernels of `core::grouped_mlp` for many tokens: pairs of token and expert sorted by expert, matrix products of tiles.
+
+Sorting is a counting sort. Every expert's program counts all pairs, which tells it where its own pairs and tiles begin
+without a word from the others, and then lists its own in their order. Tiles are BLOCK_M pairs of one expert, its last
+one shorter; how many there are is data, so as many programs start as there may be, and those without a tile end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from core_cuda.ops.activation import gate_product
+from core_cuda.ops.launching import start_next, wait_for_inputs
+
+__all__ = ["product_kernel", "sort_kernel", "sum_kernel"]
+
+
+@triton.jit
+def sort_kernel(
+    indices, order, tiles, num_pairs, num_experts, num_tiles,
+    BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One expert. order: pairs by expert; tiles (num_tiles, 3): expert or -1, and where in `order` it begins and ends.
+
+    Pairs of no expert are not in `order`.
+    """
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    bins = tl.arange(0, EXPERTS)
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for at in range(0, num_pairs, BLOCK):
+        chosen = tl.load(indices + at + lanes, mask=at + lanes < num_pairs, other=-1)
+        real = (chosen >= 0) & (chosen < num_experts)
+        counts += tl.histogram(tl.where(real, chosen, 0).to(tl.int32), EXPERTS, mask=real)
+    cut = (counts + BLOCK_M - 1) // BLOCK_M
+    begin = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    first = tl.sum(tl.where(bins < expert, cut, 0), axis=0)
+    end = begin + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    own = tl.cdiv(end - begin, BLOCK_M)
+    for number in range(own):
+        entry = tiles + 3 * (first + number)
+        tl.store(entry, expert)
+        tl.store(entry + 1, begin + number * BLOCK_M)
+        tl.store(entry + 2, tl.minimum(begin + (number + 1) * BLOCK_M, end))
+    if expert == num_experts - 1:
+        for at in range(first + own, num_tiles, BLOCK):
+            tl.store(tiles + 3 * (at + lanes), -1, mask=at + lanes < num_tiles)
+    for at in range(0, num_pairs, BLOCK):
+        mine = tl.load(indices + at + lanes, mask=at + lanes < num_pairs, other=-1) == expert
+        rank = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(order + begin + rank - 1, at + lanes, mask=mine)
+        begin += tl.sum(mine.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _dot(values, tile, acc, SWAP: tl.constexpr):
+    return tl.dot(tile, tl.trans(values), acc) if SWAP else tl.dot(values, tl.trans(tile), acc)
+
+
+@triton.jit
+def _sums(
+    x_tile, w_tile, second, K, stride_k, columns, num_columns, BLOCK_K: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, TWO: tl.constexpr, SWAP: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Return the product over K of the tiles at these pointers, and, if TWO, that of the weights `second` further."""
+    steps = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    other = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    inside = (columns < num_columns)[:, None]
+    for k in range(0, K, BLOCK_K):
+        # Masks that are not there cost nothing and leave plain copies.
+        if EVEN_K and EVEN_N:
+            values = tl.load(x_tile + k)
+            acc = _dot(values, tl.load(w_tile + k * stride_k), acc, SWAP)
+            if TWO:
+                other = _dot(values, tl.load(w_tile + second + k * stride_k), other, SWAP)
+        else:
+            within = (k + steps < K)[None, :]
+            mask = inside & within
+            values = tl.load(x_tile + k, mask=within, other=0.0)
+            acc = _dot(values, tl.load(w_tile + k * stride_k, mask=mask, other=0.0), acc, SWAP)
+            if TWO:
+                up = tl.load(w_tile + second + k * stride_k, mask=mask, other=0.0)
+                other = _dot(values, up, other, SWAP)
+    return acc, other
+
+
+@triton.jit
+def product_kernel(
+    x, weight, bias, out, order, tiles, N, K, stride_x, stride_e, stride_n, stride_k, stride_b,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of one tile of pairs by their expert's weight; N columns come out.
+
+    With a gate, KIND: from x (T, K) and weight (E, 2 * N, K) to out (pairs, N) in the order of `order`. Without: from
+    that order, x (pairs, K), and weight (E, N, K) to the pairs' own, out (pairs, N).
+    """
+    GATED: tl.constexpr = KIND != ""
+    # Alternating gates and ups are one product, whose columns are then told apart.
+    PARTS: tl.constexpr = 2 if INTERLEAVED else 1
+    HEIGHT: tl.constexpr = PARTS * BLOCK_N if SWAP else BLOCK_M
+    WIDTH: tl.constexpr = BLOCK_M if SWAP else PARTS * BLOCK_N
+    number = tl.program_id(0) % tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // tl.cdiv(N, BLOCK_N)
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    expert = tl.load(tiles + 3 * tile).to(tl.int64)
+    if expert >= 0:
+        begin, end = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+        places = begin + tl.arange(0, BLOCK_M)
+        inside = places < end
+        # Rows past the end repeat the last one instead of being masked: plain copies can be pipelined.
+        places = tl.minimum(places, end - 1).to(tl.int64)
+        pairs = tl.load(order + places).to(tl.int64)
+        sources = pairs // TOP_K if GATED else places
+        targets = places if GATED else pairs
+        columns = number * (PARTS * BLOCK_N) + tl.arange(0, PARTS * BLOCK_N)
+        steps = tl.arange(0, BLOCK_K)
+        x_tile = x + sources[:, None] * stride_x + steps[None, :]
+        w_tile = weight + expert * stride_e + columns[:, None] * stride_n + (steps * stride_k)[None, :]
+        acc, other = _sums(
+            x_tile, w_tile, N * stride_n, K, stride_k, columns, PARTS * N, BLOCK_K, HEIGHT, WIDTH,
+            GATED and not INTERLEAVED, SWAP, EVEN_N, EVEN_K,
+        )  # fmt: skip
+        if SWAP:
+            acc, other = tl.trans(acc), tl.trans(other)
+        if HAS_BIAS:
+            own_bias = bias + expert * stride_b + columns
+            within = columns < PARTS * N
+            acc += tl.load(own_bias, mask=within, other=0.0).to(tl.float32)[None, :]
+            if GATED and not INTERLEAVED:
+                other += tl.load(own_bias + N, mask=within, other=0.0).to(tl.float32)[None, :]
+        if INTERLEAVED:
+            acc, other = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
+        if GATED:
+            acc = gate_product(acc, other, LIMIT, KIND, LIMIT > 0.0, UP_OFFSET)
+        own = number * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = out + targets[:, None] * N + own[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=inside[:, None] & (own < N)[None, :])
+
+
+@triton.jit
+def sum_kernel(
+    results, weights, indices, out, num_experts, N,
+    TOP_K: tl.constexpr, PICKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of one token: out (T, N), the weighted sum of its experts' results (pairs, N), in their order."""
+    token = (tl.program_id(0) // tl.cdiv(N, BLOCK)).to(tl.int64)
+    columns = (tl.program_id(0) % tl.cdiv(N, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    pick = tl.arange(0, PICKS)
+    pair = token * TOP_K + pick
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    expert = tl.load(indices + pair, mask=pick < TOP_K, other=-1)
+    # Rows of pairs of no expert hold anything.
+    used = (expert >= 0) & (expert < num_experts)
+    share = tl.load(weights + pair, mask=used, other=0.0).to(tl.float32)
+    inside = columns < N
+    mask = used[:, None] & inside[None, :]
+    rows = tl.load(results + (pair * N)[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(rows * share[:, None], axis=0)
+    tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,47 @@
+"""Calls of the kernels for mixtures of experts, Qwen3-30B-A3B and others, for compile_cuda_kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_cuda.ops.grouped_mlp import grouped_mlp
+from core_cuda.ops.moe_route import moe_route
+
+BF16 = torch.bfloat16
+TOKENS = (1, 8, 64, 128, 1024, 4096)
+
+
+def experts(num: int, hidden: int, inner: int, *, transposed: bool = False) -> dict[str, Tensor]:
+    """Return weights that nobody reads or writes, so that they take no memory."""
+    shapes = {"gate_up": (num, 2 * inner, hidden), "down": (num, hidden, inner)}
+    return {name: torch.empty((e, b, a) if transposed else (e, a, b), dtype=BF16) for name, (e, a, b) in shapes.items()}
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield routing and products with few and with many tokens."""
+    qwen3, mixtral = experts(128, 2048, 768), experts(8, 4096, 14336)
+    oss = experts(32, 2880, 2880, transposed=True)
+    oss_gate: dict[str, Any] = {"kind": "quick_gelu", "interleaved": True, "limit": 7.0, "up_offset": 1.0}
+    oss_gate |= {"transposed": True, "gate_up_bias": torch.empty(32, 5760, dtype=BF16)}
+    oss_gate |= {"down_bias": torch.empty(32, 2880, dtype=BF16)}
+    for tokens in TOKENS:
+        for name, width, top_k, weights, options in (
+            ("qwen3", 2048, 8, qwen3, {"kind": "silu"}),
+            ("mixtral", 4096, 2, mixtral, {"kind": "silu"}),
+            ("gpt-oss", 2880, 4, oss, oss_gate),
+        ):
+            x, shares = torch.empty(tokens, width, dtype=BF16), torch.empty(tokens, top_k, dtype=BF16)
+            indices = torch.empty(tokens, top_k, dtype=torch.int64)
+            yield f"{name} {tokens}", partial(grouped_mlp, x, shares, indices, **weights, **options)
+    logits = torch.empty(64, 256, dtype=BF16)
+    yield "route qwen3", partial(moe_route, logits[:, :128], 8, renormalize=True)
+    yield "route gpt-oss", partial(moe_route, logits[:, :32], 4, scoring="softmax_selected")
+    groups: dict[str, Any] = {"num_groups": 8, "top_groups": 4, "renormalize": True, "renormalize_eps": 1e-20}
+    bias = torch.empty(256)
+    yield "route deepseek-v3", partial(moe_route, logits, 8, scoring="sigmoid", bias=bias, scale=2.5, **groups)
+    yield "route 512", partial(moe_route, torch.empty(64, 512, dtype=BF16), 10, renormalize=True)
