@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,29 @@ def attention() -> Iterator[Case]:
             )
 
 
+def sampling() -> Iterator[Case]:
+    """Yield greedy and random choices of tokens; FlashInfer draws numbers of its own, so its errors mean nothing."""
+    for count in (1, 64):
+        for name, row in (("greedy", (0.0, 0.0, 1.0, 0.0)), ("top-k 50, top-p 0.9", (0.8, 50.0, 0.9, 0.5))):
+            params = torch.tensor([row], device="cuda").repeat(count, 1)
+            ways: dict[str, Callable[[Any], Any]] = {
+                "core": lambda d, p=params: torch.ops.core_cuda.sample(d, p),
+                "torch": (lambda d: d.argmax(-1)) if not row[0] else lambda d, p=params: torch.ops.core.sample(d, p),
+            }
+            if find_spec("flashinfer") and row[0]:
+                import flashinfer
+
+                ways["flashinfer"] = lambda d: flashinfer.sampling.top_k_top_p_sampling_from_logits(d.float(), 50, 0.9)
+            yield Case(
+                op="sampling",
+                size=f"{count} x 128256, {name}",
+                make=lambda n=count: randn(n, 128_256),
+                ways=ways,
+                num_bytes=2 * count * 128_256,
+                wanted=lambda d, p=params: torch.ops.core.sample(d, p),
+            )
+
+
 def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     """Return the line of a case."""
     sets = [case.make() for _ in range(num_sets(case.num_bytes))]
@@ -178,9 +202,10 @@ def main(
     import core_cuda.implementations  # noqa: F401  # registers the ops
 
     bandwidth = copy_bandwidth()
-    print(f"copy: {bandwidth / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}")
+    found = f"FlashInfer {version('flashinfer-python')}" if find_spec("flashinfer") else "FlashInfer: not installed"
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}; {found}")
     lines = []
-    for case in (*rows(), *attention()):
+    for case in (*rows(), *sampling(), *attention()):
         if only in case.op:
             lines.append(measure(case, bandwidth))
             print(json.dumps(lines[-1]), flush=True)

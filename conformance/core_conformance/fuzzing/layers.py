@@ -30,7 +30,8 @@ def rotary_attention(source: Source) -> dict[str, Any]:
         "compute_dtype": source.one_of(None, wide),
         "out_dtype": source.one_of(None, source.dtype),
     }
-    return {**call, **options, **(_norms(source, size) if source.one_of(False, True) else {})}
+    norms = _norms(source, size) if source.one_of(False, True) else {"normalize": False}
+    return {**call, **options, **norms}
 
 
 def _norms(source: Source, size: int) -> dict[str, Any]:
