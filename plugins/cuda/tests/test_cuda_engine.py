@@ -54,7 +54,8 @@ def test_tokens_are_the_same_with_speculation_chunks_and_sampling_in_the_graph(d
             generated.append([c.token_ids for c in engine.generate(PROMPTS, params())])
             report, stats = engine.report(), engine.stats()
             if config.mode is None:
-                assert report.modes["decode"] == "full" and report.modes["prefill"] == "piecewise"
+                assert set(report.modes.values()) == {"full"}
+                assert (stats.ahead > 20) == (not config.speculative)
                 assert report.notes == () and report.fallbacks == {} and report.compiles == {}
             assert (stats.accepted > 10 and stats.chunked > 3) == bool(config.speculative)
     assert generated[0] == generated[1] == generated[2]

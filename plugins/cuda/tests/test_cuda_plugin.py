@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,12 +56,41 @@ def test_a_capture_outside_a_session_is_refused() -> None:
         cuda_graph_backend(torch.device("cpu")).capture_one(KEY, tuple, {}, nothing)
 
 
+@pytest.mark.parametrize(
+    ("capability", "triton", "missing"),
+    [
+        ((9, 0), True, ""),
+        ((8, 0), True, ""),
+        ((7, 5), True, "they need compute capability 8.0, and the GPU has 7.5"),
+        ((9, 0), False, "triton is not installed (pip install triton)"),
+    ],
+)
+def test_what_keeps_kernels_from_running_is_said(
+    capability: tuple[int, int], triton: bool, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object() if triton else None)
+    assert plugin.kernels_missing(capability) == missing
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    context: Any = SimpleNamespace(parts=SimpleNamespace(torch_device=torch.device("cuda", 0)))
+    names = {implementation.op for implementation in plugin.core_register_ops(context)}
+    assert bool(names) == (not missing)
+    assert not names or {"core::rotary_attention", "core::gated_linear", "core::grouped_mlp"} <= names
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_the_device_opens_and_counts_memory() -> None:
     device = core.select_device("cuda")
     assert device.torch_device == torch.device("cuda", 0)
     assert device.capabilities.modes == ("full", "piecewise", "segmented")
+    assert device.capabilities.asynchronous and device.capabilities.device_lengths
+    assert str(device.capabilities.extra["kernels"]).startswith("triton ") and len(device.ops) >= 15
+    busy = torch.randn(4096, 4096, device=device.torch_device)
+    for _ in range(20):
+        busy = busy @ busy / 64
+    wait = device.record()
+    wait()  # what was queued before the mark is done, whatever comes after
     block = torch.ones(2**20, device=device.torch_device)
     memory = device.parts.memory()
     assert block.nbytes <= memory.used_bytes <= memory.peak_bytes < memory.total_bytes
