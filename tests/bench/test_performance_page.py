@@ -1,0 +1,87 @@
+"""scripts/performance_page.py: every figure of the page comes from the files it is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/performance_page.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("performance_page", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def subject(name: str, median: float | None, failure: str = "", **more: Any) -> dict[str, Any]:
+    found = None if median is None else {"median": median, "min": median - 0.5, "max": median + 0.5}
+    return {"subject": name, "ms": found, "replay_ms": None, "failure": failure, "check": None, **more}
+
+
+def bench() -> dict[str, Any]:
+    logits = {"passed": True, "reference": "fp64 on the host"}
+    replay = {"median": 1.25, "min": 1.0, "max": 1.5}
+    node = {"op": "core::linear", "implementation": "some_linear", "us": 20.0, "share": 0.5, "floor_us": 15.0}
+    kernels = [{"name": "tile", "count": 2, "us": 20.0}]
+    layer = {"name": "model.layers.0-31", "count": 32, "us": 40.0, "floor_us": 30.0}
+    return {
+        "model": {"title": "a model", "class": "A", "num_parameters": 8e9, "dtype": "bfloat16", "attention": "sdpa"},
+        "settings": {"context": 1024},
+        "device": {"product": "a card"},
+        "versions": {"torch": "2.0", "numpy": None},
+        "rates": {"bytes_per_s": 4.2e12, "flops_per_s": 790e12},
+        "started": "2026-11-21T10:00:00",
+        "references": {"another engine": {"decode/1": 4.93}},
+        "cells": [
+            {
+                "name": "decode/1",
+                "floor": {"ms": 3.55},
+                "subjects": [
+                    subject("eager", None, failure="OutOfMemoryError: too little"),
+                    subject("core", 4.5, check={"tokens_equal": True, "logits": logits}) | {"replay_ms": replay},
+                ],
+                "kernels": {"layers": [{**layer, "nodes": [{**node, "kernels": kernels}]}]},
+            }
+        ],
+    }
+
+
+def test_figures_and_failures_stand_on_the_page(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "bench-a.json").write_text(json.dumps(bench()))
+    (tmp_path / "notes.md").write_text("What was measured.\n")
+    line = {"step_ms": 5.0, "cell": "decode/1"}
+    lines = [
+        {**line, "variant": "all passes", "replay_ms": 4.0, "matched": {"fuse": 32}},
+        {**line, "variant": "without fuse", "replay_ms": 4.75, "matched": {}},
+    ]
+    (tmp_path / "gains-a.json").write_text(json.dumps({"preset": "a", "lines": lines}))
+    sizes = {"op": "norm", "size": "1 x 4096", "core_us": 2.5, "torch_us": 7.5, "floor_us": 0.1}
+    (tmp_path / "kernels.json").write_text(json.dumps({"lines": [sizes]}))
+    page = script.page(tmp_path)
+    for text in (
+        "What was measured.",
+        "| `eager` | OutOfMemoryError |",
+        "| `core` | 4.5 (4 to 5) |",
+        "| `core`, the graph alone | 1.25 (1 to 1.5) |",
+        "| another engine | 4.93 |",
+        "| floor | 3.55 |",
+        "decode/1: tokens equal, logits within T1 of fp64 on the host",
+        "| `core::linear` | some_linear | `2 x tile` | 20.0 | 50.0% | 15.0 | 75% |",
+        "| without fuse | 32 | 4.750 |",
+        "| norm | 1 x 4096 | 2.5 | 7.5 | - | - | 0.1 |",
+    ):
+        assert text in page, text
+
+
+def test_a_folder_without_measurements_is_refused(script: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"holds no bench-\*\.json"):
+        script.main(tmp_path, tmp_path / "page.md")
+    assert not (tmp_path / "page.md").exists()
