@@ -47,8 +47,8 @@ def bench(document: Document) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     yield f"## {model['title']}"
     yield ""
-    yield f"{model['class']}, {model['num_parameters'] / 1e9:.2f} B parameters, {model['dtype']}; transformers' own code,"
-    yield f"attention {model['attention']}. Context {document['settings']['context']}."
+    yield f"{model['class']}, {model['num_parameters'] / 1e9:.2f} B parameters, {model['dtype']};"
+    yield f"transformers' own code, attention {model['attention']}. Context {document['settings']['context']}."
     yield f"{document['device']['product']}; {versions}."
     yield f"Copy bandwidth {rates['bytes_per_s'] / 1e12:.2f} TB/s, products {rates['flops_per_s'] / 1e12:.0f} TFLOP/s,"
     yield f"measured in the run; {document['started'][:10]}."
