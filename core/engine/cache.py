@@ -54,12 +54,14 @@ class PagedCache:
         self.step = StepTensors()
         self._modules = tuple(layers)
         self._tensors: list[Tensor] = []
-        for module, layer in layers.items():
-            key_cache, value_cache = (
+        for layer in layers.values():
+            self._tensors += [
                 torch.zeros((num_blocks, block_size, layer.num_kv_heads, size), dtype=layer.dtype, device=device)
                 for size in (layer.key_size, layer.value_size)
-            )
-            self._tensors += [key_cache, value_cache]
+            ]
+        # All of them first: where memory runs out, no module is left with a cache.
+        pairs = zip(self._tensors[::2], self._tensors[1::2], strict=True)
+        for (module, layer), (key_cache, value_cache) in zip(layers.items(), pairs, strict=True):
             attach(module, LayerState(key_cache, value_cache, layer.window, self.step))
 
     @property

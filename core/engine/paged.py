@@ -55,9 +55,7 @@ class PagedRunner:
         num_blocks = 1 + config.max_num_seqs * self._max_blocks
         self._check_memory(layers.values(), num_blocks)
         self._before = model.config._attn_implementation
-        self._cache = PagedCache(
-            layers, num_blocks=num_blocks, block_size=config.block_size, device=device.torch_device
-        )
+        self._cache = self._make_cache(layers, num_blocks)
         self._pool = BlockPool(num_blocks)
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self._program: Any = None
@@ -207,13 +205,25 @@ class PagedRunner:
     def _check_memory(self, layers: Any, num_blocks: int) -> None:
         wanted = sum(num_blocks * self._block_size * layer.bytes_per_position for layer in layers)
         memory = self._device.parts.memory()
-        if wanted > memory.total_bytes - memory.used_bytes:
-            raise ModelError(
-                f"a key/value cache of {wanted / 2**30:.2f} GiB ({self.max_num_seqs} sequences of up to "
-                f"{self._max_blocks * self._block_size} tokens)",
-                found=f"{self._device.name} has {(memory.total_bytes - memory.used_bytes) / 2**30:.2f} GiB free",
-                remedy="lower max_num_seqs or max_model_len",
-            )
+        free = memory.total_bytes - memory.used_bytes
+        if wanted > free:
+            raise self._no_room(wanted, f"{self._device.name} has {free / 2**30:.2f} GiB free")
+
+    def _make_cache(self, layers: dict[nn.Module, AttentionLayer], num_blocks: int) -> PagedCache:
+        device, size = self._device.torch_device, self._block_size
+        try:
+            return PagedCache(layers, num_blocks=num_blocks, block_size=size, device=device)
+        except torch.OutOfMemoryError as error:  # what other processes hold, `memory` does not count as used
+            wanted = sum(num_blocks * size * layer.bytes_per_position for layer in layers.values())
+            raise self._no_room(wanted, " ".join(str(error).split())[:200]) from None
+
+    def _no_room(self, num_bytes: int, found: str) -> ModelError:
+        most = f"{self.max_num_seqs} sequences of up to {self._max_blocks * self._block_size} tokens"
+        return ModelError(
+            f"a key/value cache of {num_bytes / 2**30:.2f} GiB ({most})",
+            found=found,
+            remedy="lower max_num_seqs or max_model_len",
+        )
 
     @torch.no_grad()
     def _check_same_function(self, max_model_len: int) -> None:

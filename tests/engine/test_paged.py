@@ -215,3 +215,19 @@ def test_a_cache_larger_than_the_memory_is_refused_with_figures() -> None:
         PagedRunner(model, small, CONFIG, max_model_len=LENGTH)
     assert "0.00 GiB free" in caught.value.found
     assert not any(hasattr(module, "_core_attention") for module in model.modules())
+
+
+def test_memory_that_others_hold_is_told_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, made = tiny("llama"), torch.zeros, []
+
+    def zeros(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(args)
+        if len(made) > 3:  # the second layer's values
+            raise torch.OutOfMemoryError("tried to allocate 12 GiB,\n  others hold the rest")
+        return real(*args, **options)
+
+    monkeypatch.setattr("core.engine.cache.torch.zeros", zeros)
+    with pytest.raises(ModelError, match=r"a key/value cache of .* GiB \(3 sequences") as caught:
+        PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
+    assert caught.value.found == "tried to allocate 12 GiB, others hold the rest"
+    assert not any(hasattr(module, "_core_attention") for module in model.modules())
