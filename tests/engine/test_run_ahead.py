@@ -17,31 +17,44 @@ from tests.recording import acme
 
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
 CONFIG = EngineConfig(
-    max_num_seqs=4, max_model_len=96, decode_buckets=(1, 2, 4), prefill_buckets=(16, 64), lowering="inline"
+    max_num_seqs=4, max_model_len=96, decode_buckets=(1, 4), prefill_buckets=(64,), lowering="inline", run_ahead=True
 )
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+class Waiting:
+    """The same engine, which waits for each step's tokens while this generates."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.stats = engine.stats
+
+    def generate(self, *args: Any, **options: Any) -> list[Completion]:
+        self.engine.runs_ahead = False
+        try:
+            return self.engine.generate(*args, **options)
+        finally:
+            self.engine.runs_ahead = True
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """An engine that runs ahead, on a device that replays what it recorded."""
-    with Engine.load(embedded_model(), acme(), replace(CONFIG, run_ahead=True)) as engine:
-        assert engine.route == "paged"
+    with Engine.load(embedded_model(), acme(), CONFIG) as engine:
+        assert engine.route == "paged" and engine.runs_ahead
         yield engine
 
 
-@pytest.fixture(scope="module")
-def waiting() -> Iterator[Engine]:
-    """The same engine, which waits for each step's tokens."""
-    with Engine.load(embedded_model(), acme(), replace(CONFIG, run_ahead=False)) as engine:
-        yield engine
+@pytest.fixture
+def waiting(engine: Engine) -> Waiting:
+    return Waiting(engine)
 
 
 def ids(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
-def counts(engine: Engine, action: Any) -> tuple[Any, dict[str, int]]:
+def counts(engine: Engine | Waiting, action: Any) -> tuple[Any, dict[str, int]]:
     """Return what the action gives, and what the engine counted meanwhile."""
     before = engine.stats()
     result = action()
@@ -53,7 +66,7 @@ def counts(engine: Engine, action: Any) -> tuple[Any, dict[str, int]]:
     }
 
 
-def test_every_decode_step_but_the_first_runs_ahead_and_none_in_vain(engine: Engine, waiting: Engine) -> None:
+def test_every_decode_step_but_the_first_runs_ahead_and_none_in_vain(engine: Engine, waiting: Waiting) -> None:
     found, counted = counts(engine, lambda: engine.generate(TEXTS[:3], GREEDY))
     expected, others = counts(waiting, lambda: waiting.generate(TEXTS[:3], GREEDY))
     assert ids(found) == ids(expected)
@@ -61,14 +74,14 @@ def test_every_decode_step_but_the_first_runs_ahead_and_none_in_vain(engine: Eng
     assert others == {"decode": 11, "ahead": 0, "discarded": 0}
 
 
-def test_sequences_that_end_in_turn(engine: Engine, waiting: Engine) -> None:
+def test_sequences_that_end_in_turn(engine: Engine, waiting: Waiting) -> None:
     each = [replace(GREEDY, max_new_tokens=count) for count in (1, 4, 9, 2)]
     found, counted = counts(engine, lambda: engine.generate(TEXTS, each))
     assert ids(found) == ids(waiting.generate(TEXTS, each))
     assert counted["ahead"] > 0 and counted["discarded"] == 0  # each end is known beforehand
 
 
-def test_a_stop_token_ends_a_sequence_whose_next_step_runs_already(engine: Engine, waiting: Engine) -> None:
+def test_a_stop_token_ends_a_sequence_whose_next_step_runs_already(engine: Engine, waiting: Waiting) -> None:
     alone = waiting.generate(TEXTS, replace(GREEDY, max_new_tokens=20))
     stopping = alone[1].token_ids[6]
     params = replace(GREEDY, max_new_tokens=20, stop_token_ids=(stopping,))
@@ -79,7 +92,7 @@ def test_a_stop_token_ends_a_sequence_whose_next_step_runs_already(engine: Engin
     assert ids(engine.generate(TEXTS, GREEDY)) == ids(waiting.generate(TEXTS, GREEDY))  # nothing is left behind
 
 
-def test_random_tokens_are_those_of_the_seed(engine: Engine, waiting: Engine) -> None:
+def test_random_tokens_are_those_of_the_seed(engine: Engine, waiting: Waiting) -> None:
     hot = [replace(GREEDY, temperature=1.3, top_k=50, top_p=0.95, seed=seed) for seed in range(3)]
     mixed = [*hot, GREEDY]
     found, counted = counts(engine, lambda: engine.generate(TEXTS, mixed))
@@ -88,7 +101,7 @@ def test_random_tokens_are_those_of_the_seed(engine: Engine, waiting: Engine) ->
     assert len(set(ids(engine.generate(TEXTS[:1] * 3, hot)))) == 3
 
 
-def test_logits_are_those_of_each_token(engine: Engine, waiting: Engine) -> None:
+def test_logits_are_those_of_each_token(engine: Engine, waiting: Waiting) -> None:
     (found,), counted = counts(engine, lambda: engine.generate(TEXTS[:1], GREEDY, collect_logits=True))
     (expected,) = waiting.generate(TEXTS[:1], GREEDY, collect_logits=True)
     assert found.logits is not None and expected.logits is not None
@@ -96,7 +109,7 @@ def test_logits_are_those_of_each_token(engine: Engine, waiting: Engine) -> None
     assert counted["ahead"] == 0  # the step behind would overwrite them
 
 
-def test_requests_that_join_and_leave_in_between(engine: Engine, waiting: Engine) -> None:
+def test_requests_that_join_and_leave_in_between(engine: Engine, waiting: Waiting) -> None:
     expected = {text: waiting.generate([text], GREEDY)[0].token_ids for text in TEXTS}
     first = engine.add_request(TEXTS[0], GREEDY)
     aborted = engine.add_request(TEXTS[1], GREEDY)
@@ -120,7 +133,8 @@ def test_requests_that_join_and_leave_in_between(engine: Engine, waiting: Engine
     assert engine.step() == []
 
 
-def test_a_step_that_fails_is_computed_again(engine: Engine, waiting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_computed_again(engine: Engine, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = waiting.generate(TEXTS[:1], GREEDY)[0].token_ids
     request = engine.add_request(TEXTS[0], GREEDY)
     tokens: list[int] = []
     failed = 0
@@ -140,4 +154,4 @@ def test_a_step_that_fails_is_computed_again(engine: Engine, waiting: Engine, mo
         except RuntimeError:
             continue
         tokens += [token for output in outputs if output.request_id == request for token in output.token_ids]
-    assert failed > 12 and tuple(tokens) == waiting.generate(TEXTS[:1], GREEDY)[0].token_ids
+    assert failed > 12 and tuple(tokens) == expected
