@@ -104,6 +104,16 @@ def test_codes_of_fp8_with_their_scales(kernel_device: torch.device) -> None:
         assert judge(found.cpu(), exact.float().to(torch.bfloat16), exact).passed
 
 
+def test_only_rows_at_aligned_addresses_are_fetched_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[bool] = []
+    monkeypatch.setattr(launching, "launch", lambda *_, **options: fetched.append(options["FETCH"]))
+    wide = torch.empty(64, 512 + 16, dtype=torch.bfloat16)
+    for first in (0, 8, 1):  # 0, 16 and 2 bytes from an aligned address
+        x, weight = torch.empty(4, 512, dtype=torch.bfloat16), wide[:, first : first + 512]
+        skinny_linear(x, weight, config=SkinnyConfig("tile", 64, 64, 4, 2))
+    assert fetched == [True, True, False]
+
+
 def test_many_rows_and_other_dtypes_are_for_cublas(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops.attention_rotation import rotated_rows
-from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
 
 __all__ = ["decode_kernel"]
 
@@ -62,10 +62,7 @@ def fetch_rows(rows, SIZE: tl.constexpr):
     LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # 128 bytes
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(SIZE, LINE))
     columns = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
-    tl.inline_asm_elementwise(
-        "{ .reg .u64 g; cvta.to.global.u64 g, $1; prefetch.global.L2 [g]; mov.u32 $0, 0; }",
-        "=r,l", [(rows[:, None] + columns[None, :]).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    fetch(rows[:, None] + columns[None, :])
 
 
 @triton.jit
@@ -165,7 +162,7 @@ def decode_kernel(
     before this one still runs. What that reads is a guess, since the kernel may just be writing it: it is read again.
     """
     head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    k_head, v_head = key_cache + head * key_cache_head, value_cache + head * value_cache_head
+    k_head, v_head = key_cache + head.to(tl.int64) * key_cache_head, value_cache + head.to(tl.int64) * value_cache_head
     table = block_table + seq * table_stride
     if FETCH and OVERLAP:
         _, _, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N, WINDOWED,

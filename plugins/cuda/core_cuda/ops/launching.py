@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["INTERPRETED", "can_overlap", "launch", "num_multiprocessors", "start_next", "wait_for_inputs"]
+__all__ = ["INTERPRETED", "can_overlap", "fetch", "launch", "num_multiprocessors", "start_next", "wait_for_inputs"]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the host, as the tests of a machine without a GPU have it."""
@@ -66,3 +66,15 @@ def start_next(OVERLAP: tl.constexpr):
     """Let the blocks of the next kernel start; what they may not read yet, `wait_for_inputs` keeps them from."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(places):
+    """Fetch the 128 bytes around each of these places into the L2 cache, and wait for nothing; not in the interpreter.
+
+    What a kernel before may still be writing can be fetched too, if it is read after `wait_for_inputs`.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .u64 g; cvta.to.global.u64 g, $1; prefetch.global.L2 [g]; mov.u32 $0, 0; }",
+        "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -118,10 +118,10 @@ def _route_kernel(
     group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
     expert = group * group_size + place
     inside = (group < num_groups) & (place < group_size)
-    if HAS_BIAS:
-        shift = tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    if HAS_BIAS:
+        shift = tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(logits + token * stride + expert, mask=inside, other=-float("inf")).to(tl.float32)
     scores = _score(row, SCORING)
     own_rank = tl.where(inside, _rank(scores), _TAKEN)

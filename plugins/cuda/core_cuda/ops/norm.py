@@ -36,12 +36,12 @@ MAX_WIDTH = 32768
 """The longest row that a program holds in registers."""
 
 _LONG_BLOCK = 8192
-_FEW_REGISTERS = 16  # values of a row to a thread, up to which the weight has room beside them from the start
+_FEW_REGISTERS = 16  # values of a row to a thread, up to which the weight has room beside them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """rows: how many rows a program takes; num_warps: of a program; early: read the weight before the kernel waits."""
+    """rows: how many rows a program takes; num_warps: of a program; early: read the weight with the rows."""
 
     rows: int
     num_warps: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import largest, scale_of, to_codes
 from core_cuda.ops.rows import row_starts
 
@@ -25,6 +25,14 @@ def _per_column(weight, columns, mask, OFFSET: tl.constexpr, FACTOR: tl.constexp
     if OFFSET != 0.0:
         factor = (factor + OFFSET).to(FACTOR).to(tl.float32)
     return factor[None, :]
+
+
+@triton.jit
+def _fetch_columns(weight, WIDTH: tl.constexpr):
+    """Fetch a weight into the L2 cache; a model may compute it in the kernel before this one, so it is read later."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # 128 bytes
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
+    fetch(weight + tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1))
 
 
 @triton.jit
@@ -59,7 +67,7 @@ def norm_kernel(
     NORMED: tl.constexpr, FACTOR: tl.constexpr, PRODUCT: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr,
     FLAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of WIDTH up to BLOCK, held in registers. EARLY: the weight is read before the kernel waits.
+    """Rows of WIDTH up to BLOCK, held in registers. EARLY: the weight is read with the rows, not after them.
 
     residual (rows, WIDTH): None, or added to x first, the sum going to `total`. CENTER: layer norm. out: what the op
     stores, or codes, if there is a scale: `given` (), or made of each row and stored in `scale` (rows, 1).
@@ -75,13 +83,18 @@ def norm_kernel(
     out_at = row_starts(row, inner, out_outer, out_inner, FLAT)[:, None] + columns[None, :]
     factor = None
     shift = None
+    if OVERLAP:
+        if weight is not None:
+            _fetch_columns(weight, WIDTH)
+        if bias is not None:
+            _fetch_columns(bias, WIDTH)
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
     if EARLY:
         if weight is not None:
             factor = _per_column(weight, columns, inside, OFFSET, FACTOR)
         if bias is not None:
             shift = _per_column(bias, columns, inside, 0.0, FACTOR)
-    wait_for_inputs(OVERLAP)
-    start_next(OVERLAP)
     values = _summed(x, residual, total, x_at, residual_at, total_at, mask, True)
     if CENTER:
         values = tl.where(mask, values - (tl.sum(values, axis=1) / WIDTH)[:, None], 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from core.common.ops.declaration import CanonicalOp
 
@@ -26,9 +27,19 @@ def kernel_of(op: CanonicalOp, name: str = "") -> Callable[[Callable[..., Any]],
         own = name or function.__name__
         # Not torch.library.custom_op: its Python around each call takes longer than a kernel of one token.
         _LIBRARY.define(own + op.schema.removeprefix(op.name))
-        _LIBRARY.impl(own, function, "CompositeExplicitAutograd")
+        _LIBRARY.impl(own, _on_its_device(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{own}", op.fake, lib=_LIBRARY)
         overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), own).default
         return overload
 
     return register
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the GPU of its first operand made current, on whose stream Triton launches."""
+
+    def run(first: Tensor, *operands: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return function(first, *operands, **options)
+
+    return run

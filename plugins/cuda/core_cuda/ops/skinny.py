@@ -77,7 +77,10 @@ def _row_kernel(
 
 @triton.jit
 def _fetch_rows(weight, rows, stride_w, begin):
-    """Fetch 1 KiB of each of these rows of the weight, from `begin` on, into the L2 cache, and wait for nothing."""
+    """Fetch 1 KiB of each of these rows of the weight, from `begin` on, into the L2 cache, and wait for nothing.
+
+    The hardware takes addresses that are multiples of 16 bytes, and memory that exists.
+    """
     address = (weight + rows.to(tl.int64) * stride_w + begin).to(tl.int64)
     tl.inline_asm_elementwise(
         "{ .reg .u64 g; cvta.to.global.u64 g, $1; cp.async.bulk.prefetch.L2.global [g], 1024; mov.u32 $0, 0; }",
@@ -87,10 +90,12 @@ def _fetch_rows(weight, rows, stride_w, begin):
 
 @triton.jit
 def _dot(values, tile, acc, SWAP: tl.constexpr):
+    # The units of capability 9.0 sum products of fp8 in fewer bits than fp32 has: over this much of K at most.
+    NARROW: tl.constexpr = min(tile.shape[1], 128)
     if SWAP:
-        acc = tl.dot(tile, tl.trans(values), acc, input_precision="ieee")
+        acc = tl.dot(tile, tl.trans(values), acc, input_precision="ieee", max_num_imprecise_acc=NARROW)
     else:
-        acc = tl.dot(values, tl.trans(tile), acc, input_precision="ieee")
+        acc = tl.dot(values, tl.trans(tile), acc, input_precision="ieee", max_num_imprecise_acc=NARROW)
     return acc
 
 
@@ -118,9 +123,11 @@ def _tile_kernel(
     # Rows and columns past the end repeat the last one instead of being masked: plain copies can be pipelined.
     columns = tl.minimum(number * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     if FETCH and OVERLAP:
-        _fetch_rows(weight, first + columns, stride_w, begin)
+        # The last share may be shorter than what is fetched, which must not go past the weight's end.
+        fetched = tl.minimum(begin, K - 8192 // weight.dtype.element_ty.primitive_bitwidth)
+        _fetch_rows(weight, first + columns, stride_w, fetched)
         if GATED:
-            _fetch_rows(weight, second + columns, stride_w, begin)
+            _fetch_rows(weight, second + columns, stride_w, fetched)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     rows = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
@@ -218,7 +225,8 @@ def skinny_linear(
     arrived = counters(tiles, x.device) if splits > 1 else partial
     x_scale, w_scale = scales or (partial, partial)
     even = depth % config.block_k == 0
-    fetch = even and per_split * config.block_k * weight.itemsize >= _FETCHED and weight.stride(0) % _ALIGNED == 0
+    fetch = even and per_split * config.block_k * weight.itemsize >= _FETCHED
+    fetch = fetch and weight.stride(0) % _ALIGNED == 0 and weight.data_ptr() % 16 == 0
     launching.launch(
         _tile_kernel, (tiles, splits), x, weight, bias, x_scale, w_scale, out, partial, arrived,
         num_rows, columns, depth, x.stride(0), weight.stride(0), columns, first, second,
