@@ -54,6 +54,16 @@ def unread(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> int:
     return int(bool((kwargs["slot_mapping"] < page).any()))
 
 
+def computes(op: CanonicalOp, name: str) -> bool:
+    """Tell whether an op computes what it writes into an argument, where others copy an operand."""
+    return (op.name, name) == ("rotary_attention", "key_cache")
+
+
+def differ(one: Tensor, other: Tensor) -> Tensor:
+    """Return where two floating tensors of one shape hold different values; NaN is the same as NaN."""
+    return (one != other) & ~(one.isnan() & other.isnan())
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors of one shape and dtype hold the same bits, those of NaN included."""
     a, b = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))

@@ -16,6 +16,7 @@ from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE, moe_route
 from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM, add_rms_norm, rms_norm
 from core.common.ops.quantization import QUANTIZE, quantize
 from core.common.ops.rotary import ROTARY, rotary
+from core.common.ops.rotary_attention import ROTARY_ATTENTION
 
 Function = Callable[..., Any]
 
@@ -131,6 +132,34 @@ def rotary_wide(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options:
 
 def attention_scale(*args: Any, scale: float, **options: Any) -> Tensor:
     return reference(*args, scale=1.02 * scale, **options)
+
+
+def rotary_attention_wide(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Rotate in fp32 at least, and round what is written and what comes back once."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = options.get("out_dtype") or query.dtype
+    options["compute_dtype"] = options["out_dtype"] = None
+    result: Tensor = ROTARY_ATTENTION.reference(query.to(wide), key.to(wide), *args, **options)
+    return result.to(out)
+
+
+def rotary_attention_key(*args: Any, **options: Any) -> Tensor:
+    """Leave keys in the cache that are 2 % off, for steps to come."""
+    result: Tensor = ROTARY_ATTENTION.reference(*args, **options)
+    cache, slots = args[5], args[8]
+    cache.view(-1, *cache.shape[2:])[slots.unique()] *= 1.02
+    return result
+
+
+def rotary_attention_neighbour(*args: Any, **options: Any) -> Tensor:
+    """Touch keys of the cache that are not of this step."""
+    result: Tensor = ROTARY_ATTENTION.reference(*args, **options)
+    cache, slots = args[5], args[8]
+    rows = cache.view(-1, *cache.shape[2:])
+    others = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    others[slots] = False
+    rows[others] *= 1.001
+    return result
 
 
 def attention_length(*args: Any, **options: Any) -> Tensor:
@@ -265,6 +294,7 @@ LEGITIMATE: dict[str, tuple[str, Function]] = {
     "norm_unrounded": (RMS_NORM.name, norm_unrounded),
     "gate_in_fp32": (GATED_ACTIVATION.name, gate_in_fp32),
     "rotary_wide": (ROTARY.name, rotary_wide),
+    "rotary_attention_wide": (ROTARY_ATTENTION.name, rotary_attention_wide),
     "attention_heads_repeated": (ATTENTION.name, attention_heads_repeated),
     "quantize_by_reciprocal": (QUANTIZE.name, quantize_by_reciprocal),
     "quantize_by_largest": (QUANTIZE.name, quantize_by_largest),
@@ -272,6 +302,8 @@ LEGITIMATE: dict[str, tuple[str, Function]] = {
     "mlp_in_fp32": (GROUPED_MLP.name, mlp_in_fp32),
 }
 WRONG: dict[str, tuple[str, Function]] = {
+    "rotary_attention_key": (ROTARY_ATTENTION.name, rotary_attention_key),
+    "rotary_attention_neighbour": (ROTARY_ATTENTION.name, rotary_attention_neighbour),
     "norm_eps": (RMS_NORM.name, norm_eps),
     "norm_rounding": (RMS_NORM.name, norm_rounding),
     "norm_in_place": (RMS_NORM.name, norm_in_place),

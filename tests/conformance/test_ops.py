@@ -45,6 +45,8 @@ REASONS = {
     "quantize_truncates": "int8 by group, codes: ",
     "quantize_in_half": "codes are one step off",
     "quantize_scale": "scale: error over bound",
+    "rotary_attention_key": "key_cache: error over bound",
+    "rotary_attention_neighbour": "elements differ in bits",
     "route_in_half": "an expert that ranks lower",
     "route_next_best": "an expert that ranks lower",
     "route_unnormalized": "weights: error over bound",

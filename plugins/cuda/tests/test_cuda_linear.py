@@ -94,6 +94,12 @@ def test_rows_of_wider_tensors(kernel_device: torch.device) -> None:
         assert judged(skinny_linear(**moved(call, kernel_device), config=config), LINEAR, call)
 
 
+def test_a_bias_may_be_every_second_element(kernel_device: torch.device) -> None:
+    call = operands(3, 64, 128, torch.bfloat16)
+    call["bias"] = torch.stack((call["bias"], call["bias"].flip(0)), dim=-1)[:, 0]
+    assert judged(skinny_linear(**moved(call, kernel_device), config=TILES[1]), LINEAR, call)
+
+
 def test_codes_of_fp8_with_their_scales(kernel_device: torch.device) -> None:
     x, weight = (randn(n, 256, seed=n).to(torch.float8_e4m3fn) for n in (6, 64))
     scales = (torch.rand(6) + 0.5, torch.rand(64) + 0.5)

@@ -131,6 +131,16 @@ def test_every_candidate_computes_the_same(size: int, kernel_device: torch.devic
         assert not flat[:, 0].any()  # nobody writes padding
 
 
+def test_weights_of_norms_may_be_every_second_element(kernel_device: torch.device) -> None:
+    sample = next(s for s in QK_NORM_ROTARY.samples(torch.float32, CPU) if s.kwargs["query_weight"] is not None)
+    for name in ("query_weight", "key_weight"):
+        weight = sample.kwargs[name]
+        if weight is not None:
+            apart = torch.stack((weight, weight.flip(0)), dim=-1)[:, 0]
+            call = {**sample.kwargs, name: apart}
+            check(QK_NORM_ROTARY, rotary.qk_norm_rotary, [call], kernel_device)
+
+
 def test_few_rows_are_spread_over_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "num_multiprocessors", lambda: 132)
     assert rotary.choose(40, 128) == rotary.RotaryConfig(rows=1, num_warps=1)

@@ -236,6 +236,7 @@ def _walk(turning: _Turning, cos: Tensor, sin: Tensor, *, keep_order: bool) -> t
     missing = _MAX_RANK - 1 - len(dims)
     strides = tuple(s for t in spread for s in (*(0,) * missing, *(t.stride(d) for d in dims)))
     _, middle, inner = (*(1,) * missing, *(sizes[d] for d in dims))
+    weight = weight if weight is None else weight.contiguous()  # the kernel reads it feature by feature
     return (x, out, cos, sin, weight), (sizes.numel(), middle, inner), strides
 
 

@@ -209,7 +209,7 @@ def skinny_linear(
     first, second = (0, columns) if gated.gate_first else (columns, 0)
     epilogue = {"KIND": gated.kind, "LIMIT": gated.limit, "UP_OFFSET": gated.up_offset, "HAS_BIAS": bias is not None}
     tiles = triton.cdiv(columns, config.block_n)
-    bias = out if bias is None else bias  # any pointer: it is not read
+    bias = out if bias is None else bias.contiguous()  # without one any pointer: it is not read
     if config.kernel == "row":
         launching.launch(
             _row_kernel, (tiles,), x, weight, bias, out, columns, depth, weight.stride(0), first, second,
