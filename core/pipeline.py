@@ -28,6 +28,7 @@ from core.arguments import (
     examples_per_phase,
     models_per_phase,
 )
+from core.common.collector import paused
 from core.common.config import CompileOptions
 from core.common.graphs.backend import CallBackend, GraphKey
 from core.common.graphs.breaks import modules_of
@@ -146,7 +147,10 @@ class Pipeline:
                 self.stages = self._stages(given)
                 runner, buffers = self.stages.runner, self.stages.buffers
                 try:
-                    captured = self._capture_all(progress)
+                    # Traces make some hundred thousand objects and keep most: the collector would walk all of these,
+                    # and the whole process, again and again. A capture session begins with a collection.
+                    with paused():
+                        captured = self._capture_all(progress)
                 except BaseException:
                     runner.cleanup()
                     raise

@@ -17,7 +17,8 @@ from core.common.lowering import Lowerings
 from core.common.lowerings import inline
 from core.common.ops.attention import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.errors import CaptureError, DeviceUnavailableError, LoweringError, UsageError
+from core.common.tracing import trace
+from core.errors import CaptureError, DeviceUnavailableError, LoweringError, TraceError, UsageError
 from tests.support import cpu, refused
 
 ROWS = {"x": InputSpec(("n", 2), torch.float32)}
@@ -171,6 +172,26 @@ def test_a_failing_capture_cleans_up_and_names_its_key() -> None:
     assert made.cleanups == 1 and not made.can_run(GraphKey("main", (8,)))
     assert made.in_session == [False, False]  # the collector rests while graphs are captured
     assert gc.isenabled()
+
+
+def test_the_collector_rests_from_the_first_trace_to_the_last_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr("core.phases.trace", watched)
+    compiled().close()
+    assert enabled and not any(enabled) and gc.isenabled()
+    with refused(TraceError, "as one graph"):
+        core.compile(breaks, cpu(), inputs=ROWS, buckets=[4], strict=True)
+    assert not any(enabled) and gc.isenabled()
+
+
+def breaks(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x + 1
 
 
 def test_a_backends_own_error_is_passed_on() -> None:

@@ -148,10 +148,11 @@ class PassManager:
             for name in declared.requires:
                 context.analysis(name)
             result = self._apply(declared, context, before, num_constants)
-            if not before.is_current():
+            changed = not before.is_current()
+            if changed:
                 run.changed.append(declared.name)
             report = self._report(declared, result, start, expected=expected)
-            self._check(report, run, before)
+            self._check(report, run, before, changed=changed)
         except Exception as error:
             failure = failed(declared, error)
             if self._strict:
@@ -162,7 +163,7 @@ class PassManager:
             run.analyses.invalidate()
             log.warning("%s\n  pass undone: the model runs without it", failure)
             return self._report(declared, PassResult(matched=0), start, expected=expected, error=str(failure))
-        if run.observe is not None and not before.is_current():
+        if run.observe is not None and changed:
             run.observe(report, before, run.graph)
         log.info("%s", report.summary())
         return report
@@ -184,14 +185,14 @@ class PassManager:
         context.analyses.invalidate(declared.preserves - ({"order"} if removed else set()))
         return result
 
-    def _check(self, report: PassReport, run: _Run, before: Snapshot) -> None:
+    def _check(self, report: PassReport, run: _Run, before: Snapshot, *, changed: bool) -> None:
         """Judge what the pass did: its promise, nodes that two passes claim, and its numbers if asked to."""
         claimed = [miss for miss in report.near_misses if miss.claimant]
         if claimed:
             self._complain(conflict(report, claimed[0]))
         if report.expected is not None and report.matched != report.expected:
             self._complain(broken_promise(report))
-        if report.matched == 0 and before.is_current():
+        if report.matched == 0 and not changed:
             return
         if self._dump_dir is not None:
             stem = f"{self._num_runs:02d}-{run.stage}-{self._position(report.name):02d}-{report.name}"

@@ -170,8 +170,10 @@ class _Recorder(fx.Interpreter):
 
 def _can_run(values: list[Any]) -> bool:
     """Tell whether all values are known and fake: real ones would be computed with, and written."""
+    if any(value is None for value in values):  # `None in values` would ask each tensor whether it equals None
+        return False
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    return None not in values and bool(tensors) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return bool(tensors) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _members(value: Any, count: int) -> tuple[Any, ...]:

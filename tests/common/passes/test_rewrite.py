@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from core.common.passes import metadata
 from core.common.passes.context import PassContext, value_of
 from core.common.passes.declaration import Guards
 from core.common.passes.rewrite import Site, fuse, near_miss, remove_dead, site_name
@@ -51,6 +52,32 @@ def test_every_norm_is_fused_named_and_right(dtype: torch.dtype) -> None:
     )
     assert len(whole.module.graph.nodes) == num_nodes - 7 * 7  # eight nodes became one
     assert torch.equal(whole.module(*values)[0], before)
+
+
+def test_layers_alike_run_on_fakes_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_runs(num_layers: int) -> int:
+        module, run, ran = traced(Stack(num_layers), X), metadata.fake_values, []
+
+        def counted(*call: Any) -> dict[str, Any]:
+            ran.append(call)
+            return run(*call)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(metadata, "fake_values", counted)
+            assert fused(module, find_rms).matched == 2 * num_layers + 1
+        return len(ran)
+
+    assert num_runs(8) == num_runs(4) == 1
+
+
+def test_no_tensor_is_compared_while_sites_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = traced(Stack(2), X)
+
+    def compare(*_: object) -> bool:
+        raise AssertionError("a comparison of fake tensors runs through torch's dispatcher")
+
+    monkeypatch.setattr(Tensor, "__eq__", compare)
+    assert fused(module, find_rms).matched == 5
 
 
 def test_new_nodes_carry_value_and_origin() -> None:
