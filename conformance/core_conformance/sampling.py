@@ -10,17 +10,17 @@ from torch import Tensor
 
 from core.common.ops.sampling import sample
 from core_conformance.judging import Judged
+from core_conformance.tolerances import DRAW_SLACK
 from core_conformance.trial import Trial
 
 _INF = float("inf")
-_SLACK = 1e-5  # of the uniform number and of top-p; a sum of 2**17 probabilities in fp32 is off by less
 
 
 def judge_sample(trial: Trial, judged: Judged) -> None:
     """Judge the tokens of `core::sample`.
 
     A greedy row's token has the largest logit. Any other token stands, in order of falling logit, between those that
-    fp64 draws at numbers, and with top-p, that are off by `_SLACK`.
+    fp64 draws at numbers, and with top-p, that are off by `DRAW_SLACK`.
     """
     (tokens,), (exact,) = judged.results, judged.references
     name = f"{judged.name}, tokens"
@@ -35,7 +35,7 @@ def judge_sample(trial: Trial, judged: Judged) -> None:
     trial.record(name, "T0", _INF if wrong.any() else 0.0, reason if wrong.any() else "", like=tokens)
     excused = int(((given != wanted) & ~wrong).sum())
     if excused:
-        trial.note(f"{judged.name}: {excused} of {len(wrong)} draws lie within {_SLACK:g} of a boundary")
+        trial.note(f"{judged.name}: {excused} of {len(wrong)} draws lie within {DRAW_SLACK:g} of a boundary")
 
 
 def _wrong(tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -48,7 +48,7 @@ def _wrong(tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     bounds = []
     for sign in (-1, 1):
         # A larger share of top-p moves the same draw to a later token.
-        moved = params + sign * _SLACK * torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+        moved = params + sign * DRAW_SLACK * torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
         moved[:, 2] = torch.where(params[:, 2] < 1, moved[:, 2], params[:, 2])
         moved[:, 3].clamp_(0.0, 1.0)
         bounds.append(ranks.gather(1, sample(logits, moved)[:, None])[:, 0])

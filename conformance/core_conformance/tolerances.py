@@ -47,6 +47,10 @@ errors of 0.5 to 1.5 times eager's. In fp32 an activation that is 0.1 % off gave
 KL_ROW_FACTOR = 16.0
 """The same for the row that diverges most; the same variants gave 0.13 to 4.7 (0.34 to 2.4 in half precision)."""
 
+DRAW_SLACK = 1e-5
+"""By how much the number that a token is drawn with, and top-p, may be taken to be off: a sum of 2**17 probabilities in
+fp32 is off by less."""
+
 RELEASE_MIN_BYTES = 32 * 2**20
 """What an engine is taken to hold at least, where the memory is judged that it leaves taken: blocks of allocators."""
 
