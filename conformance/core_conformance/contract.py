@@ -54,14 +54,14 @@ def unread(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> int:
     return int(bool((kwargs["slot_mapping"] < page).any()))
 
 
-def computes(op: CanonicalOp, name: str) -> bool:
-    """Tell whether an op computes what it writes into an argument, where others copy an operand."""
-    return (op.name, name) == ("rotary_attention", "key_cache")
-
-
-def differ(one: Tensor, other: Tensor) -> Tensor:
-    """Return where two floating tensors of one shape hold different values; NaN is the same as NaN."""
-    return (one != other) & ~(one.isnan() & other.isnan())
+def computed(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> Tensor | None:
+    """Return which elements of an argument the op computes, on the host; None where it copies what it writes."""
+    if (op.name, name) != ("rotary_attention", "key_cache"):
+        return None
+    cache = kwargs[name]
+    found = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    found.view(-1)[kwargs["slot_mapping"].cpu()] = True
+    return found[:, :, None, None].expand(cache.shape)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
