@@ -270,11 +270,11 @@ class Engine:
         following = step_behind(step) if self.runs_ahead and not self._scheduler.num_waiting else None
         if following is None or self._wants_logits(step) or (step.is_random and not output.sampled):
             return None
-        all_here = all(part.sequence.index in self._requests for part in step.parts)
-        if not all_here or not self._runner.can_run_ahead(following):
+        if not all(part.sequence.index in self._requests for part in step.parts):
             return None
-        self._counts.ahead += 1
-        return Flight(following, self._runner.run(following, feed=output.tokens))
+        queued = self._runner.run_ahead(following, output.tokens)
+        self._counts.ahead += queued is not None
+        return None if queued is None else Flight(following, queued)
 
     def _wants_logits(self, step: Step) -> bool:
         requests = (self._requests.get(part.sequence.index) for part in step.parts)

@@ -97,10 +97,10 @@ class PagedRunner:
         sequence.blocks = self._pool.take(needed)
         return True
 
-    def run(self, step: Step, feed: Tensor | None = None) -> StepOutput:
+    def run(self, step: Step) -> StepOutput:
         """Compute a step in the graph of its phase, which a graph of another phase never stands in for.
 
-        A captured step is queued and not waited for; feed: as in `ModelRunner.run`.
+        A captured step is queued and not waited for.
         """
         guards = {"sampling": sampling_guard(step.is_random, self._sampling)} if step.phase == "decode" else {}
         sampled = guards.get("sampling") == "random"
@@ -108,16 +108,19 @@ class PagedRunner:
         try:
             with self._program.serving():
                 if key is not None and self._staged is not None:
-                    return self._staged.run(key, step, sampled=sampled, feed=feed)
-                assert feed is None  # only asked for where `can_run_ahead`
+                    return self._staged.run(key, step, sampled=sampled)
                 return self._run_unstaged(step, guards, sampled=sampled)
         finally:
             self._cache.step.clear()  # an interrupted step must not serve a later call of the model
 
-    def can_run_ahead(self, step: Step) -> bool:
-        """Whether a decode step can be queued behind one that is under way: where it is captured."""
-        guards = {"sampling": sampling_guard(step.is_random, self._sampling)}
-        return self._staged is not None and self._staged.key(step, guards) is not None
+    def run_ahead(self, step: Step, tokens: Tensor) -> StepOutput | None:
+        """Queue a decode step behind the one under way; None where it is not captured."""
+        guard = sampling_guard(step.is_random, self._sampling)
+        key = self._staged.key(step, {"sampling": guard}) if self._staged is not None else None
+        if key is None or self._staged is None:
+            return None
+        with self._program.serving():
+            return self._staged.run(key, step, sampled=guard == "random", feed=tokens)
 
     def _run_unstaged(self, step: Step, guards: dict[str, Sampling], *, sampled: bool) -> StepOutput:
         """Compute a step that no graph serves, or a program without any; counted there."""

@@ -158,14 +158,14 @@ class ModelRunner(Protocol):
         """Reserve cache for the whole sequence; False if there is none at present."""
         ...
 
-    def can_run_ahead(self, step: Step) -> bool:
-        """Whether this step, a decode step, can be queued behind one that is under way, fed by its tokens."""
+    def run(self, step: Step) -> StepOutput:
+        """Compute a step; it changes the cache only, and only where these tokens belong."""
         ...
 
-    def run(self, step: Step, feed: Tensor | None = None) -> StepOutput:
-        """Compute a step; it changes the cache only, and only where these tokens belong.
+    def run_ahead(self, step: Step, tokens: Tensor) -> StepOutput | None:
+        """Queue a decode step behind the one under way; None where that can't be, with nothing done.
 
-        feed: (tokens,) int64 on the device in place of the step's tokens, which the host does not know yet.
+        tokens: (tokens,) int64 on the device, what the step before gives, in place of the step's own.
         """
         ...
 

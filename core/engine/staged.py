@@ -14,7 +14,7 @@ from core.device import Device
 from core.engine.sampling import Sampling
 from core.engine.sequence import Sequence
 from core.engine.step import Step, StepOutput, write_sampling, write_step
-from core.program import Program
+from core.program import MAX_PLANS, Program
 
 _MIRRORS = 2
 """Steps on the host at once: one that runs, and one that is prepared meanwhile."""
@@ -35,6 +35,7 @@ class StagedSteps:
         self._staging = program.staging(mirrors=_MIRRORS)
         self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(_MIRRORS)]
         self._owners: list[list[Sequence | None]] = [[None] * max_seqs for _ in range(_MIRRORS)]
+        self._keys: dict[tuple[Any, ...], GraphKey | None] = {}  # the search among all buckets, once per size
         self._sent: tuple[GraphKey, list[Sequence | None]] | None = None
         pinned = device.capabilities.asynchronous
         self._tokens = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
@@ -42,8 +43,13 @@ class StagedSteps:
     def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does."""
         num_tokens = sum(part.num_tokens + len(part.drafts) for part in step.parts)
-        sizes = {"tokens": num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
-        return self._program.bucket(step.phase, sizes, guards)
+        signature = (step.phase, num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
+        if signature not in self._keys:
+            if len(self._keys) >= MAX_PLANS:
+                self._keys.clear()
+            sizes = {"tokens": num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
+            self._keys[signature] = self._program.bucket(step.phase, sizes, guards)
+        return self._keys[signature]
 
     def run(self, key: GraphKey, step: Step, *, sampled: bool, feed: Tensor | None = None) -> StepOutput:
         """Run a step in the graph of `key`; wait for nothing.

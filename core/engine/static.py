@@ -134,13 +134,11 @@ class StaticRunner:
         self._cache.reset()
         return True
 
-    def can_run_ahead(self, step: Step) -> bool:
-        """Whether a step can be queued behind one that is under way: never here."""
-        return False
+    def run_ahead(self, step: Step, tokens: Tensor) -> None:
+        """Queue no step behind another one: this cache's inputs are made step by step."""
 
-    def run(self, step: Step, feed: Tensor | None = None) -> StepOutput:
+    def run(self, step: Step) -> StepOutput:
         """Compute the one sequence's pending tokens; tokens (1,) and logits (1, vocabulary)."""
-        assert feed is None  # only given where a step can be run ahead
         (part,) = step.parts
         if step.phase == "prefill":
             logits = self._prefill(part.tokens)

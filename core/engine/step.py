@@ -71,7 +71,8 @@ class Step:
 
     def sampling_params(self, device: torch.device) -> Tensor:
         """Return how the token of each row is to be chosen, (num_rows, 4) float32; see `sampling_row`."""
-        return _tensor([row for part in self.parts for row in _sampling_rows(part)], torch.float32, device)
+        rows = [row for part in self.parts for row in _sampling_rows(part)]
+        return torch.tensor(rows, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def write_sampling(step: Step, array: np.ndarray[Any, Any]) -> None:
@@ -198,7 +199,3 @@ def _write_tables(step: Step, tables: np.ndarray[Any, Any], owners: MutableSeque
         if owners[row] is not sequence:
             _put(tables[row], sequence.blocks if sequence else [])
             owners[row] = sequence
-
-
-def _tensor(data: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(data, dtype=dtype).to(device, non_blocking=True)

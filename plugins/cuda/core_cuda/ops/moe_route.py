@@ -16,6 +16,7 @@ from core.common.ops.moe import MOE_ROUTE
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import all_of, computes_in_fp32, dtypes
 from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.ranks import rank_of, value_of
 from core_cuda.ops.registration import kernel_of
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "moe_route", "route_condition"]
@@ -25,19 +26,6 @@ MAX_TOP_K = 64
 _MOST = tl.constexpr(2**31 - 1)
 _TAKEN = tl.constexpr(-(2**31))  # a rank below that of every score, for what is picked already or not there
 _HIDDEN = tl.constexpr(-(2**31) + 1)  # below every score too: experts outside the best groups
-
-
-@triton.jit
-def _rank(scores):
-    """Return fp32 scores as int32 of the same order: -0 equals 0, NaN is the largest."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(scores != scores, _MOST, bits ^ ((bits >> 31) & _MOST))
-
-
-@triton.jit
-def _score_of(rank):
-    """Return the fp32 score of a rank."""
-    return (rank ^ ((rank >> 31) & _MOST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -94,9 +82,9 @@ def _hide_groups(
         best = tl.max(left, axis=1)
         first = tl.min(tl.where(left == best[:, None], place, SIZE), axis=1)
         left = tl.where(place == first[:, None], _TAKEN, left)
-        total += _score_of(best)
+        total += value_of(best)
     group = tl.arange(0, GROUPS)
-    group_rank = tl.where(group < num_groups, _rank(total), _TAKEN)
+    group_rank = tl.where(group < num_groups, rank_of(total), _TAKEN)
     kept = tl.zeros((GROUPS,), tl.int32)
     for _ in tl.static_range(TOP):
         best = tl.max(group_rank, axis=0)
@@ -124,10 +112,10 @@ def _route_kernel(
         shift = tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(logits + token * stride + expert, mask=inside, other=-float("inf")).to(tl.float32)
     scores = _score(row, SCORING)
-    own_rank = tl.where(inside, _rank(scores), _TAKEN)
+    own_rank = tl.where(inside, rank_of(scores), _TAKEN)
     rank = own_rank
     if HAS_BIAS:
-        rank = tl.where(inside, _rank(scores + shift), _TAKEN)
+        rank = tl.where(inside, rank_of(scores + shift), _TAKEN)
     if TOP_GROUPS > 0:
         rank = _hide_groups(rank, place, num_groups, GROUPS, SIZE, TOP_GROUPS, SCORED)
     slot = tl.arange(0, PICKS)
@@ -142,7 +130,7 @@ def _route_kernel(
         rank = tl.where(own, _TAKEN, rank)
         chosen = tl.where(slot == pick, first, chosen)
         ranks = tl.where(slot == pick, best, ranks)
-    values = _score_of(ranks)
+    values = value_of(ranks)
     real = slot < TOP_K
     if SCORING == "softmax_selected":
         selected = tl.where(real, values, -float("inf"))

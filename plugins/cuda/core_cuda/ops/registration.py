@@ -25,7 +25,7 @@ def kernel_of(op: CanonicalOp, name: str = "") -> Callable[[Callable[..., Any]],
 
     def register(function: Callable[..., Any]) -> torch._ops.OpOverload:
         own = name or function.__name__
-        # Not torch.library.custom_op: its Python around each call takes longer than a kernel of one token.
+        # As core declares its own ops, without the Python that torch.library.custom_op puts around each call.
         _LIBRARY.define(own + op.schema.removeprefix(op.name))
         _LIBRARY.impl(own, _on_its_device(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{own}", op.fake, lib=_LIBRARY)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.ranks import rank_of, value_of
 
 __all__ = ["bounds_kernel", "choose_kernel", "histogram_kernel"]
 
@@ -25,20 +26,6 @@ SPAN = tl.constexpr(28.0)
 _UNIT = tl.constexpr(1099511627776.0)  # 2**40
 _LEAST = tl.constexpr(-(2**31))
 _MOST = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _key(values):
-    """Return fp32 values as int32 of the same order: -0 equals 0, NaN is the largest."""
-    # -0.0 + 0.0 is 0.0.
-    bits = (values + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(values != values, _MOST, bits ^ ((bits >> 31) & _MOST))
-
-
-@triton.jit
-def _value(key):
-    """Return the fp32 value of a key."""
-    return (key ^ ((key >> 31) & _MOST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -54,7 +41,7 @@ def _frame(bests, lows, row, num_parts, temperature, PARTS: tl.constexpr, BINS: 
     at = row * num_parts + part
     best = tl.max(tl.load(bests + at, mask=part < num_parts, other=-(2**63)), axis=0)
     low = tl.min(tl.load(lows + at, mask=part < num_parts, other=float("inf")), axis=0)
-    top = _value((best >> 32).to(tl.int32))
+    top = value_of((best >> 32).to(tl.int32))
     # A distance that overflows is infinite, and its probability zero.
     span = tl.minimum(tl.minimum(top - low, temperature * SPAN), 3.4e38)
     # Distances of less than that would overflow their inverse; they share one bin.
@@ -92,7 +79,7 @@ def bounds_kernel(
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     values = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    packed = _packed(tl.where(ids < V, _key(values), _LEAST), ids)
+    packed = _packed(tl.where(ids < V, rank_of(values), _LEAST), ids)
     tl.store(bests + tl.program_id(0), tl.max(packed, axis=0))
     tl.store(lows + tl.program_id(0), tl.min(tl.where(values > float("-inf"), values, float("inf")), axis=0))
     if tl.load(settings + row * 4) > 0.0:
@@ -130,7 +117,7 @@ def _chunk(row_logits, start, V, top, span, per_unit, first, last, CHUNK: tl.con
     ids = start + tl.arange(0, CHUNK)
     values = tl.load(row_logits + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
     bins = _bin(values, top, span, per_unit, BINS)
-    return values, _key(values), ids, (bins >= first) & (bins <= last) & (bins < BINS)
+    return values, rank_of(values), ids, (bins >= first) & (bins <= last) & (bins < BINS)
 
 
 @triton.jit
@@ -166,7 +153,7 @@ def _narrowed(
         count = tl.where(upper, above, count - above)
         ahead = tl.where(upper, ahead, ahead + weight)
         ahead_mass = tl.where(upper, ahead_mass, ahead_mass + above_mass)
-    mass = _mass(_value(high), top, temperature)
+    mass = _mass(value_of(high), top, temperature)
     weight = tl.where(by_count, 1, tl.maximum(mass, 1))
     skipped = tl.where(low == high, (target - ahead) // weight, 0)
     count -= skipped.to(tl.int32)
@@ -283,7 +270,7 @@ def choose_kernel(
                     held = first
                 real = listed != -(2**63)
                 own = tl.where(
-                    real, _mass(tl.where(real, _value((listed >> 32).to(tl.int32)), top), top, temperature), 0
+                    real, _mass(tl.where(real, value_of((listed >> 32).to(tl.int32)), top), top, temperature), 0
                 )
                 sums = ahead + tl.cumsum(tl.where(by_count, real.to(tl.int64), own), axis=0)
                 index = tl.minimum(tl.sum((sums <= target).to(tl.int32), axis=0), tl.sum(real.to(tl.int32), axis=0) - 1)
