@@ -295,9 +295,16 @@ def measure(problem: Problem) -> dict[str, Any]:
     }
 
 
+def keep(path: Path, about: Mapping[str, Any], op: str, entry: Mapping[str, Any]) -> None:
+    """Put an entry into a file in place of what it knows of this op at this shape; all else stays."""
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    others = [other for other in known.get(op, ()) if other["shape"] != entry["shape"]]
+    path.write_text(json.dumps({**known, **about, op: [*others, entry]}, indent=1) + "\n")
+
+
 def main(
     presets: str = typer.Option("llama-1b,llama-8b,qwen3-8b,qwen3-30b-a3b", help="Shapes, by name."),
-    only: str = typer.Option("", help="Tune only ops whose name holds this; others keep what the file has."),
+    only: str = typer.Option("", help="Tune only ops whose name holds this; the file keeps what it has of others."),
     rows: str = typer.Option("1,2,4,8,16,32,64,128", help="Numbers of rows of linear layers."),
     out: Path | None = typer.Option(None, help="File to write; default: the plugin's own."),
     processes: int = typer.Option(os.cpu_count() or 1, help="Processes that compile."),
@@ -313,15 +320,13 @@ def main(
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for failure in filter(None, pool.imap_unordered(compile_one, tasks)):
             print(f"  FAILED to compile {failure}", file=sys.stderr)
-    entries: dict[str, list[dict[str, Any]]] = {}
-    for problem in found:
-        entries.setdefault(problem.op, []).append(measure(problem))
-        print(json.dumps({"op": problem.op, **entries[problem.op][-1]}), flush=True)
     product = torch.cuda.get_device_name()
     path = out or Path(tuned.__file__).parent / tuned.file_name(product)
-    known = json.loads(path.read_text()) if path.is_file() else {}
     versions = {"torch": torch.__version__, "triton": __import__("triton").__version__, "cuda": torch.version.cuda}
-    path.write_text(json.dumps({**known, "device": product, "versions": versions, **entries}, indent=1) + "\n")
+    for problem in found:
+        entry = measure(problem)
+        keep(path, {"device": product, "versions": versions}, problem.op, entry)  # at once: a tuning may be interrupted
+        print(json.dumps({"op": problem.op, **entry}), flush=True)
     print(f"wrote {path}")
 
 

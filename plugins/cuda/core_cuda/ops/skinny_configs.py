@@ -14,11 +14,14 @@ __all__ = ["MAX_ROWS", "SkinnyConfig", "candidates", "default_config"]
 
 MAX_ROWS = 128
 _SHARED_BYTES = 100 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
-_MOST_SHARED_BYTES = 220 * 1024
+_MOST_SHARED_BYTES = 220 * 1024  # for a program that has one to itself
 _DRIFTING = 4
 _ROW_TILES = ((2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 512, 8), (4, 512, 2))
 """block_n, block_k and num_warps worth trying for a single row."""
 _TILES = (
+    (16, 256, True, 1),
+    (16, 256, True, 2),
+    (32, 256, True, 2),
     (32, 256, False, 4),
     (64, 128, False, 4),
     (64, 128, True, 4),
@@ -84,12 +87,12 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
         deep = block_k * 16 // bits
         if swap and rows > 64:
             continue
-        for share, per_unit in ((_SHARED_BYTES, 2), (_MOST_SHARED_BYTES, 1)):
-            stages = _stages(rows, block_n, deep, gated=gated, bits=bits, most=share)
+        for per_unit in (3, 2) if block_n < 64 else (2, 1):
+            stages = _stages(rows, block_n, deep, gated=gated, bits=bits, most=_MOST_SHARED_BYTES // per_unit - 1024)
             if stages < 2:
                 continue
-            for rounds in (1, 2):
-                split_k = _split(rows, columns, depth, block_n, deep, rounds * per_unit * units)
+            splits = [_split(rows, columns, depth, block_n, deep, rounds * per_unit * units) for rounds in (1, 2)]
+            for split_k in dict.fromkeys((1, *splits) if block_n < 64 else splits):
                 yield SkinnyConfig("tile", block_n, deep, warps, stages, split_k, swap=swap)
 
 
