@@ -21,7 +21,7 @@ import core
 from core.bench.cells import Cell, Record
 from core.bench.model import open_model
 from core.bench.presets import PRESETS
-from core.bench.served import CoreSubject
+from core.bench.served import CoreSubject, Engines
 from core.device import Device
 from core.engine.loading import LoadedModel
 
@@ -43,7 +43,7 @@ def sizes(text: str) -> list[int]:
 
 def measure(loaded: LoadedModel, device: Device, cell: Cell, engine: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of one variant: milliseconds of the engine's step, of the graph alone, and matches by pass."""
-    subject, record = CoreSubject(loaded, device, engine, keep_logits=False), Record(subject="core")
+    subject, record = CoreSubject(Engines(loaded, device, engine, [cell]), keep_logits=False), Record(subject="core")
     try:
         subject.open(cell, record)
         for _ in range(cell.rounds):
@@ -57,7 +57,7 @@ def measure(loaded: LoadedModel, device: Device, cell: Cell, engine: Mapping[str
         traces = subject._engine.report().traces
         matched = {p.name: p.matched for trace in traces if trace.phase == cell.phase for p in trace.passes}
     finally:
-        subject.close()
+        subject.free()
         gc.collect()
         device.parts.empty_cache()
     return {

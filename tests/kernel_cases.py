@@ -54,9 +54,8 @@ def moved(call: Call, device: torch.device) -> dict[str, Any]:
     for name, value in call.items():
         if isinstance(value, Tensor) and value.device != device:
             span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-            memory = torch.empty(max(span, 0) if value.numel() else 0, dtype=value.dtype, device=device)
-            copy = memory.as_strided(value.shape, value.stride())
-            made[name] = copy.copy_(value)
+            memory = value.as_strided((span,), (1,)) if value.numel() else value.new_empty(0)
+            made[name] = memory.to(device).as_strided(value.shape, value.stride())  # also where elements share a place
         else:
             made[name] = value
     return made

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ from core.bench.checking import check
 from core.bench.floor import Shape, decode_floor, prefill_floor, shape_of
 from core.bench.rates import Rates, measure_rates
 from core.bench.rounds import Subject, measure
-from core.bench.served import CoreSubject
+from core.bench.served import CoreSubject, Engines
 from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
 from core.errors import UsageError
 
@@ -120,11 +120,17 @@ def bench(
     shape = shape_of(loaded.model, max(cell.limit for cell in cells))
     rates = rates or measure_rates(device, loaded.dtype)
     other = sharing_copy(loaded.model)
+    engines = Engines(loaded, device, settings.options, cells)
     reports = []
-    for index, cell in enumerate(cells):
-        if told is not None:
-            told(cell.name, index, len(cells))
-        reports.append(_measure(cell, loaded, other, device, settings, shape, rates))
+    try:
+        for index, cell in enumerate(cells):
+            if told is not None:
+                told(cell.name, index, len(cells))
+            reports.append(_measure(cell, engines, other, settings, shape, rates))
+    finally:
+        engines.close()
+    if settings.profile:
+        reports = [_profiled(report, loaded, device, settings, rates) for report in reports]
     if told is not None:
         told("done", len(cells), len(cells))
     facts = {
@@ -135,13 +141,12 @@ def bench(
     return BenchReport(facts=facts, rates=rates, cells=tuple(reports), references=dict(references or {}))
 
 
-def _measure(
-    cell: Cell, loaded: LoadedModel, other: Any, device: Device, settings: Settings, shape: Shape, rates: Rates
-) -> CellReport:
+def _measure(cell: Cell, engines: Engines, other: Any, settings: Settings, shape: Shape, rates: Rates) -> CellReport:
+    device = engines.device
     shared = SharedCache(other, device)
     both = {"eager", "core"} <= set(settings.subjects)
     subjects: list[Subject] = [
-        CoreSubject(loaded, device, settings.options, keep_logits=both)
+        CoreSubject(engines, keep_logits=both)
         if name == "core"
         else StaticSubject(name, shared, keep_logits=both and name == "eager")
         for name in dict.fromkeys(settings.subjects)
@@ -152,8 +157,11 @@ def _measure(
         floor = decode_floor(shape, rates, cell.batch, cell.mean_context)
     else:
         floor = prefill_floor(shape, rates, cell.tokens)
-    kernels = _kernels(cell, loaded, device, settings, rates) if settings.profile else None
-    return CellReport(cell=cell, floor=floor, records=tuple(records), order=tuple(order), kernels=kernels)
+    return CellReport(cell=cell, floor=floor, records=tuple(records), order=tuple(order))
+
+
+def _profiled(report: CellReport, loaded: LoadedModel, device: Device, settings: Settings, rates: Rates) -> CellReport:
+    return replace(report, kernels=_kernels(report.cell, loaded, device, settings, rates))
 
 
 def _kernels(

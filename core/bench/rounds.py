@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 
 class Subject(Protocol):
-    """Something that is measured. `open` makes it warm for a cell and fills the record; `close` frees its memory."""
+    """Something that is measured. `open` makes it warm for a cell and fills the record; `close` ends the cell."""
 
     name: str
 
@@ -46,7 +46,11 @@ class Subject(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything; the second time, do nothing."""
+        """Free what belongs to the cell; the second time, do nothing."""
+        ...
+
+    def free(self) -> None:
+        """Free also what is kept for the next cell."""
         ...
 
 
@@ -74,6 +78,9 @@ def measure(
             else:
                 records[subject.name].failure = error[1]
         order += _rounds(opened, cell, records, device, clock)
+    if crowded:
+        for subject in subjects:
+            subject.free()
     for subject in crowded:
         record = records[subject.name]
         record.interleaved = False

@@ -1,15 +1,16 @@
-"""The subject `core`: the engine as it serves, paged cache and captured graphs, and the replay of its graph alone."""
+"""The subject `core`: an engine as it serves, paged cache and captured graphs, and the replay of its graph alone."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from core.bench.cells import Cell, Record
+from core.bench.rounds import is_out_of_memory
 from core.common.graphs.backend import GraphKey
 from core.engine.config import SamplingParams
 from core.engine.engine import Engine
@@ -25,25 +26,97 @@ _FILL_TOKENS = 8192
 _SPARE = 4  # tokens, so that no sequence ends, and leaves, inside a measured step
 
 
+class Engines:
+    """The engine of a phase's cells, one bucket for each cell, made when the first of them is measured.
+
+    So starting counts once for a phase, as it does where a model is served. One engine exists at a time.
+    """
+
+    def __init__(self, loaded: LoadedModel, device: Device, options: Mapping[str, Any], cells: Sequence[Cell]) -> None:
+        """options: of `EngineConfig`, those that a user may choose (mode, lowering, passes, strict)."""
+        self.loaded = loaded
+        self.device = device
+        self._options = dict(options)
+        self._cells = tuple(cells)
+        self._served: tuple[Cell, ...] = ()
+        self._engine: Engine | None = None
+
+    def open(self, cell: Cell) -> Engine:
+        """Return an idle engine that has a bucket for the cell; valid until the next call for another phase."""
+        if self._engine is not None and cell in self._served:
+            return self._engine
+        self.close()
+        alike = tuple(each for each in self._cells if each.phase == cell.phase)
+        try:
+            return self._make(alike if cell in alike else (cell,))
+        except Exception as error:
+            # The cache of all of them may be too large where that of one is not.
+            if len(alike) == 1 or not (isinstance(error, ModelError) or is_out_of_memory(error)):
+                raise
+        return self._make((cell,))
+
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self._served = None, ()
+
+    def num_fills(self, cell: Cell) -> int:
+        """Return how many steps the prompts of a decode cell take at most, while the first sequences generate."""
+        return -(-cell.batch * cell.tokens // max(self._fill_bucket(self._served) - self._most(self._served), 1))
+
+    def _make(self, cells: tuple[Cell, ...]) -> Engine:
+        self._served = cells
+        self._engine = Engine(self.loaded, self.device, self._config(cells))
+        return self._engine
+
+    @staticmethod
+    def _most(cells: Sequence[Cell]) -> int:
+        return max(cell.batch for cell in cells)
+
+    def _fill_bucket(self, cells: Sequence[Cell]) -> int:
+        return max(self._most(cells), min(max(cell.batch * cell.tokens for cell in cells), _FILL_TOKENS))
+
+    def _config(self, cells: tuple[Cell, ...]) -> EngineConfig:
+        longest = self.loaded.max_position
+        fills = max(self.num_fills(cell) for cell in cells)
+        length = -(-(max(cell.limit for cell in cells) + fills + _SPARE) // 16) * 16
+        options = dict(self._options)
+        prefill = cells[0].phase == "prefill"
+        if prefill:
+            mode = options.get("mode")
+            mode = dict(mode) if isinstance(mode, Mapping) else {} if mode is None else {"prefill": mode}
+            options["mode"] = {**mode, "decode": "off"}  # never run: a prompt ends with its first token
+        lengths = tuple(sorted({cell.tokens for cell in cells}))
+        return EngineConfig(
+            max_num_seqs=self._most(cells),
+            max_model_len=length if longest is None else min(length, longest),
+            decode_buckets=tuple(sorted({cell.batch for cell in cells})),
+            prefill_buckets=lengths if prefill else (self._fill_bucket(cells),),
+            sampling=("greedy",),
+            **options,
+        )
+
+
 class CoreSubject:
-    """An engine made for one cell: one decode bucket, or one prefill bucket of exactly the prompt's size."""
+    """The engine of a cell's phase, in the cell's own bucket: of the batch, or of exactly the prompt's size."""
 
     name = "core"
 
-    def __init__(self, loaded: LoadedModel, device: Device, options: Mapping[str, Any], *, keep_logits: bool) -> None:
-        """options: of `EngineConfig`, those that a user may choose (mode, lowering, passes, strict)."""
-        self._loaded = loaded
-        self._device = device
-        self._options = dict(options)
+    def __init__(self, engines: Engines, *, keep_logits: bool) -> None:
+        self._engines = engines
+        self._loaded = engines.loaded
+        self._device = engines.device
         self._keep_logits = keep_logits
         self._engine: Engine | None = None
+        self._requests: list[int] = []
         self._prompt: list[int] = []
         self._first = 0
 
     def open(self, cell: Cell, record: Record) -> None:
         """Compile and capture, compute the prompts, and take one step; of prefill, do one prompt."""
         self._cell, self._record = cell, record
-        engine = self._engine = Engine(self._loaded, self._device, self._config(cell))
+        engine = self._engine = self._engines.open(cell)
         record.start_s = engine.compile_time_s
         record.details["route"] = engine.route
         if cell.batch > 1 and engine.route != "paged":
@@ -52,6 +125,7 @@ class CoreSubject:
                 found=f"the engine serves one sequence at a time there: {engine.route_reason}",
                 remedy="ask for --batch 1",
             )
+        self._before = engine.report()
         prompts = cell.prompts(self._loaded.vocab_size)
         # Until the logits are noted, the buffers must hold the step whose tokens came last.
         ahead, engine.runs_ahead = engine.runs_ahead, False
@@ -91,48 +165,35 @@ class CoreSubject:
     def finish(self, record: Record) -> None:
         """Note how the program came about and whether it ran as captured."""
         assert self._engine is not None
-        report = self._engine.report()
+        report, before = self._engine.report(), self._before
         record.details["program"] = summary(report)
         record.notes += report.notes
-        record.notes += [f"ran eagerly {count} times: {reason}" for reason, count in report.fallbacks.items()]
-        record.notes += [f"compiled while serving, {count} times: {name}" for name, count in report.compiles.items()]
+        for told, now, then in (
+            ("ran eagerly {1} times: {0}", report.fallbacks, before.fallbacks),
+            ("compiled while serving, {1} times: {0}", report.compiles, before.compiles),
+        ):
+            record.notes += [told.format(*each) for each in (Counter(now) - Counter(then)).items()]
 
     def close(self) -> None:
-        """Close the engine."""
+        """End the cell's sequences; the engine stays for the cells after it."""
         if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+            for request in self._requests:
+                self._engine.abort(request)
+        self._engine, self._requests = None, []
 
-    def _config(self, cell: Cell) -> EngineConfig:
-        total = cell.batch * cell.tokens
-        bucket = cell.tokens if cell.phase == "prefill" else max(cell.batch, min(total, _FILL_TOKENS))
-        # While the last prompts are computed the first sequences generate already.
-        self._num_fills = -(-total // max(bucket - cell.batch, 1))
-        longest = self._loaded.max_position
-        length = -(-(cell.limit + self._num_fills + _SPARE) // 16) * 16
-        options = dict(self._options)
-        if cell.phase == "prefill":
-            mode = options.get("mode")
-            mode = dict(mode) if isinstance(mode, Mapping) else {} if mode is None else {"prefill": mode}
-            options["mode"] = {**mode, "decode": "off"}  # never run: a prompt ends with its first token
-        return EngineConfig(
-            max_num_seqs=cell.batch,
-            max_model_len=length if longest is None else min(length, longest),
-            decode_buckets=(cell.batch,),
-            prefill_buckets=(bucket,),
-            sampling=("greedy",),
-            **options,
-        )
+    def free(self) -> None:
+        """Close the engine too."""
+        self.close()
+        self._engines.close()
 
     def _fill(self, engine: Engine, prompts: list[list[int]]) -> None:
         start = time.perf_counter()
         cell, tokens = self._cell, self._record.tokens
-        params = SamplingParams(
-            max_new_tokens=cell.limit - cell.tokens + self._num_fills + _SPARE, ignore_eos=True, temperature=0
-        )
+        new = cell.limit - cell.tokens + self._engines.num_fills(cell) + _SPARE
+        params = SamplingParams(max_new_tokens=new, ignore_eos=True, temperature=0)
         tokens += [[] for _ in prompts]
-        ids = [engine.add_request(prompt, params) for prompt in prompts]
-        self._first = ids[0]
+        self._requests = [engine.add_request(prompt, params) for prompt in prompts]
+        self._first = self._requests[0]
         while not all(tokens):
             self._decode(engine)
         self._decode(engine)
@@ -169,11 +230,15 @@ class CoreSubject:
         return self._engine._runner._program  # type: ignore[attr-defined]
 
     def _key(self) -> GraphKey | None:
-        """Return the only key of the cell's phase; None where nothing is captured, or a replay would change a state."""
+        """Return the key that the cell's steps run; None where there is none, or a replay would change a state."""
         if self._engine is None or self._engine.route != "paged" or self._device.capabilities.update:
             return None
-        keys = [key for key in self._program.keys if key.phase == self._cell.phase]
-        return keys[0] if len(keys) == 1 else None
+        decode = self._cell.phase == "decode"
+        sizes = {"tokens": self._cell.batch if decode else self._cell.tokens}
+        sizes |= dict.fromkeys(("seqs", "rows"), self._cell.batch)
+        guards = {"sampling": "greedy"} if decode else {}
+        key: GraphKey | None = self._program.bucket(self._cell.phase, sizes, guards)
+        return key
 
 
 def summary(report: ProgramReport) -> dict[str, Any]:

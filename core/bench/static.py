@@ -153,6 +153,10 @@ class StaticSubject:
         self._ids = None
         self._shared.give_back(self.name)
 
+    def free(self) -> None:
+        """Keep nothing for the next cell anyway."""
+        self.close()
+
     def _warm_up(self, cell: Cell) -> list[list[int]]:
         """Call it until it is warm, each time from the same state; return the tokens so far."""
         if cell.phase == "prefill":

@@ -14,13 +14,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.bench import start_worker
+from core.bench import served, start_worker
 from core.bench.bench import Settings, bench, failed, read_references
 from core.bench.cells import BenchReport
 from core.bench.model import open_model
 from core.bench.rates import Rates
 from core.bench.start import measure_start
 from core.bench.text import renderables
+from core.engine.engine import Engine
 from core.engine.loading import LoadedModel
 from core.errors import ModelError, UsageError
 from tests.support import cpu, refused
@@ -118,6 +119,46 @@ def _text(report: BenchReport) -> str:
     for item in renderables(report):
         out.print(item, markup=False)
     return str(out.file.getvalue())  # type: ignore[attr-defined]
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, *, refused: int = 0) -> list[Any]:
+    """Note the configuration of every engine; those of over `refused` sequences, if not zero, find no memory."""
+    made: list[Any] = []
+
+    class Counted(Engine):
+        def __init__(self, loaded: LoadedModel, device: Any, config: Any) -> None:
+            made.append(config)
+            if refused and config.max_num_seqs > refused:
+                raise ModelError("a cache", found="1 GiB free", remedy="less")
+            super().__init__(loaded, device, config)
+
+    monkeypatch.setattr(served, "Engine", Counted)
+    return made
+
+
+def test_the_cells_of_a_phase_share_one_engine(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _counted(monkeypatch)
+    settings = Settings(
+        subjects=("eager", "core"), batches=(2, 1), context=9, prompts=(4, 8), rounds=1, steps=2, options=OPTIONS
+    )
+    found = bench(loaded, cpu(), settings, title="tiny-llama", rates=RATES)
+    assert [config.decode_buckets for config in made] == [(1, 2), (1,)]
+    assert [config.prefill_buckets for config in made] == [(18,), (4, 8)]
+    for cell in found.cells:
+        ours = cell.records[1]
+        assert ours.replay_ms and not ours.notes and ours.verdict["logits"]["passed"], cell.cell.name
+        assert len(ours.tokens) == cell.cell.batch
+    assert loaded.config._attn_implementation == "sdpa"  # no engine is left open
+
+
+def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _counted(monkeypatch, refused=1)
+    settings = Settings(subjects=("core",), batches=(2, 1), context=9, prompts=(), rounds=1, steps=2, options=OPTIONS)
+    two, one = bench(loaded, cpu(), settings, title="tiny-llama", rates=RATES).cells
+    assert "1 GiB free" in two.records[0].failure and one.records[0].rounds_ms
+    assert [config.max_num_seqs for config in made] == [2, 2, 2, 1]
 
 
 def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:

@@ -174,7 +174,27 @@ def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert found(1) == (True, config) and found(3) == (True, None)
         assert found(9) == (False, None) and found(1, gated=True) == (False, None)
-        assert tuned.winner("decode_attention", known, ranged=()) == (False, None)
+        assert tuned.winner("decode_attention", known) == (False, None)
+    finally:
+        tuned._winner.cache_clear()
+
+
+def test_the_nearest_length_decides_as_far_as_it_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [(1, 1024), (8, 1024), (1, 8192)]
+    entries = [{"shape": {"seqs": s, "positions": p, "heads": 8}, "config": {"of": [s, p]}} for s, p in measured]
+    monkeypatch.setattr(tuned, "table", lambda: {"attention": entries})
+    tuned._winner.cache_clear()
+
+    def found(seqs: int, positions: int) -> Any:
+        shape = {"seqs": seqs, "positions": positions, "heads": 8}
+        known, config = tuned.winner("attention", shape, ranged=("seqs",), near=("positions",))
+        return config["of"] if known and config else None
+
+    try:
+        assert found(1, 1200) == [1, 1024] and found(1, 4096) == [1, 8192] and found(1, 900) == [1, 1024]
+        assert found(3, 1200) == [8, 1024] and found(3, 4096) == [8, 1024]  # no more than four times as long
+        assert found(3, 4097) is None and found(9, 1024) is None and found(1, 32768) == [1, 8192]
+        assert found(1, 32769) is None and found(1, 100) is None
     finally:
         tuned._winner.cache_clear()
 

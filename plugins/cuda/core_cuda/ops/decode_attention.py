@@ -95,7 +95,7 @@ def choose(shape: DecodeShape) -> DecodeConfig:
 
 def _measured(shape: DecodeShape) -> DecodeConfig | None:
     """Return what won where this shape was measured on this GPU."""
-    _, found = winner("decode_attention", asdict(shape), ranged=("num_seqs", "num_positions"))
+    _, found = winner("decode_attention", asdict(shape), ranged=("num_seqs",), near=("num_positions",))
     return DecodeConfig(**found) if found else None
 
 

@@ -90,7 +90,9 @@ def choose(shape: PrefillShape) -> PrefillConfig:
 
 def _measured(shape: PrefillShape) -> PrefillConfig | None:
     """Return what won where this shape was measured on this GPU."""
-    _, found = winner("prefill_attention", asdict(shape), ranged=("num_tokens", "num_seqs"))
+    sizes = asdict(shape)
+    del sizes["num_seqs"]  # of how many sequences the tokens are, hardly tells
+    _, found = winner("prefill_attention", sizes, ranged=("num_tokens",))
     return PrefillConfig(**found) if found else None
 
 

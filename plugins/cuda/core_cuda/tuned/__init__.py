@@ -18,7 +18,10 @@ import torch
 
 from core_cuda.ops.launching import INTERPRETED
 
-__all__ = ["file_name", "table", "winner"]
+__all__ = ["MAX_RATIO", "file_name", "table", "winner"]
+
+MAX_RATIO = 4.0
+"""How far the nearest measured size may be from one that is asked for."""
 
 _Items = tuple[tuple[str, Any], ...]
 
@@ -37,22 +40,38 @@ def table() -> Mapping[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def winner(op: str, shape: Mapping[str, Any], *, ranged: tuple[str, ...]) -> tuple[bool, Mapping[str, Any] | None]:
+def winner(
+    op: str, shape: Mapping[str, Any], *, ranged: tuple[str, ...] = (), near: tuple[str, ...] = ()
+) -> tuple[bool, Mapping[str, Any] | None]:
     """Return whether an op was measured at this shape, and the configuration that won, None where no kernel here did.
 
-    ranged: sizes that were measured at some values, of which the next larger one holds; all others must be equal.
+    ranged: sizes that were measured at some values, of which the next larger one holds. near: sizes of which the
+    nearest measured one holds, if it is at most `MAX_RATIO` away. All others in `shape` must be equal.
     """
-    return _winner(op, tuple(shape.items()), ranged)
+    return _winner(op, tuple(shape.items()), ranged, near)
 
 
 @functools.lru_cache(maxsize=4096)
-def _winner(op: str, shape: _Items, ranged: tuple[str, ...]) -> tuple[bool, Mapping[str, Any] | None]:
+def _winner(
+    op: str, shape: _Items, ranged: tuple[str, ...], near: tuple[str, ...]
+) -> tuple[bool, Mapping[str, Any] | None]:
+    asked = dict(shape)
+
+    def ratio(entry: Mapping[str, Any], name: str) -> float:
+        known, size = max(entry["shape"][name], 1), max(asked[name], 1)
+        return float(max(known / size, size / known))
+
     def holds(entry: Mapping[str, Any]) -> bool:
         known = entry["shape"]
-        return all(known[name] >= size if name in ranged else known[name] == size for name, size in shape)
+        if not all(known[name] == size for name, size in shape if name not in (*ranged, *near)):
+            return False
+        return all(known[name] >= asked[name] for name in ranged) and all(ratio(entry, n) <= MAX_RATIO for n in near)
 
     found = [entry for entry in table().get(op, ()) if holds(entry)]
     if not found:
         return False, None
-    nearest = min(found, key=lambda entry: [entry["shape"][name] for name in ranged])
-    return True, nearest["config"]
+
+    def distance(entry: Mapping[str, Any]) -> list[float]:
+        return [*(ratio(entry, name) for name in near), *(entry["shape"][name] for name in ranged)]
+
+    return True, min(found, key=distance)["config"]
