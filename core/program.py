@@ -99,7 +99,7 @@ class Program:
     def inputs(self, key: GraphKey) -> Mapping[str, Tensor]:
         """Return the static input buffers of a bucket, to be written before `replay`; they live as long as the program.
 
-        Buckets share storage: writing one bucket's inputs overwrites another's.
+        Buckets of a phase share storage: writing one bucket's inputs overwrites another's.
         """
         return self._bucket(key).inputs
 

@@ -83,6 +83,7 @@ class Engine:
             num_drafts=self._runner.num_drafts,
         )
         self._requests: dict[int, Request] = {}
+        self._collecting: set[int] = set()  # requests that want their logits
         self._num_requests = 0
         self._counts = StatsCounter()
         self._said_outside = False
@@ -206,12 +207,13 @@ class Engine:
         logits = output.logits.detach().to("cpu", copy=True) if wanted else None
         outputs, row = [], 0
         for part in step.parts:
-            rows = slice(row, row + part.num_rows)
-            row = rows.stop
-            if part.sequence.index not in self._requests:
+            first, row = row, row + part.num_rows
+            request = self._requests.get(part.sequence.index)
+            if request is None:
                 self._counts.discarded += part.num_rows  # it left when this step was under way
             elif part.emits:
-                outputs.append(self._advance(part, tokens[rows], None if logits is None else logits[rows]))
+                rows = None if logits is None else logits[first:row]
+                outputs.append(self._advance(request, part, tokens[first:row], rows))
             else:
                 part.sequence.num_computed += part.num_tokens
         self._flight = following
@@ -248,11 +250,15 @@ class Engine:
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
         if self._closed:
             raise UsageError("a request", found="the engine is closed", remedy="make another one")
-        params = replace(params, max_new_tokens=prompt.max_new_tokens)
-        sequence = EngineSequence(self._num_requests, list(prompt.token_ids), params, make_generator(params))
+        if prompt.max_new_tokens != params.max_new_tokens:
+            params = replace(params, max_new_tokens=prompt.max_new_tokens)
+        ids = list(prompt.token_ids)
+        sequence = EngineSequence(self._num_requests, ids, params, make_generator(params), array=prompt.array)
         request = Request(sequence, self.loaded, collect_logits=collect_logits)
         self._num_requests += 1
         self._requests[sequence.index] = request
+        if collect_logits:
+            self._collecting.add(sequence.index)
         self._scheduler.add(sequence)
         return sequence.index
 
@@ -277,8 +283,7 @@ class Engine:
         return None if queued is None else Flight(following, queued)
 
     def _wants_logits(self, step: Step) -> bool:
-        requests = (self._requests.get(part.sequence.index) for part in step.parts)
-        return any(request is not None and request.collect_logits for request in requests)
+        return bool(self._collecting) and any(part.sequence.index in self._collecting for part in step.parts)
 
     def _tokens(self, step: Step, output: StepOutput) -> list[int]:
         """Return the token of each row: one wait for the device, and the graph's own tokens where it sampled."""
@@ -296,28 +301,28 @@ class Engine:
         params = step.sampling_params(output.logits.device)
         return next_tokens(output.logits, params, "random").tolist()
 
-    def _advance(self, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
+    def _advance(self, request: Request, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
         """Hand a sequence the tokens that its part of a step gave, up to one that ends it."""
-        request = self._requests[part.sequence.index]
-        text, num_generated = "", len(part.sequence.generated)
-        for row, token in enumerate(accept(part.drafts, tokens)):
+        sequence = request.sequence
+        text, num_generated = "", len(sequence.generated)
+        for row, token in enumerate(accept(part.drafts, tokens) if part.drafts else tokens):
             text += request.push(token, logits[row] if request.collect_logits and logits is not None else None)
-            if request.finished:
+            if sequence.finish_reason is not None:
                 break
-        new = part.sequence.generated[num_generated:]
+        new = tuple(sequence.generated[num_generated:])
         # The last of them is computed by a later step, the accepted drafts before it are in the cache.
-        part.sequence.num_computed += part.num_tokens + len(new) - 1
+        sequence.num_computed += part.num_tokens + len(new) - 1
         self._counts.accepted += len(new) - 1
-        if request.finished:
+        completion = request.completion()
+        if completion is not None:
             self._leave(request)
-        return RequestOutput(
-            request_id=part.sequence.index, token_ids=tuple(new), text=text, completion=request.completion()
-        )
+        return RequestOutput(request_id=sequence.index, token_ids=new, text=text, completion=completion)
 
     def _leave(self, request: Request) -> None:
         self._scheduler.remove(request.sequence)
         self._runner.release(request.sequence)
         self._requests.pop(request.sequence.index, None)
+        self._collecting.discard(request.sequence.index)
         self._counts.left += request.sequence.num_computed > 0  # who waited never joined
 
     def _make_runner(self, progress: Progress | None) -> ModelRunner:

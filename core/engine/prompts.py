@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from core.engine.config import SamplingParams
 from core.engine.loading import LoadedModel
@@ -19,12 +22,13 @@ class EncodedPrompt:
 
     max_new_tokens: what was asked, or less where the context ends before; generation then ends after so many tokens
     with finish_reason "length", as it does when the asked number is reached. bounded: whether the context took away
-    some.
+    some. array: the token ids as int64, where they were checked as such.
     """
 
     token_ids: tuple[int, ...]
     max_new_tokens: int
     bounded: bool = False
+    array: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,10 +66,14 @@ def encode_prompt(
     generated tokens together never exceed it. Raises ModelError for a prompt that is empty, leaves no room for one new
     token, holds an id outside the vocabulary, or is a text where there is no tokenizer.
     """
-    token_ids = _encode_text(prompt, loaded) if isinstance(prompt, str) else _check_ids(prompt, loaded.vocab_size)
+    array = None
+    if isinstance(prompt, str):
+        token_ids = _encode_text(prompt, loaded)
+    else:
+        token_ids, array = _check_ids(prompt, loaded.vocab_size)
     limits = [limit for limit in (loaded.max_position, max_context) if limit is not None]
     if not limits:
-        return EncodedPrompt(token_ids=token_ids, max_new_tokens=params.max_new_tokens)
+        return EncodedPrompt(token_ids=token_ids, max_new_tokens=params.max_new_tokens, array=array)
     room = min(limits) - len(token_ids)
     if room < 1:
         raise ModelError(
@@ -77,6 +85,7 @@ def encode_prompt(
         token_ids=token_ids,
         max_new_tokens=min(params.max_new_tokens, room),
         bounded=room < params.max_new_tokens,
+        array=array,
     )
 
 
@@ -101,29 +110,39 @@ def _encode_text(text: str, loaded: LoadedModel) -> tuple[int, ...]:
     return token_ids
 
 
-def _check_ids(prompt: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    asked = f"encode the prompt {_shown(prompt)}"
-    if (
-        isinstance(prompt, bytes | bytearray)
-        or not isinstance(prompt, Sequence)
-        or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt)
-    ):
+def _check_ids(prompt: Sequence[int], vocab_size: int) -> tuple[tuple[int, ...], np.ndarray[Any, Any]]:
+    """Return the ids as they are and as an array. A prompt may hold many thousands: no line of Python runs for each."""
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence) or not _are_ints(prompt):
         raise UsageError(
-            asked,
+            f"encode the prompt {_shown(prompt)}",
             found=f"a {type(prompt).__name__} that is neither a text nor a list of ints",
             remedy="pass a str or list[int]",
         )
     if not prompt:
-        raise ModelError(asked, found="it has no tokens", remedy="pass at least one token id")
-    outside = [(position, i) for position, i in enumerate(prompt) if not 0 <= i < vocab_size]
-    if outside:
-        position, token_id = outside[0]
         raise ModelError(
-            asked,
+            f"encode the prompt {_shown(prompt)}", found="it has no tokens", remedy="pass at least one token id"
+        )
+    try:
+        array = np.fromiter(prompt, dtype=np.int64, count=len(prompt))
+        fits = bool(array.min() >= 0 and array.max() < vocab_size)
+    except OverflowError:  # an id of more than 64 bits
+        fits = False
+    if not fits:
+        position, token_id = next((at, i) for at, i in enumerate(prompt) if not 0 <= i < vocab_size)
+        raise ModelError(
+            f"encode the prompt {_shown(prompt)}",
             found=f"token id {token_id} at position {position} is outside the vocabulary, 0 to {vocab_size - 1}",
             remedy="encode the prompt with the tokenizer of this model",
         )
-    return tuple(prompt)
+    return tuple(prompt), array
+
+
+def _are_ints(prompt: Sequence[object]) -> bool:
+    """Tell whether all are ints, of which a bool is none here."""
+    types = list(map(type, prompt))
+    if types.count(int) == len(types):
+        return True
+    return all(issubclass(each, int) and each is not bool for each in set(types))
 
 
 def _shown(prompt: object, limit: int = 40) -> str:

@@ -52,11 +52,6 @@ class Request:
         self._text: list[str] = []
         self._logits: list[Tensor] = []
 
-    @property
-    def finished(self) -> bool:
-        """Whether the last token ended it."""
-        return self.sequence.finish_reason is not None
-
     def push(self, token: int, logits: Tensor | None) -> str:
         """Take the next token and the logits it is from, note whether it is the last, and return the certain text."""
         sequence = self.sequence

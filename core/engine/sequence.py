@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from core.engine.config import SamplingParams
@@ -18,7 +19,8 @@ class Sequence:
     """A prompt and what was generated from it so far.
 
     index: a number no other sequence of the engine has. generator: of the numbers it is sampled by; None if greedy.
-    blocks: its cache blocks, in order. num_computed: tokens whose keys and values are in the cache.
+    blocks: its cache blocks, in order. num_computed: tokens whose keys and values are in the cache. prompt_ids: the
+    prompt as an int64 array, which is made unless given as `array`.
     """
 
     index: int
@@ -30,7 +32,12 @@ class Sequence:
     num_computed: int = 0
     finish_reason: FinishReason | None = None
     ngrams: Ngrams = field(default_factory=Ngrams)
+    array: InitVar[np.ndarray[Any, Any] | None] = field(default=None, kw_only=True)
+    prompt_ids: np.ndarray[Any, Any] = field(init=False)
     _uniforms: list[float] = field(default_factory=list)
+
+    def __post_init__(self, array: np.ndarray[Any, Any] | None) -> None:
+        self.prompt_ids = np.array(self.prompt, dtype=np.int64) if array is None else array
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.generated)
@@ -45,10 +52,11 @@ class Sequence:
         """Whether a part of the prompt is still to be computed."""
         return self.num_computed < len(self.prompt)
 
-    def pending(self) -> list[int]:
-        """Return the tokens not computed yet."""
+    def pending(self, count: int | None = None) -> list[int]:
+        """Return the tokens not computed yet, or the first `count` of them."""
         done = self.num_computed - len(self.prompt)
-        return self.generated[done:] if done >= 0 else self.prompt[self.num_computed :] + self.generated
+        found = self.generated[done:] if done >= 0 else self.prompt[self.num_computed :] + self.generated
+        return found[:count]
 
     def uniform(self, index: int) -> float:
         """Return the number in [0, 1) by which generated token `index` is sampled; asking twice gives it twice.

@@ -34,20 +34,21 @@ class StagedSteps:
         self._block_size = block_size
         self._staging = program.staging(mirrors=_MIRRORS)
         self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(_MIRRORS)]
-        self._owners: list[list[Sequence | None]] = [[None] * max_seqs for _ in range(_MIRRORS)]
+        self._max_seqs = max_seqs
+        # Whose blocks each row of a phase's block tables holds, in each mirror and on the device.
+        self._owners: list[dict[str, list[Sequence | None]]] = [{} for _ in range(_MIRRORS)]
+        self._sent: dict[str, list[Sequence | None]] = {}
         self._keys: dict[tuple[Any, ...], GraphKey | None] = {}  # the search among all buckets, once per size
-        self._sent: tuple[GraphKey, list[Sequence | None]] | None = None
         pinned = device.capabilities.asynchronous
         self._tokens = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
 
     def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does."""
-        num_tokens = sum(part.num_tokens + len(part.drafts) for part in step.parts)
-        signature = (step.phase, num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
+        signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
         if signature not in self._keys:
             if len(self._keys) >= MAX_PLANS:
                 self._keys.clear()
-            sizes = {"tokens": num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
+            sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
             self._keys[signature] = self._program.bucket(step.phase, sizes, guards)
         return self._keys[signature]
 
@@ -58,20 +59,22 @@ class StagedSteps:
         the step's own tokens.
         """
         mirror = self._staging.current
-        arrays, owners = self._views(key), self._owners[mirror]
+        arrays = self._views(key)
+        owners = self._owners[mirror].setdefault(key.phase, [None] * self._max_seqs)
         write_step(step, arrays, block_size=self._block_size, owners=owners)
         if sampled:
             write_sampling(step, arrays["sampling_params"])
-        kept = ("block_table",) if self._sent is not None and self._sent == (key, owners) else ()
-        self._sent = None  # until the copy is queued, nobody knows what the device holds
+        held = owners[: len(arrays["block_table"])]
+        # Until the copy is queued, nobody knows what the device holds.
+        kept = ("block_table",) if self._sent.pop(key.phase, None) == held else ()
         tokens, logits = self._staging.replay(key, kept=kept, feed=None if feed is None else {"input_ids": feed})
-        self._sent = (key, list(owners))
+        self._sent[key.phase] = held
         tokens, logits = tokens[: step.num_rows], logits[: step.num_rows]
         return StepOutput(tokens, logits, sampled, self._bring(tokens, self._tokens[mirror]))
 
     def forget(self) -> None:
         """Take nothing of the static buffers for known any more: somebody else has written them."""
-        self._sent = None
+        self._sent.clear()
 
     def _views(self, key: GraphKey) -> dict[str, np.ndarray[Any, Any]]:
         views = self._arrays[self._staging.current]

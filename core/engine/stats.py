@@ -49,6 +49,8 @@ class StatsCounter:
     def count(self, step: Step) -> None:
         """Count a step that was computed, before its tokens are handed out."""
         self.steps[step.phase] += 1
+        if step.phase == "decode":
+            return  # all its sequences have begun before
         if step.phase == "prefill":
             self.mixed_steps += not all(part.sequence.in_prompt for part in step.parts)
         for part in step.parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,25 +49,30 @@ class Part:
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute, drafts last; zero stands for one that is not known yet."""
-        return [0] if self.ahead else [*self.sequence.pending()[: self.num_tokens], *self.drafts]
+        return [0] if self.ahead else [*self.sequence.pending(self.num_tokens), *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one call of the model computes; nothing of it changes the sequences until its tokens are known."""
+    """What one call of the model computes; nothing of it changes the sequences until its tokens are known.
+
+    num_tokens: all that are computed, drafts included. num_rows: rows of logits and tokens that the step gives, part by
+    part. is_random: whether any of its tokens is sampled rather than the most likely one.
+    """
 
     phase: Phase
     parts: tuple[Part, ...]
+    num_tokens: int = field(init=False)
+    num_rows: int = field(init=False)
+    is_random: bool = field(init=False)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits and tokens that the step gives, part by part."""
-        return sum(part.num_rows for part in self.parts)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether any of its tokens is sampled rather than the most likely one."""
-        return any(part.emits and not part.sequence.params.greedy for part in self.parts)
+    def __post_init__(self) -> None:
+        # Read several times per step, of up to hundreds of parts.
+        drafts = sum([len(part.drafts) for part in self.parts])
+        object.__setattr__(self, "num_rows", len(self.parts) + drafts)
+        object.__setattr__(self, "num_tokens", sum([part.num_tokens for part in self.parts]) + drafts)
+        hot = [part for part in self.parts if not part.sequence.params.greedy]
+        object.__setattr__(self, "is_random", any(part.emits for part in hot))
 
     def sampling_params(self, device: torch.device) -> Tensor:
         """Return how the token of each row is to be chosen, (num_rows, 4) float32; see `sampling_row`."""
@@ -116,9 +121,12 @@ def step_behind(step: Step) -> Step | None:
     """
     if step.phase != "decode":
         return None
-    if any(len(p.sequence.generated) + 1 >= p.sequence.params.max_new_tokens for p in step.parts):
+    sequences = [part.sequence for part in step.parts]
+    if any(len(each.generated) + 1 >= each.params.max_new_tokens for each in sequences):
         return None
-    return Step("decode", tuple(Part(part.sequence, 1, ahead=True) for part in step.parts))
+    if all(part.ahead for part in step.parts):
+        return step  # where its tokens stand, the sequences say
+    return Step("decode", tuple([Part(each, 1, ahead=True) for each in sequences]))
 
 
 def step_inputs(max_blocks: int) -> dict[str, InputSpec]:
@@ -145,7 +153,7 @@ def step_tensors(step: Step, *, max_blocks: int, block_size: int, device: torch.
     Slots of drafts that turn out wrong hold keys and values of no one: they lie behind the sequence's length, which is
     all that attention reads, and are written again when the sequence gets there.
     """
-    sizes = {"tokens": sum(len(part.tokens) for part in step.parts), "seqs": len(step.parts), "rows": step.num_rows}
+    sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
     declared = step_inputs(max_blocks)
     del declared["sampling_params"]
     tensors = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
@@ -165,30 +173,56 @@ def write_step(
     owners: for each row of `block_table` the sequence whose blocks it holds, None for zeros; rows that are right are
     left alone and the others noted. A sequence keeps its blocks as long as it runs.
     """
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    lens: list[int] = []
-    starts = [0]
-    rows: list[int] = []
-    for part in step.parts:
-        blocks, tokens, first = part.sequence.blocks, part.tokens, part.first_position
-        stop = first + len(tokens)
-        input_ids += tokens
-        positions += range(first, stop)
-        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(first, stop)]
-        lens.append(stop)
-        starts.append(len(input_ids))
-        rows += range(len(input_ids) - part.num_rows, len(input_ids))
-    for name, values in (("input_ids", input_ids), ("position_ids", positions), ("slot_mapping", slots)):
-        _put(arrays[name], values)
-    _put(arrays["seq_lens"], lens)
-    _put(arrays["query_starts"], starts, padding=starts[-1])
-    _put(arrays["logit_rows"], rows)
-    _write_tables(step, arrays["block_table"], [None] * len(arrays["block_table"]) if owners is None else owners)
+    num_seqs, num_tokens = len(step.parts), step.num_tokens
+    tables = arrays["block_table"]
+    _write_tables(step, tables, [None] * len(tables) if owners is None else owners)
+    counts = np.array([part.num_tokens + len(part.drafts) for part in step.parts])
+    firsts = np.array([part.first_position for part in step.parts])
+    ends, stops = counts.cumsum(), firsts + counts
+    held = np.array([len(part.sequence.blocks) for part in step.parts])
+    assert (stops <= held * block_size).all()  # behind a sequence's own blocks the table names the null block
+    seqs, shifts = np.arange(num_seqs), stops - ends
+    if 1 < num_seqs < num_tokens:
+        seqs, shifts = np.repeat(seqs, counts), np.repeat(shifts, counts)
+    positions = np.arange(num_tokens) + shifts
+    places = positions // block_size
+    blocks = tables.reshape(-1).take(places + seqs * tables.shape[1]).astype(np.int64)
+    slots = (blocks - places) * block_size + positions
+    _put(arrays["position_ids"], positions)
+    _put(arrays["slot_mapping"], slots)
+    _write_tokens(step, arrays["input_ids"], ends)
+    _put(arrays["seq_lens"], stops)
+    starts = arrays["query_starts"]
+    starts[0] = 0
+    _put(starts[1:], ends, padding=num_tokens)
+    _put(arrays["logit_rows"], _logit_rows(step, ends))
 
 
-def _put(array: np.ndarray[Any, Any], values: list[int], padding: int = 0) -> None:
+def _write_tokens(step: Step, array: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
+    start = 0
+    for part, end in zip(step.parts, ends.tolist(), strict=True):
+        sequence, count = part.sequence, part.num_tokens
+        done = sequence.num_computed - len(sequence.prompt)
+        if part.ahead:
+            array[start:end] = 0
+        elif part.drafts or -count < done < 0:
+            array[start:end] = part.tokens
+        elif done >= 0:
+            array[start:end] = sequence.generated[done : done + count]
+        else:
+            array[start:end] = sequence.prompt_ids[sequence.num_computed : sequence.num_computed + count]
+        start = end
+    array[start:] = 0
+
+
+def _logit_rows(step: Step, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if step.num_rows == len(step.parts):
+        return ends - 1
+    each = zip(ends.tolist(), step.parts, strict=True)
+    return np.array([row for end, part in each for row in range(end - part.num_rows, end)])
+
+
+def _put(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | list[int], padding: int = 0) -> None:
     array[: len(values)] = values
     array[len(values) :] = padding
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,7 +106,10 @@ def test_a_text_that_the_tokenizer_drops(loaded: LoadedModel) -> None:
     assert error_of("!!", model).found == "the tokenizer made no token of it"
 
 
-@pytest.mark.parametrize(("ids", "token", "position"), [([1, 40], 40, 1), ([-1], -1, 0), ([2, 3, 999, 41], 999, 2)])
+@pytest.mark.parametrize(
+    ("ids", "token", "position"),
+    [([1, 40], 40, 1), ([-1], -1, 0), ([2, 3, 999, 41], 999, 2), ([3, 2**70], 2**70, 1), ([5, 50, -(2**64)], 50, 1)],
+)
 def test_an_id_outside_the_vocabulary(loaded: LoadedModel, ids: list[int], token: int, position: int) -> None:
     found = error_of(ids, loaded).found
     assert found == f"token id {token} at position {position} is outside the vocabulary, 0 to 39"
@@ -116,10 +121,23 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model(loaded: LoadedModel) 
     assert "one and the same model" in error.remedy
 
 
-@pytest.mark.parametrize("prompt", [[1.5], ["a"], [True], [None], 7, torch.tensor([1, 2])])
+@pytest.mark.parametrize(
+    "prompt",
+    [[1.5], ["a"], [True], [None], 7, torch.tensor([1, 2]), np.array([1, 2]), [1, np.int64(2)], [1, 2, 3, False], b"a"],
+)
 def test_a_prompt_of_another_type_is_a_usage_error(loaded: LoadedModel, prompt: Any) -> None:
     with pytest.raises(UsageError, match="neither a text nor a list of ints"):
         encode_prompt(prompt, loaded, PARAMS)
+
+
+def test_any_sequence_of_ints_is_taken(loaded: LoadedModel) -> None:
+    class Token(enum.IntEnum):
+        FIRST = 7
+
+    for prompt, ids in (([Token.FIRST, 3], (7, 3)), (range(2, 5), (2, 3, 4)), ((39,), (39,))):
+        encoded = encode_prompt(prompt, loaded, PARAMS)
+        assert encoded.token_ids == ids and encoded.array is not None
+        assert encoded.array.dtype == np.int64 and tuple(encoded.array.tolist()) == ids
 
 
 def test_a_text_needs_a_tokenizer_and_ids_do_not(loaded: LoadedModel) -> None:

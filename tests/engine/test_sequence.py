@@ -22,7 +22,8 @@ def test_pending_is_the_prompt_first_and_then_the_latest_token() -> None:
 
 
 def test_pending_after_a_part_of_the_prompt_is_the_rest_and_what_follows() -> None:
-    assert sequence([5, 6, 7], generated=[8], computed=2).pending() == [7, 8]
+    found = sequence([5, 6, 7], generated=[8], computed=2)
+    assert found.pending() == [7, 8] and found.pending(1) == [7] and found.pending(0) == []
 
 
 def test_sequences_with_equal_tokens_are_not_one() -> None:

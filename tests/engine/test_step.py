@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from core.engine.config import SamplingParams
 from core.engine.sampling import make_generator
 from core.engine.sequence import Sequence
-from core.engine.step import Part, Phase, Step, step_inputs, step_tensors
+from core.engine.step import Part, Phase, Step, step_behind, step_inputs, step_tensors
 
 CPU = torch.device("cpu")
 HOT = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=1)
@@ -63,6 +64,35 @@ def test_a_mixed_step_holds_a_generating_sequence_and_a_chunk_of_a_prompt() -> N
     assert step["slot_mapping"] == [4, 10, 11, 16]
     assert step["seq_lens"] == [5, 5]  # what the chunk leaves for later is not in the cache
     assert step["logit_rows"] == [0, 3]
+
+
+def test_a_part_may_hold_the_end_of_a_prompt_and_what_follows_it() -> None:
+    first = sequence([5, 6, 7, 8], blocks=[3, 1], generated=(9,), computed=3)
+    step = tensors("prefill", Part(first, 2), Part(sequence([11], blocks=[2]), 1))
+    assert step["input_ids"] == [8, 9, 11]
+    assert step["slot_mapping"] == [15, 4, 8]
+    assert step["query_starts"] == [0, 2, 3]
+
+
+def test_a_step_behind_another_knows_all_but_the_tokens() -> None:
+    first = sequence([5, 6, 7, 8], blocks=[3, 1], generated=(9,), computed=4)
+    second = sequence([11], blocks=[2, 3], generated=(12, 13), computed=2)
+    behind = step_behind(Step("decode", (Part(first, 1), Part(second, 1))))
+    assert behind is not None and behind.num_tokens == behind.num_rows == 2
+    step = tensors("decode", *behind.parts)
+    assert (step["input_ids"], step["position_ids"], step["slot_mapping"]) == ([0, 0], [5, 3], [5, 11])
+    for each, token in ((first, 21), (second, 22)):  # what the step before gave
+        each.generated.append(token)
+        each.num_computed += 1
+    again = step_behind(behind)
+    assert again is not None
+    step = tensors("decode", *again.parts)
+    assert (step["input_ids"], step["position_ids"], step["slot_mapping"]) == ([0, 0], [6, 4], [6, 12])
+
+
+def test_a_sequence_without_blocks_for_its_tokens_is_no_step() -> None:
+    with pytest.raises(AssertionError):
+        tensors("prefill", Part(sequence([5, 6, 7, 8, 9], blocks=[3]), 5))
 
 
 def test_a_verify_step_has_drafts_behind_the_pending_token_and_wants_all_rows() -> None:

@@ -18,11 +18,13 @@ _ALIGNMENT = 256
 
 
 class StaticBuffers:
-    """Owns one flat storage per input, sized for the largest bucket; every bucket reads a contiguous view of it.
+    """Owns one flat storage per phase and input, sized for the phase's largest bucket, of which every bucket of the
+    phase reads a contiguous view.
 
-    Buckets share the storage, so only the bucket being run has valid content. Addresses never change. All storages lie
-    in one run of memory, the largest last. bound: the caller's tensors of the inputs declared so, which are used as
-    they are.
+    Buckets of a phase share its storage, so only the bucket being run has valid content. Addresses never change. The
+    storages of a phase lie in one run of memory, the largest last: what is short in all its buckets (decode: one token
+    of each sequence) lies close together, however long it is in another phase. bound: the caller's tensors of the
+    inputs declared so, which are used as they are.
     """
 
     def __init__(
@@ -33,31 +35,30 @@ class StaticBuffers:
         bound: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.bound = dict(bound or {})
-        self._inputs = inputs
+        self._inputs = {name: spec for name, spec in inputs.items() if name not in self.bound}
+        self._names = tuple(inputs)
         self._table = table
-        keys = [key for keys in table.phases.values() for key in keys]
-        sizes = {
-            name: max(prod(spec.resolve(table.sizes(key))) for key in keys) * spec.dtype.itemsize
-            for name, spec in inputs.items()
-            if name not in self.bound
-        }
-        self._offsets: dict[str, int] = {}
-        end = 0
-        for name in sorted(sizes, key=sizes.__getitem__):
-            self._offsets[name] = end
-            end += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
-        self.num_bytes = sum(sizes.values())
+        self._offsets: dict[str, dict[str, int]] = {}
+        self.num_bytes = end = 0
+        for phase, keys in table.phases.items():
+            sizes = {name: max(self._size(name, table.sizes(key)) for key in keys) for name in self._inputs}
+            offsets = self._offsets[phase] = {}
+            for name in sorted(sizes, key=sizes.__getitem__):
+                offsets[name] = end
+                end += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
+            self.num_bytes += sum(sizes.values())
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
         self.fill(self.memory)
 
     def fill(self, memory: Tensor) -> None:
         """Write the first content of all buffers into `memory`, which is laid out like them: sentinels, else zero."""
         memory.zero_()
-        bounds = [*sorted(self._offsets.values()), memory.numel()]
-        for name, offset in self._offsets.items():
+        places = sorted((at, name) for offsets in self._offsets.values() for name, at in offsets.items())
+        ends = [*(at for at, _ in places[1:]), memory.numel()]
+        for (start, name), end in zip(places, ends, strict=True):
             spec = self._inputs[name]
             if spec.padding == "sentinel":
-                memory[offset : bounds[bounds.index(offset) + 1]].view(spec.dtype).fill_(spec.value)
+                memory[start:end].view(spec.dtype).fill_(spec.value)
 
     def views(self, key: GraphKey, memory: Tensor | None = None) -> dict[str, Tensor]:
         """Return the buffers of one bucket by input name, each contiguous and of the bucket's shape.
@@ -67,24 +68,23 @@ class StaticBuffers:
         """
         sizes = self._table.sizes(key)
         found = {} if memory is not None else dict(self.bound)
-        for name, offset in self._offsets.items():
+        for name, offset in self._offsets[key.phase].items():
             spec = self._inputs[name]
-            shape = spec.resolve(sizes)
-            part = (self.memory if memory is None else memory)[offset : offset + prod(shape) * spec.dtype.itemsize]
-            found[name] = part.view(spec.dtype).view(shape)
-        return {name: found[name] for name in self._inputs if name in found}
+            part = (self.memory if memory is None else memory)[offset : offset + self._size(name, sizes)]
+            found[name] = part.view(spec.dtype).view(spec.resolve(sizes))
+        return {name: found[name] for name in self._names if name in found}
 
-    def extent(self, key: GraphKey, without: Collection[str] = ()) -> int:
-        """Return how many bytes from the beginning hold all inputs of a bucket, those of `without` not counted."""
+    def span(self, key: GraphKey, without: Collection[str] = ()) -> slice:
+        """Return which bytes of the memory hold all inputs of a bucket, those of `without` not counted."""
         sizes = self._table.sizes(key)
-        return max(
-            (
-                offset + prod(self._inputs[name].resolve(sizes)) * self._inputs[name].dtype.itemsize
-                for name, offset in self._offsets.items()
-                if name not in without
-            ),
-            default=0,
-        )
+        offsets = self._offsets[key.phase]
+        start = min(offsets.values(), default=0)
+        ends = (offset + self._size(name, sizes) for name, offset in offsets.items() if name not in without)
+        return slice(start, max(ends, default=start))
+
+    def _size(self, name: str, sizes: Mapping[str, int]) -> int:
+        spec = self._inputs[name]
+        return prod(spec.resolve(sizes)) * spec.dtype.itemsize
 
 
 class Staging:
@@ -103,6 +103,7 @@ class Staging:
         self._mirrors = [self._mirror(pinned) for _ in range(mirrors)]
         self._views: list[dict[GraphKey, dict[str, Tensor]]] = [{} for _ in range(mirrors)]
         self._device_views: dict[GraphKey, dict[str, Tensor]] = {}
+        self._spans: dict[tuple[GraphKey, tuple[str, ...]], slice] = {}
         self._current = 0
 
     @property
@@ -134,12 +135,17 @@ class Staging:
         first dimension (outputs of the replay before may be given). kept: inputs whose buffers hold the right content
         already and need not be copied; some may be all the same. step, result: as of `Program.replay`.
         """
-        end = self._buffers.extent(key, without=kept)
-        self._buffers.memory[:end].copy_(self._mirrors[self._current][:end], non_blocking=True)
+        span = self._span(key, tuple(kept))
+        self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
         for name, tensor in (feed or {}).items():
             self._device_inputs(key)[name][: tensor.shape[0]].copy_(tensor)
         self._current = (self._current + 1) % len(self._mirrors)
         return self._replay(key, step)
+
+    def _span(self, key: GraphKey, kept: tuple[str, ...]) -> slice:
+        if (key, kept) not in self._spans:
+            self._spans[key, kept] = self._buffers.span(key, without=kept)
+        return self._spans[key, kept]
 
     def _device_inputs(self, key: GraphKey) -> dict[str, Tensor]:
         if key not in self._device_views:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import core
+from core.common.graphs.backend import GraphKey
 from core.common.graphs.buffers import StaticBuffers
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.errors import CaptureError, UsageError
@@ -91,10 +92,10 @@ def test_kept_inputs_need_no_copy_where_they_lie_last(program: Program) -> None:
     table = BucketTable.build(INPUTS, BUCKETS)
     buffers = StaticBuffers(INPUTS, table, torch.device("cpu"))
     small, large = table.phases["main"]
-    assert buffers.extent(large) > buffers.extent(small) > 0
-    assert buffers.extent(large, without=["ids"]) < buffers.extent(large)  # 72 bytes: the largest
-    assert buffers.extent(large, without=["starts"]) == buffers.extent(large)
-    assert buffers.extent(large, without=list(INPUTS)) == 0
+    assert buffers.span(large).stop > buffers.span(small).stop > 0
+    assert buffers.span(large, without=["ids"]).stop < buffers.span(large).stop  # 72 bytes: the largest
+    assert buffers.span(large, without=["starts"]) == buffers.span(large)
+    assert buffers.span(large, without=list(INPUTS)) == slice(0, 0)
 
     staging = program.staging()
     inputs, other = draw(9, 3, 3), draw(9, 3, 4)
@@ -117,6 +118,29 @@ def test_buffers_do_not_overlap_and_are_aligned() -> None:
     assert all(offset % 256 == 0 for offset, _ in spans)
     assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
     assert spans[-1][0] + spans[-1][1] <= buffers.memory.numel()
+
+
+def test_a_phase_with_long_inputs_makes_the_copies_of_another_no_longer() -> None:
+    short, long = [{"tokens": 4, "seqs": 4}, {"tokens": 8, "seqs": 8}], [{"tokens": 5000, "seqs": 8}]
+    inputs = {**INPUTS, "table": InputSpec(("seqs", 100), torch.int32)}
+    table = BucketTable.build(inputs, {"prefill": long, "decode": short})
+    buffers = StaticBuffers(inputs, table, torch.device("cpu"))
+    alone = StaticBuffers(inputs, BucketTable.build(inputs, {"decode": short}), torch.device("cpu"))
+
+    def length(given: StaticBuffers, size: int, without: tuple[str, ...] = ()) -> int:
+        span = given.span(GraphKey("decode", (size, size)), without)
+        return int(span.stop - span.start)
+
+    for size in (4, 8):
+        assert length(buffers, size) == length(alone, size)
+        # The block table, the longest input of decode, lies last though it is not the longest of prefill.
+        assert length(buffers, size, ("table",)) <= 4 * 256 < length(buffers, size)
+    decode, prefill = (buffers.span(table.phases[phase][-1]) for phase in ("decode", "prefill"))
+    assert decode.start >= prefill.stop or prefill.start >= decode.stop
+    assert buffers.num_bytes == alone.num_bytes + sum(
+        view.nbytes for view in buffers.views(table.phases["prefill"][0]).values()
+    )
+    assert all(buffers.views(keys[-1])["x"].unique().tolist() == [2.5] for keys in table.phases.values())
 
 
 def test_the_first_content_of_a_mirror_is_the_buffers(program: Program) -> None:
