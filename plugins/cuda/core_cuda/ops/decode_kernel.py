@@ -189,6 +189,14 @@ def decode_kernel(
         real = tl.load(query_starts + num_seqs).to(tl.int32)
         zero_padding(out, real, num_tokens, head, seq, num_seqs, GROUP, V, BLOCK_GROUP, BLOCK_V)
     if (num_new > 0) & (split < num_shares):
+        start = begin + own_share * share
+        end = tl.minimum(start + share, num_old)
+        if APART:
+            end = tl.where(takes_new, start, end)
+        positions = start + tl.arange(0, BLOCK_N)
+        # Block numbers are read a tile ahead: within a tile, the loads behind them could not be pipelined. The first of
+        # them come before the query, whose rotation waits for memory meanwhile.
+        blocks = tl.load(table + positions // PAGE, mask=positions < end, other=0)
         rows, d, v_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
         steps, heads = rows // GROUP, head * GROUP + rows % GROUP
         tokens = (first + steps).to(tl.int64)
@@ -226,13 +234,6 @@ def decode_kernel(
                 visible = visible & (new[None, :] > steps[:, None] - window)
             top, total, acc = absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP)
 
-        start = begin + own_share * share
-        end = tl.minimum(start + share, num_old)
-        if APART:
-            end = tl.where(takes_new, start, end)
-        positions = start + tl.arange(0, BLOCK_N)
-        # Block numbers are read a tile ahead: within a tile, the loads behind them could not be pipelined.
-        blocks = tl.load(table + positions // PAGE, mask=positions < end, other=0)
         for tile in range(start, end, BLOCK_N):
             positions = tile + tl.arange(0, BLOCK_N)
             there = positions < end

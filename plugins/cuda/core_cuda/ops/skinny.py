@@ -25,7 +25,7 @@ from core_cuda.ops.workspace import counters
 
 __all__ = ["skinny_linear"]
 
-_FETCHED = 1024  # bytes of each row that `_fetch_rows` fetches
+_FETCHED = 1024  # bytes of each row that `_tile_kernel` fetches
 _ALIGNED = 16  # elements between rows, so that what is fetched begins at a multiple of 16 bytes in every dtype
 
 
@@ -37,12 +37,27 @@ def _finish(acc, up, KIND: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.cons
 
 
 @triton.jit
+def _fetch(places, num_bytes):
+    """Fetch so many bytes from each of these places of the weight on into the L2 cache, and wait for nothing.
+
+    The hardware takes addresses and sizes that are multiples of 16 bytes, and memory that exists.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .u64 g; cvta.to.global.u64 g, $1; cp.async.bulk.prefetch.L2.global [g], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [places.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _row_kernel(
-    x, weight, bias, out, N, K, stride_w, first, second,
+    x, weight, bias, out, N, K, stride_w, first, second, fetched,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    UP_OFFSET: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of x. N: columns of the result; first, second: where gate and up begin in the weight's rows."""
+    """One row of x. N: columns of the result; first, second: where gate and up begin in the weight's rows.
+
+    PIECES: in how many pieces of `fetched` bytes each row of the weight is fetched into the L2 cache beforehand, or 0.
+    """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     steps = tl.arange(0, BLOCK_K)
     inside = columns < N
@@ -51,6 +66,12 @@ def _row_kernel(
     ups = weight + second * stride_w + rows
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up_acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if PIECES > 0 and OVERLAP:
+        pieces = tl.arange(0, PIECES) * (fetched // (weight.dtype.element_ty.primitive_bitwidth // 8))
+        lines = tl.minimum(columns, N - 1).to(tl.int64)[:, None] * stride_w + pieces[None, :]
+        _fetch(weight + first * stride_w + lines, fetched)
+        if KIND != "":
+            _fetch(weight + second * stride_w + lines, fetched)
     mask = inside[:, None] & (steps < K)[None, :]
     tile = tl.load(gates, mask=mask, other=0.0, eviction_policy="evict_first")
     if KIND != "":
@@ -73,19 +94,6 @@ def _row_kernel(
             up += tl.load(bias + second + columns, mask=inside, other=0.0).to(tl.float32)
     result = _finish(total, up, KIND, LIMIT, UP_OFFSET)
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _fetch_rows(weight, rows, stride_w, begin):
-    """Fetch 1 KiB of each of these rows of the weight, from `begin` on, into the L2 cache, and wait for nothing.
-
-    The hardware takes addresses that are multiples of 16 bytes, and memory that exists.
-    """
-    address = (weight + rows.to(tl.int64) * stride_w + begin).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ .reg .u64 g; cvta.to.global.u64 g, $1; cp.async.bulk.prefetch.L2.global [g], 1024; mov.u32 $0, 0; }",
-        "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -125,9 +133,10 @@ def _tile_kernel(
     if FETCH and OVERLAP:
         # The last share may be shorter than what is fetched, which must not go past the weight's end.
         fetched = tl.minimum(begin, K - 8192 // weight.dtype.element_ty.primitive_bitwidth)
-        _fetch_rows(weight, first + columns, stride_w, fetched)
+        lines = columns.to(tl.int64) * stride_w + fetched
+        _fetch(weight + first * stride_w + lines, 1024)
         if GATED:
-            _fetch_rows(weight, second + columns, stride_w, fetched)
+            _fetch(weight + second * stride_w + lines, 1024)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     rows = tl.minimum(tl.arange(0, BLOCK_M), M - 1)
@@ -210,10 +219,15 @@ def skinny_linear(
     epilogue = {"KIND": gated.kind, "LIMIT": gated.limit, "UP_OFFSET": gated.up_offset, "HAS_BIAS": bias is not None}
     tiles = triton.cdiv(columns, config.block_n)
     bias = out if bias is None else bias.contiguous()  # without one any pointer: it is not read
+    aligned = weight.stride(0) % _ALIGNED == 0 and weight.data_ptr() % 16 == 0
     if config.kernel == "row":
+        num_bytes, pieces = depth * weight.itemsize, max(32 * config.num_warps // config.block_n, 1)
+        if not (config.fetch and aligned and num_bytes % (16 * pieces) == 0):
+            pieces = 0
         launching.launch(
             _row_kernel, (tiles,), x, weight, bias, out, columns, depth, weight.stride(0), first, second,
-            BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps, **epilogue,
+            num_bytes // max(pieces, 1), BLOCK_N=config.block_n, BLOCK_K=config.block_k, PIECES=pieces,
+            num_warps=config.num_warps, **epilogue,
         )  # fmt: skip
         return out
     block_m = max(16, triton.next_power_of_2(num_rows))
@@ -226,7 +240,7 @@ def skinny_linear(
     x_scale, w_scale = scales or (partial, partial)
     even = depth % config.block_k == 0
     fetch = even and per_split * config.block_k * weight.itemsize >= _FETCHED
-    fetch = fetch and weight.stride(0) % _ALIGNED == 0 and weight.data_ptr() % 16 == 0
+    fetch = fetch and aligned
     launching.launch(
         _tile_kernel, (tiles, splits), x, weight, bias, x_scale, w_scale, out, partial, arrived,
         num_rows, columns, depth, x.stride(0), weight.stride(0), columns, first, second,

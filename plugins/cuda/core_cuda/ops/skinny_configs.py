@@ -39,7 +39,7 @@ class SkinnyConfig:
 
     num_stages: tiles under way to shared memory. split_k: programs that share a tile's K. swap: the weight's tile is
     the left operand of the matrix units, whose smallest height is larger than their smallest width. "row", for a single
-    row of x, reads neither of these.
+    row of x, reads none of these. fetch: "row" fetches all that a program reads before it waits for its input.
     """
 
     kernel: str
@@ -49,6 +49,7 @@ class SkinnyConfig:
     num_stages: int = 1
     split_k: int = 1
     swap: bool = False
+    fetch: bool = False
 
 
 def default_config(rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16) -> SkinnyConfig:
@@ -82,7 +83,8 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
     units = launching.num_multiprocessors()
     if rows == 1 and bits >= 16:
         for block_n, block_k, warps in _ROW_TILES:
-            yield SkinnyConfig("row", block_n, block_k, warps)
+            for fetch in (False, True):
+                yield SkinnyConfig("row", block_n, block_k, warps, fetch=fetch)
     for block_n, block_k, swap, warps in _TILES:
         deep = block_k * 16 // bits
         if swap and rows > 64:
