@@ -153,7 +153,9 @@ def sampling() -> Iterator[Case]:
         for name, row in (("greedy", (0.0, 0.0, 1.0, 0.0)), ("top-k 50, top-p 0.9", (0.8, 50.0, 0.9, 0.5))):
             params = torch.tensor([row], device="cuda").repeat(count, 1)
             ways: dict[str, Callable[[Any], Any]] = {
-                "core": lambda d, p=params: torch.ops.core_cuda.sample(d, p),
+                "core": (lambda d: torch.ops.core_cuda.argmax(d))
+                if not row[0]
+                else lambda d, p=params: torch.ops.core_cuda.sample(d, p),
                 "torch": (lambda d: d.argmax(-1)) if not row[0] else lambda d, p=params: torch.ops.core.sample(d, p),
             }
             if find_spec("flashinfer") and row[0]:

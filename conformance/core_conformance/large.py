@@ -14,9 +14,10 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
+from core.common.ops.rotary_table import inverse_frequencies
 from core_conformance.large_attention import dense_attention, paged_attention
 from core_conformance.large_layers import gated_linear, linear, rotary_attention
-from core_conformance.large_sampling import sampled
+from core_conformance.large_sampling import most_likely, sampled
 
 _ROWS, _WIDTH = 9, 1024
 
@@ -115,6 +116,16 @@ def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
         yield Sample(name=name, kwargs={**rows, **weights, **tables(draw, size, 9), "eps": 1e-5})
 
 
+def rotary_table(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 64 frequencies: positions in order, and from all over a long context."""
+    frequencies = inverse_frequencies(64, draw.dtype, draw.device, base=500_000.0)
+    starts = {"from 1000 on": (1000, 1), "up to 131072": (72, 7280)}
+    for name, (first, step) in starts.items():
+        positions = torch.arange(first, first + 18 * step, step, device=draw.device).view(2, 9)
+        kwargs = {"positions": positions, "inv_freq": frequencies, "scaling": 0.9, "out_dtype": draw.dtype}
+        yield Sample(name=f"64 frequencies, {name}", kwargs=kwargs)
+
+
 def moe_route(draw: Draw) -> Iterator[Sample]:
     """Yield routers of 64 experts on random logits, which in half precision have ties."""
     v3 = {"scoring": "sigmoid", "renormalize_eps": 1e-20, "num_groups": 8, "top_groups": 4, "scale": 2.5}
@@ -175,6 +186,7 @@ LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "rotary_single": rotary_single,
         "qk_norm_rotary": qk_norm_rotary,
         "rotary_attention": rotary_attention,
+        "rotary_table": rotary_table,
         "linear": linear,
         "gated_linear": gated_linear,
         "moe_route": moe_route,
@@ -182,6 +194,7 @@ LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "quantize": quantize,
         "quantized_linear": quantized_linear,
         "sample": sampled,
+        "argmax": most_likely,
         "all_reduce": all_reduce,
     }
 )
@@ -200,6 +213,7 @@ NON_FINITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "linear": ("x",),
         "gated_linear": ("x",),
         "grouped_mlp": ("x",),
+        "argmax": ("logits",),
         "all_reduce": ("x",),
     }
 )

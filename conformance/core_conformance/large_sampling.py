@@ -1,4 +1,4 @@
-"""Calls of `core::sample` with vocabularies as models have them, for the suite alone: see `opcalls.calls`."""
+"""Calls of `core::sample` and `core::argmax` with vocabularies as models have them, for the suite alone."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ def sampled_sizes(draw: Draw) -> Iterator[Sample]:
         logits = draw(rows, vocabulary, scale=2.5)
         kwargs = {"logits": logits, "sampling_params": _params(draw, rows)}
         yield Sample(name=f"{rows} rows of {vocabulary}", kwargs=kwargs)
+
+
+def most_likely(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024 logits, and one whose largest logits are equal and far apart."""
+    yield Sample(name="1024 wide", kwargs={"logits": draw(9, 1024, scale=3.0)})
+    equal = draw(9, 1024)
+    equal[:, 1000], equal[:, 3] = 50.0, 50.0
+    yield Sample(name="1024 wide, the largest twice", kwargs={"logits": equal})
+
+
+def most_likely_sizes(draw: Draw) -> Iterator[Sample]:
+    """Yield those of `sampled_sizes`, and long rows with equal logits in every part, or the last one the largest."""
+    for sample in sampled_sizes(draw):
+        yield Sample(name=sample.name, kwargs={"logits": sample.kwargs["logits"]})
+    for name, first, step in (("equal ones apart", 1, 1000), ("the last one", 32_002, 1)):
+        logits = draw(3, 32_003)
+        logits[:, first::step] = 50.0
+        yield Sample(name=f"3 rows of 32003, {name}", kwargs={"logits": logits})
 
 
 def _params(draw: Draw, rows: int) -> Tensor:

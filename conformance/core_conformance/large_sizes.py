@@ -14,10 +14,11 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
+from core.common.ops.rotary_table import LAYOUTS, inverse_frequencies
 from core_conformance.large import heads, tables
 from core_conformance.large_attention import dense_attention_sizes, paged_attention_sizes
 from core_conformance.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
-from core_conformance.large_sampling import sampled_sizes
+from core_conformance.large_sampling import most_likely_sizes, sampled_sizes
 
 _SHAPES = ((129, 1000), (65, 1001), (3, 4096))
 """Rows and width: many rows, an odd width, a wide row."""
@@ -87,6 +88,15 @@ def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
         yield Sample(name=sample.name, kwargs={**sample.kwargs, **weights, "eps": 1e-5})
 
 
+def rotary_table(draw: Draw) -> Iterator[Sample]:
+    """Yield 130 tokens of 48 frequencies, and three of 300, in every layout."""
+    for layout, count, num_tokens in zip(LAYOUTS, (48, 300, 48), (130, 3, 1025), strict=True):
+        frequencies = inverse_frequencies(count, draw.dtype, draw.device)
+        positions = torch.arange(7, 7 + num_tokens, device=draw.device)[None]
+        kwargs = {"positions": positions, "inv_freq": frequencies, "layout": layout, "out_dtype": draw.dtype}
+        yield Sample(name=f"{layout}, {count} frequencies, {num_tokens} tokens", kwargs=kwargs)
+
+
 def moe_route(draw: Draw) -> Iterator[Sample]:
     """Yield 300 tokens for 128 experts."""
     kwargs = {"logits": draw(300, 128), "top_k": 8, "renormalize": True}
@@ -149,6 +159,7 @@ SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "rotary_single": rotary_single,
         "qk_norm_rotary": qk_norm_rotary,
         "rotary_attention": rotary_attention_sizes,
+        "rotary_table": rotary_table,
         "linear": linear_sizes,
         "gated_linear": gated_linear_sizes,
         "moe_route": moe_route,
@@ -156,6 +167,7 @@ SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "quantize": quantize,
         "quantized_linear": quantized_linear,
         "sample": sampled_sizes,
+        "argmax": most_likely_sizes,
     }
 )
 """Name of an op -> its calls past the tiles; `all_reduce` has none, its kernel is the library's."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.inputs import InputSpec
-from core.common.ops.sampling import NUM_PARAMS, SAMPLE
+from core.common.ops.sampling import ARGMAX, NUM_PARAMS, SAMPLE
 from core.engine.config import SamplingParams
 
 Sampling = Literal["greedy", "random"]
@@ -57,10 +57,9 @@ def next_tokens(logits: Tensor, sampling_params: Tensor, sampling: Sampling) -> 
     """Return the next token of each row: int64 of shape (R,), on the device of the logits.
 
     logits: (R, V) in any floating dtype; a logit may be -inf. sampling_params: (R, 4) float32, a `sampling_row` each.
-    With "random" it is `core::sample`, greedy rows included; with "greedy" every row is the argmax in the logits'
-    dtype, and the parameters are not looked at.
+    With "random" it is `core::sample`, greedy rows included; with "greedy" it is `core::argmax` for every row, and the
+    parameters are not looked at.
     """
-    if sampling == "greedy":
-        return logits.argmax(dim=-1)
-    tokens: Tensor = SAMPLE.overload(logits, sampling_params)
+    greedy = sampling == "greedy"
+    tokens: Tensor = ARGMAX.overload(logits) if greedy else SAMPLE.overload(logits, sampling_params)
     return tokens

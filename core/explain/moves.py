@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from core.common.ops.declaration import declared_ops
 
 _GATHERS = ("embedding", "index_select", "gather", "getitem", "index")
-"""Ops that read of their first tensor argument only what they return."""
+"""Ops that read of their first tensor argument, or their only floating one, no more than they return."""
 _SCATTERS = ("index_copy_", "index_put_", "scatter_", "slice_scatter", "index_add_", "setitem")
 """Ops that write into their first tensor argument only what they are given."""
 _CACHES = ("key_cache", "value_cache")
@@ -47,7 +47,10 @@ def moved(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     if shared and not name.endswith("_") and name not in _SCATTERS:
         return Moved(bytes=0, is_view=True)
     if name in _GATHERS and tensors:
-        return Moved(bytes=sum(map(_stored, tensors[1:])) + 2 * sum(map(_stored, results)))
+        # As torch.nn.functional has it the ids come before the table, in ATen behind it.
+        table = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
+        rest = sum(_stored(tensor) for tensor in tensors if tensor is not table)
+        return Moved(bytes=rest + 2 * sum(map(_stored, results)))
     if name in _SCATTERS and tensors:
         return Moved(bytes=2 * sum(map(_stored, tensors[1:])))
     flops = 0

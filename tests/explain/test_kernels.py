@@ -78,7 +78,15 @@ def test_what_a_call_moves() -> None:
     assert found.bytes == 4 * (16 + 40 + 10) and found.flops == 2 * 2 * 40
     # A table is read where it is looked up; a broadcast tensor once; what comes out as it went in, not at all.
     ids = torch.zeros(3, dtype=torch.int64)
-    assert moved("embedding", (ids, torch.zeros(1000, 8)), {}, torch.zeros(3, 8)).bytes == 1000 * 8 * 4 + 2 * 3 * 8 * 4
+    table, rows = torch.zeros(1000, 8), torch.zeros(3, 8)
+    for name, args in {
+        "embedding": (ids, table),
+        "aten.embedding.default": (table, ids),
+        "getitem": (table, ids),
+    }.items():
+        assert moved(name, args, {}, rows).bytes == ids.nbytes + 2 * rows.nbytes
+    assert moved("embedding", (ids,), {"weight": table}, rows).bytes == ids.nbytes + 2 * rows.nbytes
+    assert moved("getitem", (ids, ids[:1]), {}, ids[:1].clone()).bytes == 3 * 8  # a table of integers comes first
     assert moved("mul", (x.new_zeros(1, 8).expand(100, 8), x[:1]), {}, torch.zeros(100, 8)).bytes == 4 * (8 + 8 + 800)
     view = moved(".view", (x, 4, 4), {}, x.view(4, 4))
     assert view.is_view and view.bytes == 0

@@ -22,6 +22,7 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::rotary_single": pointwise.rotary_single,
         "core::qk_norm_rotary": pointwise.qk_norm_rotary,
         "core::rotary_attention": layers.rotary_attention,
+        "core::rotary_table": pointwise.rotary_table,
         "core::linear": layers.linear,
         "core::gated_linear": layers.gated_linear,
         "core::moe_route": matrices.moe_route,
@@ -29,6 +30,7 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::quantize": matrices.quantize,
         "core::quantized_linear": matrices.quantized_linear,
         "core::sample": matrices.sample,
+        "core::argmax": matrices.argmax,
     }
 )
 """Op -> what draws one call of it. Left out: collectives, which need more than one process."""

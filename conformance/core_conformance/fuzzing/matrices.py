@@ -122,3 +122,9 @@ def sample(source: Source) -> dict[str, Any]:
         "logits": logits,
         "sampling_params": torch.tensor(params, dtype=torch.float32).view(rows, 4).to(source.device),
     }
+
+
+def argmax(source: Source) -> dict[str, Any]:
+    """Draw a call of core::argmax, with equal logits and without."""
+    logits = source.tensor(source.integer(0, 9), source.integer(1, 3000), scale=2.0)
+    return {"logits": logits.round() if source.one_of(False, True) else logits}

@@ -10,6 +10,7 @@ from torch import Tensor
 from core.common.ops.activation import ACTIVATIONS
 from core.common.ops.arguments import at_least_fp32
 from core.common.ops.rotary import STYLES
+from core.common.ops.rotary_table import LAYOUTS
 from core_conformance.fuzzing.source import WIDTHS, Source
 
 _EPS = (1e-5, 1e-6, 3e-4, 1.5625e-7)
@@ -125,4 +126,18 @@ def qk_norm_rotary(source: Source) -> dict[str, Any]:
         "norm_compute_dtype": source.one_of(None, wide),
         "normed_dtype": source.one_of(None, source.dtype),
         "weight_dtype": source.one_of(None, wide),
+    }
+
+
+def rotary_table(source: Source) -> dict[str, Any]:
+    """Draw a call of core::rotary_table, of positions in any order up to those of a long context."""
+    shape, count, wide = source.shape(), source.integer(1, 70), at_least_fp32(source.dtype)
+    most = source.one_of(10, 4096, 131_072)
+    positions = source.tensor(*shape, dtype=torch.float64, scale=most / 4).abs().clamp(max=most)
+    return {
+        "positions": positions.to(source.one_of(torch.int64, torch.int32)),
+        "inv_freq": source.tensor(count, scale=0.3, shift=0.4, dtype=source.one_of(wide, source.dtype)).abs(),
+        "layout": source.one_of(*LAYOUTS),
+        "scaling": source.one_of(1.0, 1.2, 0.0625),
+        "out_dtype": source.one_of(None, source.dtype),
     }

@@ -13,7 +13,8 @@ from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from core.common.ops.quantization import QUANTIZE, QUANTIZED_LINEAR
 from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core.common.ops.sampling import SAMPLE
+from core.common.ops.rotary_table import ROTARY_TABLE
+from core.common.ops.sampling import ARGMAX, SAMPLE
 
 OPS: tuple[CanonicalOp, ...] = (
     ATTENTION,
@@ -27,6 +28,7 @@ OPS: tuple[CanonicalOp, ...] = (
     ROTARY_SINGLE,
     QK_NORM_ROTARY,
     ROTARY_ATTENTION,
+    ROTARY_TABLE,
     LINEAR,
     GATED_LINEAR,
     MOE_ROUTE,
@@ -34,5 +36,6 @@ OPS: tuple[CanonicalOp, ...] = (
     QUANTIZE,
     QUANTIZED_LINEAR,
     SAMPLE,
+    ARGMAX,
     ALL_REDUCE,
 )

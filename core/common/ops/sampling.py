@@ -1,4 +1,4 @@
-"""`core::sample`: the next token of each row of logits, by numbers drawn beforehand.
+"""`core::sample` and `core::argmax`: the next token of each row of logits, by numbers drawn beforehand or greedily.
 
 Legend of shapes: R rows of logits, V vocabulary.
 
@@ -22,6 +22,17 @@ from core.common.ops.declaration import CanonicalOp, Sample, declare
 
 NUM_PARAMS = 4
 SCHEMA = "sample(Tensor logits, Tensor sampling_params) -> Tensor"
+ARGMAX_SCHEMA = "argmax(Tensor logits) -> Tensor"
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Return the most likely token of each row, int64 of shape (R,): of equal ones the lowest id.
+
+    logits: (R, V), V at least 1, compared in their own dtype; a logit may be -inf. NaN counts as the largest, as in
+    torch, so that a row with NaN gives the id of its first one.
+    """
+    _check_logits("argmax", logits)
+    return logits.argmax(dim=-1)
 
 
 def sample(logits: Tensor, sampling_params: Tensor) -> Tensor:
@@ -66,11 +77,22 @@ def sample_fake(logits: Tensor, sampling_params: Tensor) -> Tensor:
 
 
 def _check(logits: Tensor, sampling_params: Tensor) -> None:
-    check_floating("sample", logits=logits, sampling_params=sampling_params)
-    check(logits.dim() == 2 and logits.shape[1] > 0, "sample", f"logits must be (R, V), not {tuple(logits.shape)}")
+    _check_logits("sample", logits)
+    check_floating("sample", sampling_params=sampling_params)
     fits = tuple(sampling_params.shape) == (logits.shape[0], NUM_PARAMS)
     shape = f"sampling_params must be ({logits.shape[0]}, {NUM_PARAMS}), not {tuple(sampling_params.shape)}"
     check(fits, "sample", shape)
+
+
+def argmax_fake(logits: Tensor) -> Tensor:
+    """Check the argument; return (R,)."""
+    _check_logits("argmax", logits)
+    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
+
+
+def _check_logits(op: str, logits: Tensor) -> None:
+    check_floating(op, logits=logits)
+    check(logits.dim() == 2 and logits.shape[1] > 0, op, f"logits must be (R, V), not {tuple(logits.shape)}")
 
 
 def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -104,4 +126,25 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample(name="no rows", kwargs={"logits": draw(0, 64), "sampling_params": mixed[:0]})
 
 
+def argmax_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield rows with ties, masked tokens and infinities, of a vocabulary of one, in wider rows, and none."""
+    draw, inf = Draw(dtype, device, seed=22), float("inf")
+    yield Sample(name="plain", kwargs={"logits": draw(5, 97, scale=3.0)})
+    yield Sample(name="ties", kwargs={"logits": draw(6, 64).round()})
+    masked = draw(4, 64, scale=3.0)
+    masked[:, ::3], masked[3] = -inf, -inf
+    yield Sample(name="masked tokens", kwargs={"logits": masked})
+    infinite = draw(4, 64)
+    infinite[0, 7], infinite[1, 9:], infinite[2, 5:7], infinite[3, 63] = inf, inf, inf, inf
+    yield Sample(name="infinities", kwargs={"logits": infinite})
+    zeros = torch.cat((-draw(4, 4).relu(), draw(4, 4).clamp(max=0.0)), dim=1)
+    yield Sample(name="zeros of both signs", kwargs={"logits": zeros})
+    yield Sample(name="one token", kwargs={"logits": draw(3, 1)})
+    yield Sample(name="slice of wider rows", kwargs={"logits": draw(4, 200, scale=3.0)[:, 40:141]})
+    yield Sample(name="no rows", kwargs={"logits": draw(0, 64)})
+
+
 SAMPLE = declare(CanonicalOp(name="sample", schema=SCHEMA, reference=sample, fake=sample_fake, samples=samples))
+ARGMAX = declare(
+    CanonicalOp(name="argmax", schema=ARGMAX_SCHEMA, reference=argmax, fake=argmax_fake, samples=argmax_samples)
+)

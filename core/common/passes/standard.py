@@ -20,6 +20,7 @@ from core.common.passes.lift.qk_norm_rotary import FUSE_QK_NORM_ROTARY
 from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
 from core.common.passes.lift.rotary import LIFT_ROTARY
 from core.common.passes.lift.rotary_attention import FUSE_ROTARY_ATTENTION
+from core.common.passes.lift.rotary_table import LIFT_ROTARY_TABLE
 
 COMMON_PASSES: tuple[Pass, ...] = (
     REMOVE_NO_OPS,
@@ -37,6 +38,7 @@ COMMON_PASSES: tuple[Pass, ...] = (
     MERGE_LINEARS,
     FUSE_GATE_UP,
     FUSE_ROTARY_ATTENTION,
+    LIFT_ROTARY_TABLE,
     LIFT_LINEAR,
     FUSE_GATED_LINEAR,
 )

@@ -70,6 +70,7 @@ def _spellings() -> dict[Any, str]:
 _NAMES = (
     *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "mean", "sum"),
     *("cat", "chunk", "split", "stack", "sigmoid", "relu", "tanh", "exp", "silu", "gelu", "softmax"),
+    *("cos", "sin"),
     *("matmul", "bmm", "unsqueeze", "transpose", "reshape", "view", "flatten", "expand", "permute", "topk"),
     *("unflatten", "repeat_interleave", "clone", "view_as_complex", "view_as_real"),
     *("gather", "masked_fill", "clamp", "sort", "histc", "cumsum", "floor_divide", "logical_not"),

@@ -341,6 +341,12 @@ MISTAKES: tuple[Mistake, ...] = (
         "the weights of query and key swapped",
         swapped("rotary_attention", "query_weight", "key_weight"),
     ),
+    _mistake(
+        "rotary-table-layout",
+        "lift_rotary_table",
+        "angles of neighbours for angles of halves",
+        argument("rotary_table", "layout", _other_style),
+    ),
     _mistake("linear-bias", "lift_linear", "the bias is left out", argument("linear", "bias", _dropped)),
     _mistake(
         "gated-linear-half",

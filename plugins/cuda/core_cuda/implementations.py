@@ -6,7 +6,19 @@ Imports Triton, and so is imported only where `kernels_missing` finds nothing to
 from __future__ import annotations
 
 from core.common.ops.implementation import OpImplementation
-from core_cuda.ops import activation, attention, grouped_mlp, linear, moe_route, norm, quantize, rotary, sampling
+from core_cuda.ops import (
+    activation,
+    argmax,
+    attention,
+    grouped_mlp,
+    linear,
+    moe_route,
+    norm,
+    quantize,
+    rotary,
+    rotary_table,
+    sampling,
+)
 from core_cuda.ops.conditions import all_of, code_dtype, computes_in_fp32, dtypes
 
 __all__ = ["IMPLEMENTATIONS"]
@@ -58,6 +70,12 @@ IMPLEMENTATIONS = (
         fn=attention.rotary_attention,
         condition=attention.rotary_attention_condition,
     ),
+    OpImplementation(
+        op="core::rotary_table",
+        name="cuda_rotary_table",
+        fn=rotary_table.rotary_table,
+        condition=rotary_table.refuses,
+    ),
     OpImplementation(op="core::linear", name="cuda_linear", fn=linear.linear, condition=linear.refuses),
     OpImplementation(
         op="core::gated_linear", name="cuda_gated_linear", fn=linear.gated_linear, condition=linear.refuses
@@ -72,6 +90,7 @@ IMPLEMENTATIONS = (
         condition=grouped_mlp.grouped_mlp_condition,
     ),
     OpImplementation(op="core::sample", name="cuda_sample", fn=sampling.sample, condition=dtypes),
+    OpImplementation(op="core::argmax", name="cuda_argmax", fn=argmax.argmax, condition=dtypes),
     OpImplementation(
         op="core::quantize", name="cuda_quantize", fn=quantize.quantize, condition=all_of(dtypes, code_dtype)
     ),

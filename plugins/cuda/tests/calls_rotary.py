@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_cuda.ops import rotary
+from core_cuda.ops import rotary, rotary_table
 from core_cuda.ops.prefill_attention import prefill_rotary_attention
 
 PAGE = 16
@@ -52,6 +52,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             query, key, _ = heads_of(merged, size, heads, kv_heads, kv_heads)
             call: dict[str, Any] = {"query": query, "key": key, **tables(1, 1, tokens, size)}
             yield f"{name} rotary {tokens}", lambda call=call: rotary.rotary(**call)  # type: ignore[misc]
+            angles = (torch.empty(1, tokens, dtype=torch.int64), torch.empty(size // 2))
+            yield (
+                f"{name} table {tokens}",
+                lambda angles=angles: rotary_table.run_rotary_table(*angles, out_dtype=torch.bfloat16),  # type: ignore[misc]
+            )
             call = {**call, "style": "interleaved"}
             yield f"{name} interleaved {tokens}", lambda call=call: rotary.rotary(**call)  # type: ignore[misc]
             weights = {n: torch.empty(size, dtype=torch.bfloat16) for n in ("query_weight", "key_weight")}

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from core_cuda.ops import activation, norm, quantize, sampling
+from core_cuda.ops import activation, argmax, norm, quantize, sampling
 
 BF16 = torch.bfloat16
 
@@ -43,6 +43,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "quantize groups", partial(quantize.quantize, wide, None, **groups)
     whole = {"dtype": torch.int8, "granularity": "tensor"}
     yield "quantize whole", partial(quantize.quantize, wide, None, **whole)
+    for rows in (1, 8, 64):
+        logits = torch.empty(rows, 128_256, dtype=BF16)
+        yield f"argmax {rows}", partial(argmax.argmax, logits)
+    yield "argmax odd fp32", partial(argmax.argmax, torch.empty(8, 50_257))
     for rows in (1, 256):
         logits = torch.empty(rows, 128_256, dtype=BF16)
         yield f"sample {rows}", partial(sampling.sample, logits, torch.empty(rows, 4))

@@ -26,7 +26,7 @@ KNOWN = {"mqa drafts 512"}
 """Calls whose kernel spills more: heads of 512 with 64 rows are served, not fast."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
-    "rows": ("1", "sample"),
+    "rows": ("1", "sample", "argmax"),
     "attention": (),
     "prefill": ("8b", "1b"),
     "moe": ("qwen3", "route"),

@@ -1,4 +1,4 @@
-"""core/common/ops/sampling.py: what it refuses, and its choices in other words (more in tests/engine)."""
+"""core/common/ops/sampling.py: what its ops refuse, and their choices in other words (more in tests/engine)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.sampling import SAMPLE
+from core.common.ops.sampling import ARGMAX, SAMPLE
 from tests.common.ops.canonical_oracle import assert_raises, run
 
 ROWS = [(0.0, 0.0, 1.0, 0.0), (0.7, 0.0, 1.0, 0.35), (1.0, 4.0, 1.0, 0.9), (1.3, 0.0, 0.6, 0.7), (0.9, 7.0, 0.8, 0.99)]
@@ -37,6 +37,16 @@ def test_choices_are_those_of_the_definition(seed: int) -> None:
     assert tokens.tolist() == [in_words(row, *params) for row, params in zip(logits.tolist(), ROWS, strict=True)]
 
 
+def test_the_most_likely_token_is_the_first_of_equal_ones_and_nan_the_most_likely() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, 3.0, 3.0, 2.0], [-0.0, 0.0, -1.0, 0.0], [-inf] * 4, [inf, nan, 1.0, nan], [-inf, -inf, -5.0, -inf]]
+    (tokens,) = run(ARGMAX, {"logits": torch.tensor(rows)})
+    assert tokens.tolist() == [1, 0, 0, 1, 2]
+    # Compared in their own dtype: in fp32 the two would be equal.
+    (tokens,) = run(ARGMAX, {"logits": torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)})
+    assert tokens.tolist() == [1]
+
+
 def params(num_rows: int, columns: int = 4) -> Tensor:
     return torch.zeros(num_rows, columns)
 
@@ -54,3 +64,15 @@ def params(num_rows: int, columns: int = 4) -> Tensor:
 )
 def test_wrong_arguments(logits: Tensor, given: Tensor, message: str) -> None:
     assert_raises(SAMPLE, {"logits": logits, "sampling_params": given}, message)
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), "logits must be floating-point"),
+        (torch.zeros(3), r"logits must be \(R, V\), not \(3,\)"),
+        (torch.zeros(2, 0), r"logits must be \(R, V\), not \(2, 0\)"),
+    ],
+)
+def test_wrong_arguments_of_argmax(logits: Tensor, message: str) -> None:
+    assert_raises(ARGMAX, {"logits": logits}, message)

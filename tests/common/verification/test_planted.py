@@ -16,6 +16,7 @@ from core.bisect.bisection import bisect, injected
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.linear import GATED_LINEAR, LINEAR
 from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.rotary_table import ROTARY_TABLE
 from core.common.passes.declaration import Pass
 from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.snapshot import Snapshot
@@ -48,7 +49,7 @@ MODELS: Mapping[str, str] = {
 
 ALL = [declared.name for declared in COMMON_PASSES]
 # Passes that run only where the device brings their op.
-BROUGHT = (ROTARY_ATTENTION, LINEAR, GATED_LINEAR)
+BROUGHT = (ROTARY_ATTENTION, ROTARY_TABLE, LINEAR, GATED_LINEAR)
 NAMES = frozenset(op.qualified_name for op in BROUGHT)
 
 

@@ -1,11 +1,11 @@
-"""Floating values as integers of the same order, which atomics, reductions and bisection take."""
+"""Floating values as integers of the same order, alone or with an id, for atomics, reductions and bisection."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["rank_of", "value_of"]
+__all__ = ["id_in", "packed", "rank_of", "value_of"]
 
 _MOST = tl.constexpr(2**31 - 1)
 
@@ -21,3 +21,15 @@ def rank_of(values):
 def value_of(rank):
     """Return the fp32 value of a rank."""
     return (rank ^ ((rank >> 31) & _MOST)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed(rank, ids):
+    """Return rank and id as one int64, larger for a larger rank and among equal ones for a lower id."""
+    return (rank.to(tl.int64) << 32) | (ids ^ _MOST).to(tl.int64)
+
+
+@triton.jit
+def id_in(pair):
+    """Return the int32 id that is packed in an int64."""
+    return (pair & _MOST).to(tl.int32) ^ _MOST

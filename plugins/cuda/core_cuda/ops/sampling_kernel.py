@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.ranks import rank_of, value_of
+from core_cuda.ops.ranks import id_in, packed, rank_of, value_of
 
 __all__ = ["bounds_kernel", "choose_kernel", "histogram_kernel"]
 
@@ -26,12 +26,6 @@ SPAN = tl.constexpr(28.0)
 _UNIT = tl.constexpr(1099511627776.0)  # 2**40
 _LEAST = tl.constexpr(-(2**31))
 _MOST = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _packed(key, ids):
-    """Return key and id as one int64, larger for a larger key and among equal ones for a lower id."""
-    return (key.to(tl.int64) << 32) | (ids ^ _MOST).to(tl.int64)
 
 
 @triton.jit
@@ -79,8 +73,8 @@ def bounds_kernel(
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     values = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    packed = _packed(tl.where(ids < V, rank_of(values), _LEAST), ids)
-    tl.store(bests + tl.program_id(0), tl.max(packed, axis=0))
+    pairs = packed(tl.where(ids < V, rank_of(values), _LEAST), ids)
+    tl.store(bests + tl.program_id(0), tl.max(pairs, axis=0))
     tl.store(lows + tl.program_id(0), tl.min(tl.where(values > float("-inf"), values, float("inf")), axis=0))
     if tl.load(settings + row * 4) > 0.0:
         bins = part * CLEARED + tl.arange(0, CLEARED)
@@ -174,7 +168,7 @@ def _listed(
         number = tl.sum(match.to(tl.int32), axis=0)
         if number > 0:
             place = found + tl.cumsum(match.to(tl.int32), axis=0) - 1
-            tl.store(listing + place, _packed(keys, ids), mask=match & (place >= 0) & (place < LISTED))
+            tl.store(listing + place, packed(keys, ids), mask=match & (place >= 0) & (place < LISTED))
         found += number
     tl.debug_barrier()
     place = tl.arange(0, LISTED)
@@ -218,7 +212,7 @@ def choose_kernel(
     top_p = tl.load(settings + row * 4 + 2)
     uniform = tl.load(settings + row * 4 + 3)
     best, top, span, per_unit = _frame(bests, lows, row, num_parts, temperature, PARTS, BINS)
-    token = (best & _MOST).to(tl.int32) ^ _MOST
+    token = id_in(best)
     if temperature > 0.0:
         bins = tl.arange(0, BINS)
         place = tl.arange(0, LISTED)
