@@ -29,6 +29,7 @@ from core.bench.presets import PRESETS
 
 WORST_ERROR = 1e-2
 """Largest relative error against torch; results of bfloat16 differ by their rounding, about 2e-3."""
+_TOLD = 8  # the best configurations of a shape that are printed
 COUNTS = ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 1024), (1, 8192))
 """Sequences and positions of decode."""
 PROMPTS = (128, 512, 1024, 4096)
@@ -271,6 +272,7 @@ def measure(problem: Problem) -> dict[str, Any]:
     wanted = problem.wanted(sets[0])
     library = None if problem.library is None else time_us(problem.library, sets)
     best, winner, failures = library or float("inf"), None, []
+    seen: list[tuple[float, Any]] = []
     for config in problem.candidates():
         try:
             error = relative_error(problem.run(sets[0], config), wanted)
@@ -281,10 +283,13 @@ def measure(problem: Problem) -> dict[str, Any]:
         except Exception as reason:
             failures.append(f"{config}: {type(reason).__name__}: {(str(reason).splitlines() or [''])[0]}")
             continue
+        seen.append((taken, config))
         if taken < best:
             best, winner = taken, config
     for failure in failures:
         print(f"  FAILED {problem}: {failure}", file=sys.stderr)
+    for taken, config in sorted(seen, key=lambda each: each[0])[:_TOLD]:
+        print(f"  {taken:.2f} us {config}", file=sys.stderr)
     return {
         "shape": dict(problem.shape),
         "config": asdict(winner) if winner else None,
