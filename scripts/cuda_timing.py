@@ -19,7 +19,7 @@ def num_sets(num_bytes: int) -> int:
     return max(2, min(MOST_SETS, -(-MISSING_BYTES // max(num_bytes, 1))))
 
 
-def time_us(call: Callable[[Any], object], sets: Sequence[Any]) -> float:
+def time_us(call: Callable[[Any], object], sets: Sequence[Any], *, rounds: int = ROUNDS) -> float:
     """Return the median microseconds of a call, from replays of a graph of one call per set of data."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -34,7 +34,7 @@ def time_us(call: Callable[[Any], object], sets: Sequence[Any]) -> float:
         finally:
             graph.capture_end()
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()

@@ -266,37 +266,41 @@ def distinct(tasks: list[tuple[Problem, Any, int]]) -> list[tuple[Problem, Any, 
     return list({(p.op, *p.same_kernel(config)): (p, config, capability) for p, config, capability in tasks}.values())
 
 
-def measure(problem: Problem) -> dict[str, Any]:
-    """Return the entry of a problem: what won, and how far it is from the library."""
+def ranked(problem: Problem) -> tuple[list[tuple[float, Any]], int]:
+    """Return the microseconds of each configuration, the fastest first, None being the library; and how many failed."""
     sets: list[Any] = [problem.make("cuda") for _ in range(num_sets(problem.num_bytes))]
     wanted = problem.wanted(sets[0])
-    library = None if problem.library is None else time_us(problem.library, sets)
-    best, winner, failures = library or float("inf"), None, []
-    seen: list[tuple[float, Any]] = []
+    found: list[tuple[float, Any]] = [] if problem.library is None else [(time_us(problem.library, sets), None)]
+    failures = []
     for config in problem.candidates():
         try:
             error = relative_error(problem.run(sets[0], config), wanted)
             if not error < WORST_ERROR:
                 failures.append(f"{config}: wrong by {error:.2g}")
                 continue
-            taken = time_us(lambda data, config=config: problem.run(data, config), sets)
+            found.append((time_us(lambda data, config=config: problem.run(data, config), sets), config))
         except Exception as reason:
             failures.append(f"{config}: {type(reason).__name__}: {(str(reason).splitlines() or [''])[0]}")
-            continue
-        seen.append((taken, config))
-        if taken < best:
-            best, winner = taken, config
     for failure in failures:
         print(f"  FAILED {problem}: {failure}", file=sys.stderr)
-    for taken, config in sorted(seen, key=lambda each: each[0])[:_TOLD]:
+    found.sort(key=lambda each: each[0])
+    for taken, config in found[:_TOLD]:
         print(f"  {taken:.2f} us {config}", file=sys.stderr)
+    return found, len(failures)
+
+
+def measure(problem: Problem) -> dict[str, Any]:
+    """Return the entry of a problem: what won, and how far it is from the library."""
+    found, failed = ranked(problem)
+    taken, winner = found[0]
+    library = [time for time, config in found if config is None]
     return {
         "shape": dict(problem.shape),
         "config": asdict(winner) if winner else None,
-        "us": round(best, 2),
-        "library_us": library and round(library, 2),
-        "gbytes_per_s": round(problem.num_bytes / best / 1e3),
-        "failed": len(failures),
+        "us": round(taken, 2),
+        "library_us": round(library[0], 2) if problem.library is not None else None,
+        "gbytes_per_s": round(problem.num_bytes / taken / 1e3),
+        "failed": failed,
     }
 
 

@@ -116,8 +116,9 @@ def test_only_rows_at_aligned_addresses_are_fetched_early(monkeypatch: pytest.Mo
     wide = torch.empty(64, 512 + 16, dtype=torch.bfloat16)
     for first in (0, 8, 1):  # 0, 16 and 2 bytes from an aligned address
         x, weight = torch.empty(4, 512, dtype=torch.bfloat16), wide[:, first : first + 512]
-        skinny_linear(x, weight, config=SkinnyConfig("tile", 64, 64, 4, 2))
-    assert fetched == [True, True, False]
+        for fetch in (True, False):
+            skinny_linear(x, weight, config=SkinnyConfig("tile", 64, 64, 4, 2, fetch=fetch))
+    assert fetched == [True, False, True, False, False, False]
 
 
 def test_many_rows_and_other_dtypes_are_for_cublas(

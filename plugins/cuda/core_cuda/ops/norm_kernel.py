@@ -83,7 +83,7 @@ def norm_kernel(
     out_at = row_starts(row, inner, out_outer, out_inner, FLAT)[:, None] + columns[None, :]
     factor = None
     shift = None
-    if OVERLAP:
+    if OVERLAP:  # noqa: SIM102  a constant of the compiler, decided before the other condition is looked at
         if tl.program_id(0) == 0:  # one for all: as many fetches as there are rows took longer than the rows
             if weight is not None:
                 _fetch_columns(weight, WIDTH)

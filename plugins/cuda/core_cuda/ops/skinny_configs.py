@@ -19,9 +19,6 @@ _DRIFTING = 4
 _ROW_TILES = ((2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 512, 8), (4, 512, 2))
 """block_n, block_k and num_warps worth trying for a single row."""
 _TILES = (
-    (16, 256, True, 1),
-    (16, 256, True, 2),
-    (32, 256, True, 2),
     (32, 256, False, 4),
     (64, 128, False, 4),
     (64, 128, True, 4),
@@ -39,7 +36,8 @@ class SkinnyConfig:
 
     num_stages: tiles under way to shared memory. split_k: programs that share a tile's K. swap: the weight's tile is
     the left operand of the matrix units, whose smallest height is larger than their smallest width. "row", for a single
-    row of x, reads none of these. fetch: "row" fetches all that a program reads before it waits for its input.
+    row of x, reads none of these, nor fetch: whether the beginning of each row of the weight is fetched into the L2
+    cache before the kernel waits for its input.
     """
 
     kernel: str
@@ -83,19 +81,19 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
     units = launching.num_multiprocessors()
     if rows == 1 and bits >= 16:
         for block_n, block_k, warps in _ROW_TILES:
-            for fetch in (False, True):
-                yield SkinnyConfig("row", block_n, block_k, warps, fetch=fetch)
+            yield SkinnyConfig("row", block_n, block_k, warps)
     for block_n, block_k, swap, warps in _TILES:
         deep = block_k * 16 // bits
         if swap and rows > 64:
             continue
-        for per_unit in (3, 2) if block_n < 64 else (2, 1):
+        for per_unit in (2, 1):
             stages = _stages(rows, block_n, deep, gated=gated, bits=bits, most=_MOST_SHARED_BYTES // per_unit - 1024)
             if stages < 2:
                 continue
             splits = [_split(rows, columns, depth, block_n, deep, rounds * per_unit * units) for rounds in (1, 2)]
-            for split_k in dict.fromkeys((1, *splits) if block_n < 64 else splits):
-                yield SkinnyConfig("tile", block_n, deep, warps, stages, split_k, swap=swap)
+            for split_k in dict.fromkeys(splits):
+                for fetch in (False, True):
+                    yield SkinnyConfig("tile", block_n, deep, warps, stages, split_k, swap=swap, fetch=fetch)
 
 
 def _stages(rows: int, block_n: int, block_k: int, *, gated: bool, bits: int, most: int) -> int:
