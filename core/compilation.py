@@ -13,6 +13,7 @@ from core.common.config import CompileOptions, Verify
 from core.common.graphs.guards import GuardValues
 from core.common.graphs.inputs import Buckets, BucketTable, InputSpec
 from core.common.graphs.untraced import OutputDims
+from core.common.shared import SharedTrace
 from core.device import Device, Mode
 from core.errors import UsageError
 from core.host import select_device
@@ -50,6 +51,7 @@ def compile(
     bound: Mapping[str, Tensor] | None = None,
     reset: Callable[[], None] | None = None,
     examples: AnyExamples | None = None,
+    shared: SharedTrace | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model for a device and return the `Program` that runs it.
@@ -63,7 +65,8 @@ def compile(
     bound: the tensors of inputs declared "bound". reset: called between warm-up and capture of each bucket, and after
     it, to undo what these wrote into state. examples: sets of inputs by name, per phase or for a single phase, on which
     `verify` judges the passes and on which captures without a trace are checked. A bucket dimension named "tokens"
-    tells passes with a token range how many tokens a graph serves. progress: called as `progress(what, done, total)`
+    tells passes with a token range how many tokens a graph serves. shared: phases that one trace may serve, since their
+    models differ in one argument of one op only. progress: called as `progress(what, done, total)`
     before each capture and once after the last, on the first rank only. Lowering "inductor" takes minutes for whole
     models, where "inline" takes seconds.
 
@@ -88,7 +91,9 @@ def compile(
         verify=verify,
     )
     table = BucketTable.build(inputs, buckets, guards)
-    pipeline = Pipeline(model, _device(device), inputs, table, options, bound=bound, reset=reset, outputs=outputs)
+    pipeline = Pipeline(
+        model, _device(device), inputs, table, options, bound=bound, reset=reset, outputs=outputs, shared=shared
+    )
     return pipeline.run(examples, progress)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from core.arguments import Examples, check_breaks
 from core.common.graphs.backend import BoundCallable, GraphKey, Guards
@@ -22,9 +23,10 @@ from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.declaration import declared_ops
 from core.common.ops.lower import lower_ops
 from core.common.report import TraceReport
+from core.common.shared import SharedTrace, copy_graph
 from core.common.traced import OutputTree, TracedGraph
 from core.common.tracing import trace
-from core.errors import CaptureError, CoreError, LoweringError
+from core.errors import CaptureError, CoreError, LoweringError, TraceError
 from core.rewriting import Rewriter
 
 if TYPE_CHECKING:
@@ -46,8 +48,36 @@ class Bound:
     cropper: Cropper
 
 
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    """A trace for all sizes of some phases under the same constants, as it came.
+
+    traced: None where the model has none for all sizes. usable: by other phases, too. phase: the first that it served,
+    whose report accounts for it.
+    """
+
+    constants: tuple[object, ...]
+    traced: TracedGraph | None
+    usable: bool
+    phase: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Served:
+    """A traced graph before it is rewritten, and the keys that it serves; the rest is as in `TraceReport`."""
+
+    graph: TracedGraph
+    keys: tuple[GraphKey, ...]
+    reason: str = ""
+    trace_of: str = ""
+
+
 class TracedPhases:
-    """Traces, rewrites and lowers; one trace serves all buckets of a phase where its conditions hold."""
+    """Traces, rewrites and lowers; one trace serves all buckets of a phase where its conditions hold.
+
+    shared: phases that one trace may serve. A graph that is to serve a size of 1 among others, or other phases, is
+    traced at sizes of its own; what it does not hold for is traced again, at the buckets' sizes.
+    """
 
     def __init__(
         self,
@@ -59,6 +89,7 @@ class TracedPhases:
         table: BucketTable,
         buffers: StaticBuffers,
         examples: Examples,
+        shared: SharedTrace | None = None,
     ) -> None:
         self._device = device
         self._options = options
@@ -67,6 +98,8 @@ class TracedPhases:
         self._table = table
         self._buffers = buffers
         self._examples = examples
+        self._shared = shared
+        self._kept: list[_Kept] = []
         self.lowering_name, self._lowering = device.lowerings.resolve(options.lowering)
         self._pieces = PieceLowering(self._lowering)
         self._serving: dict[GraphKey, TracedGraph] = {}
@@ -80,27 +113,35 @@ class TracedPhases:
         Raises `TraceError`, with nothing of the phase kept, and `UsageError` for a break point that is in none of them.
         """
         names = self._break_names() if mode == "piecewise" else ()
-        traced: list[tuple[TracedGraph, tuple[GraphKey, ...], str]] = []
+        traced: list[_Served] = []
         conditions: dict[Guards, list[GraphKey]] = {}
         for key in self._table.phases[phase]:
             conditions.setdefault(key.guards, []).append(key)
         for guards, keys in conditions.items():
-            traced += self._trace_guarded(model, guards, keys)
+            traced += self._trace_guarded(phase, model, guards, keys)
         num_breaks = 0
         known: dict[str, str] = {}
-        for graph, served, reason in traced:
-            rewritten, breaks = self._rewrite(phase, graph, served, reason, names)
+        for served in traced:
+            rewritten, breaks = self._rewrite(phase, served, names)
             known |= op_names(rewritten.module) | {choice.op: choice.op for choice in self.reports[-1].ops}
             num_breaks += breaks
-            self._serving.update(dict.fromkeys(served, rewritten))
-            self._piecewise.update(served if breaks else ())
+            self._serving.update(dict.fromkeys(served.keys, rewritten))
+            self._piecewise.update(served.keys if breaks else ())
         if mode == "piecewise":  # the default names may well be in no graph
             check_breaks(phase, self._options.break_at or (), known)
         return num_breaks
 
     def forget(self, phase: str) -> None:
-        """Drop the traces of a phase that runs without one after all."""
-        self.reports[:] = [report for report in self.reports if report.phase != phase]
+        """Drop the traces of a phase that runs without one after all; of one that it shares, another gives account."""
+        heir = next((report.phase for report in self.reports if report.trace_of == phase), "")
+        for kept in self._kept:
+            kept.phase = heir if kept.phase == phase else kept.phase
+        names = {phase: heir, heir: ""}
+        self.reports[:] = [
+            replace(report, trace_of="" if report.phase == heir else names.get(report.trace_of, report.trace_of))
+            for report in self.reports
+            if report.phase != phase
+        ]
         self._serving = {key: traced for key, traced in self._serving.items() if key.phase != phase}
 
     def in_parts(self, key: GraphKey) -> bool:
@@ -142,19 +183,84 @@ class TracedPhases:
         return tuple(name for name, op in declared_ops().items() if op.break_point)
 
     def _trace_guarded(
-        self, model: Callable[..., Any], guards: Guards, keys: Sequence[GraphKey]
-    ) -> Iterator[tuple[TracedGraph, tuple[GraphKey, ...], str]]:
+        self, phase: str, model: Callable[..., Any], guards: Guards, keys: Sequence[GraphKey]
+    ) -> Iterator[_Served]:
         """Trace for these keys, from the largest on, again for those that the trace before does not hold for."""
         remaining, reason = list(reversed(keys)), ""
+        kept = self._kept_for(phase, model, guards)
+        general = kept is None or kept.traced is not None
         while remaining:
-            traced = self._trace(model, guards, self._buffers.views(remaining[0]))
-            refused = {key: traced.holds_for(self._buffers.views(key)) for key in remaining[1:]}
-            served = (remaining[0], *(key for key, why in refused.items() if why is None))
-            yield traced, served, reason
+            shared, kept = (kept if kept is not None and kept.usable else None), None
+            if shared is not None and shared.traced is not None and self._shared is not None:
+                traced = self._shared.bound(shared.traced, phase)
+            elif (found := self._trace_keys(model, guards, remaining) if general else None) is not None:
+                traced = found
+            else:
+                traced = self._trace(model, guards, self._buffers.views(remaining[0]))
+            refused = {key: traced.holds_for(self._buffers.views(key)) for key in remaining}
+            served = tuple(key for key, why in refused.items() if why is None)
+            general = bool(served) or shared is not None
+            if served and shared is not None:
+                shared.phase = shared.phase or phase
+            if served:
+                trace_of = shared.phase if shared is not None and shared.phase != phase else ""
+                graph = replace(traced, elapsed_s=0.0) if trace_of else traced
+                yield _Served(graph=graph, keys=served, reason=reason, trace_of=trace_of)
             remaining = [key for key, why in refused.items() if why is not None]
             reason = next((why for why in refused.values() if why is not None), "")
 
-    def _trace(self, model: Callable[..., Any], guards: Guards, inputs: Mapping[str, Tensor]) -> TracedGraph:
+    def _kept_for(self, phase: str, model: Callable[..., Any], guards: Guards) -> _Kept | None:
+        """Return the trace that this phase may share with others, made now where it is the first of them."""
+        shared = self._shared
+        if shared is None or phase not in shared.values:
+            return None
+        constants = self._constants(model, dict(guards), tuple(shared.values))
+        kept = next((kept for kept in self._kept if kept.constants == constants), None)
+        if kept is None:
+            traced = self._trace_for(model, guards, [key for each in shared.values for key in self._table.phases[each]])
+            usable = traced is not None and shared.calls_have(traced.module, shared.values[phase])
+            kept = _Kept(constants=constants, traced=traced, usable=usable)
+            self._kept.append(kept)
+        return kept
+
+    def _trace_keys(self, model: Callable[..., Any], guards: Guards, keys: Sequence[GraphKey]) -> TracedGraph | None:
+        """Return a trace that may serve sizes of 1 beside others; None where there are none, or it can't be made."""
+        has_one = any(1 in key.dims for key in keys)
+        return self._trace_for(model, guards, keys) if has_one and len(keys) > 1 else None
+
+    def _constants(
+        self, model: Callable[..., Any], guards: Mapping[str, object], phases: Sequence[str]
+    ) -> tuple[object, ...]:
+        """Return what the model is called with for each guard that any of these phases has, and its type."""
+        parameters = inspect.signature(model).parameters
+        names = sorted({name for phase in phases for name in self._table.guards.get(phase, ())})
+        defaults = {name: parameters[name].default for name in names if name in parameters}
+        values = {name: guards.get(name, defaults.get(name)) for name in names}
+        return tuple((name, type(value), value) for name, value in values.items())
+
+    def _trace_for(self, model: Callable[..., Any], guards: Guards, keys: Sequence[GraphKey]) -> TracedGraph | None:
+        """Trace at the most of each dimension, 2 at least, so that no size is special; None where that can't be."""
+        sizes = [self._table.sizes(key) for key in keys]
+        most = {dim: max(2, *(each[dim] for each in sizes)) for dim in self._table.dims}
+        least: Literal[1, 2] = 1 if any(1 in key.dims for key in keys) else 2
+        device = self._device.torch_device
+        inputs = {
+            name: self._buffers.bound[name]
+            if name in self._buffers.bound
+            else torch.zeros(spec.resolve(most), dtype=spec.dtype, device=device)
+            for name, spec in self._inputs.items()
+        }
+        try:
+            return self._trace(model, guards, inputs, least=least)
+        except TraceError as error:
+            if error.spoiled:
+                raise
+            log.info("no trace for all sizes: %s", error)
+            return None
+
+    def _trace(
+        self, model: Callable[..., Any], guards: Guards, inputs: Mapping[str, Tensor], *, least: Literal[1, 2] = 2
+    ) -> TracedGraph:
         # Tracing marks dimensions on the tensors it is given, and takes where a tensor lies in its memory for a size of
         # its own: hand it copies of the buffers, and aliases of the caller's tensors, not these themselves.
         examples = {
@@ -165,11 +271,12 @@ class TracedPhases:
             name: [dim for dim, declared in enumerate(spec.shape) if isinstance(declared, str)]
             for name, spec in self._inputs.items()
         }
-        return trace(model, examples, dynamic=dynamic, constants=dict(guards), writable=self._buffers.bound)
+        return trace(
+            model, examples, dynamic=dynamic, constants=dict(guards), writable=self._buffers.bound, least=least
+        )
 
-    def _rewrite(
-        self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...], reason: str, break_names: tuple[str, ...]
-    ) -> tuple[TracedGraph, int]:
+    def _rewrite(self, phase: str, given: _Served, break_names: tuple[str, ...]) -> tuple[TracedGraph, int]:
+        traced, served = given.graph, given.keys
         num_nodes = len(traced.module.graph.nodes)
         log.info("traced %s: %d nodes in %.2f s, serves %d buckets", phase, num_nodes, traced.elapsed_s, len(served))
         examples = self._served_examples(phase, traced, served)
@@ -187,7 +294,8 @@ class TracedPhases:
                 passes=rewritten.passes,
                 ops=ops,
                 buckets=served,
-                reason=reason,
+                reason=given.reason,
+                trace_of=given.trace_of,
             )
         )
         return rewritten.traced, num_breaks
@@ -217,7 +325,7 @@ class TracedPhases:
         return min(sizes), max(sizes)
 
     def _lower(self, key: GraphKey, traced: TracedGraph, values: tuple[Any, ...]) -> FlatCallable:
-        graph = _copy(traced.module)
+        graph = copy_graph(traced.module)
         try:
             if key in self._piecewise:
                 return lower_pieces(graph, values, self._pieces)
@@ -243,10 +351,3 @@ def _blaming(reports: Sequence[PassReport]) -> Iterator[None]:
         if names:
             error.remedy += f"; or compile with disable_passes: the graph was changed by {', '.join(names)}"
         raise
-
-
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
-    """Copy the graph but not the tensors it is bound to, so that a lowering may change it."""
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    return fx.GraphModule(graph, copied)

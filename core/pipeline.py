@@ -39,6 +39,7 @@ from core.common.graphs.untraced import OutputDims
 from core.common.graphs.watch import Watched, watch_modules
 from core.common.passes.switches import PassSwitches
 from core.common.report import BucketReport, ProgramReport
+from core.common.shared import SharedTrace
 from core.device import Device, Mode
 from core.errors import CaptureError, TraceError
 from core.phases import TracedPhases
@@ -105,6 +106,7 @@ class Pipeline:
         reset: Callable[[], None] | None,
         traced: bool = True,
         outputs: Sequence[OutputDims] | None = None,
+        shared: SharedTrace | None = None,
     ) -> None:
         self.device = device
         self.inputs = inputs
@@ -130,6 +132,9 @@ class Pipeline:
         self.reset = reset
         self.traced_modes = TRACED if traced else ()
         self.outputs = outputs
+        if shared is not None:
+            shared.check(table.phases)
+        self.shared = shared
         self.account = _Account()
 
     def run(self, examples: Examples | Sequence[Mapping[str, Tensor]] | None, progress: Progress | None) -> Program:
@@ -184,7 +189,7 @@ class Pipeline:
         return _Stages(
             buffers=buffers,
             runner=runner,
-            traced=TracedPhases(self.device, self.options, rewriter=self.rewriter, **common),
+            traced=TracedPhases(self.device, self.options, rewriter=self.rewriter, shared=self.shared, **common),
             untraced=UntracedPhases(self.options, runner=runner, outputs=self.outputs, reset=self.reset, **common),
         )
 

@@ -85,7 +85,8 @@ def test_passes_are_chosen_by_name() -> None:
 
 
 def test_a_pass_sees_every_trace() -> None:
-    report = compiled({"passes": (FUSE,)}, buckets=[1, 4]).report()
+    buckets = {"decode": [1, 4], "prefill": [8]}
+    report = compiled({"passes": (FUSE,)}, buckets=buckets).report()
     assert [[p.matched for p in own(trace.passes)] for trace in report.traces] == [[1], [1]]
 
 

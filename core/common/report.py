@@ -34,7 +34,8 @@ class BucketReport:
 class TraceReport:
     """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace.
 
-    aten_s: what lowering it to ATen ops took, 0.0 where no pass needs them; not part of passes_s.
+    trace_of: the phase whose trace it shares, "" for one of its own; trace_s is 0.0 where it shares one. aten_s: what
+    lowering it to ATen ops took, 0.0 where no pass needs them; not part of passes_s.
     """
 
     phase: str
@@ -46,6 +47,7 @@ class TraceReport:
     buckets: tuple[GraphKey, ...]
     reason: str = ""
     aten_s: float = 0.0
+    trace_of: str = ""
 
     def passes_line(self) -> str:
         """Return what the passes did to this graph in one line: matches by pass, what was undone, the time."""
@@ -90,8 +92,8 @@ class ProgramReport:
 
     @property
     def num_traces(self) -> int:
-        """How many graphs were traced."""
-        return len(self.traces)
+        """How many graphs were traced; one that phases share counts once."""
+        return sum(not trace.trace_of for trace in self.traces)
 
     @property
     def num_captures(self) -> int:
@@ -116,8 +118,9 @@ class ProgramReport:
         for trace in self.traces:
             ops = Counter(f"{choice.op} -> {choice.implementation}" for choice in trace.ops)
             lines.append(
-                f"  trace {trace.phase}: {trace.num_nodes} nodes in {trace.trace_s:.2f} s, "
-                f"{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
+                f"  trace {trace.phase}: {trace.num_nodes} nodes "
+                + (f"of the trace of {trace.trace_of}, " if trace.trace_of else f"in {trace.trace_s:.2f} s, ")
+                + f"{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
                 + (f"to ATen ops in {trace.aten_s:.2f} s, " if trace.aten_s else "")
                 + f"serves {len(trace.buckets)} buckets"
                 + (f" ({trace.reason})" if trace.reason else "")

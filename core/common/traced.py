@@ -73,7 +73,7 @@ class TracedGraph:
     """A traced model. module: the Dynamo graph. slots: what each placeholder is bound to, in order.
 
     outputs: the graph's outputs as fake tensors. shapes: of the inputs that the model looks at, when traced. symbols:
-    which size of which input each symbol of shape_env stands for.
+    which size of which input each symbol of shape_env stands for. least: the smallest size of each that it may serve.
     """
 
     module: fx.GraphModule
@@ -82,6 +82,7 @@ class TracedGraph:
     outputs: tuple[Tensor, ...]
     shapes: Mapping[str, tuple[int, ...]]
     symbols: Mapping[Any, SizeSlot]
+    least: Mapping[Any, int]
     shape_env: Any
     elapsed_s: float
 
@@ -103,14 +104,15 @@ class TracedGraph:
             for dim, (traced, actual) in enumerate(zip(shape, inputs[name].shape, strict=True)):
                 if traced != actual and (name, dim) not in symbolic:
                     return f"{name} was fixed at size {traced} in dimension {dim}"
-        return self._out_of_range(self._sizes(inputs)) or self.branches_differ(inputs)
+        sizes = self._sizes(inputs)
+        return self._out_of_range(sizes) or self._way_differs(sizes)
 
     def _out_of_range(self, sizes: Mapping[Any, int]) -> str | None:
         for symbol, size in sizes.items():
             bounds = self.shape_env.var_to_range.get(symbol)
-            if bounds is not None and not bounds.lower <= size <= bounds.upper:
+            if size < self.least[symbol] or (bounds is not None and size > bounds.upper):
                 slot = self.symbols[symbol]
-                return f"{slot.name} has size {size} in dimension {slot.dim}, traced for {bounds.lower} and up"
+                return f"{slot.name} has size {size} in dimension {slot.dim}, traced for {self.least[symbol]} and up"
         return None
 
     def branches_differ(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> str | None:
@@ -118,14 +120,17 @@ class TracedGraph:
 
         Unlike `holds_for` this does not ask whether the trace may run at these sizes, but whether a run at larger ones
         stands for them: padding must not change which branch is taken. dims: expressions that are bucket dimensions
-        themselves, as `s0 - 1` of an input declared `"seqs + 1"`. That such a one is neither 0 nor 1 is not held
-        against a call: of a size that is a symbol Dynamo does not note it either.
+        themselves, as `s0 - 1` of an input declared `"seqs + 1"`. That such a one, or a size that is a symbol, is
+        neither 0 nor 1 is not held against a call: most such questions are those of ops about their strides.
         """
+        return self._way_differs(self._sizes(inputs), (*dims, *self.symbols))
+
+    def _way_differs(self, sizes: Mapping[Any, int], from_two: Collection[Any] = ()) -> str | None:
+        """Return the condition of the trace that fails; from_two: dimensions of which it may ask 2 at least."""
         if self.shape_env is None:
             return None
-        sizes = self._sizes(inputs)
         for guard in self.shape_env.guards:
-            if _is_not_0_or_1(guard.expr, dims):
+            if _is_not_0_or_1(guard.expr, from_two):
                 continue
             if guard.expr.xreplace(sizes) != True:  # noqa: E712  # a sympy relation that stays open is not True
                 return f"the model branches on a size: {guard.expr}"

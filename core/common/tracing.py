@@ -11,14 +11,15 @@ import re
 import time
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental import _config
 from torch.utils import _pytree as pytree
 
-from core.common.passes.effects import written_args
+from core.common.passes.effects import value_of, written_args
+from core.common.passes.view import kind, operand
 from core.common.passes.writes import find_writes
 from core.common.state import Change, Snapshot
 from core.common.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
@@ -32,23 +33,29 @@ def trace(
     dynamic: Mapping[str, Sequence[int]] | None = None,
     constants: Mapping[str, Any] | None = None,
     writable: Collection[str] = (),
+    least: Literal[1, 2] = 2,
 ) -> TracedGraph:
     """Trace `model(**inputs, **constants)` as one graph, running nothing of it.
 
     dynamic: per input, the dimensions to keep symbolic where the model allows. constants: further arguments, fixed by
-    the trace. writable: inputs that the model may write into, since their memory is the caller's own. Raises
-    `TraceError` with Dynamo's reason and the user code's place if the model breaks the graph or returns something that
-    is not a tree of tensors.
+    the trace. writable: inputs that the model may write into, since their memory is the caller's own. least: 1 asks for
+    a trace that also serves sizes of 1, where the model does the same there, which becomes a condition like others; the
+    inputs themselves must be larger for that. Raises `TraceError` with Dynamo's reason and the user code's place if
+    the model breaks the graph or returns something that is not a tree of tensors.
     """
     start = time.perf_counter()
     capture = _Capture(inputs, writable)
     for name, dims in (dynamic or {}).items():
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(inputs[name], dim)
+            if inputs[name].shape[dim] < 2:
+                least = 2  # it is fixed at this size
     step = _fresh_step(model, dict(constants or {}))
     state = Snapshot(model)
     # Without duck shaping each dimension gets a symbol of its own; sizes that are equal by chance stay independent.
-    with torch.no_grad(), _SHAPES.patch(use_duck_shape=False), torch._dynamo.config.patch(_DYNAMO):
+    from_one = least == 1 and hasattr(_config, _FROM_ONE)
+    shapes = {"use_duck_shape": False, **({_FROM_ONE: True} if from_one else {})}
+    with torch.no_grad(), _SHAPES.patch(**shapes), _settings():
         try:
             result = torch.compile(step, backend=capture.backend, fullgraph=True)(**inputs)
         except Exception as error:
@@ -70,7 +77,19 @@ def _forget(step: Callable[..., Any], capture: _Capture) -> None:
 
 _SIZE = re.compile(r"\.size\(\)\[(\d+)\]$")  # how Dynamo names the source of a size
 _SHAPES: Any = _config  # torch installs `patch` on its config modules at run time
+_FROM_ONE = "backed_size_oblivious"
+"""Torch's setting under which a size may turn out to be 1, and code that asks leaves a guard.
+
+Without it sizes are taken to be 2 and more, and such code leaves no trace of having asked."""
 _DYNAMO = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "suppress_errors": False}
+_WASTE = {"guard_nn_modules": False, "run_gc_after_compile": False}
+"""What costs time for nothing here: no guard is ever asked, and captures begin with a collection."""
+
+
+def _settings() -> Any:
+    """Return the settings of a trace, to be entered; those that not every torch has where it has them."""
+    config: Any = torch._dynamo.config
+    return config.patch(_DYNAMO | {name: value for name, value in _WASTE.items() if hasattr(config, name)})
 
 
 def _fresh_step(model: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
@@ -117,6 +136,7 @@ class _Capture:
                     remedy="return tensors only; read sizes off the inputs",
                 )
         self._refuse_written_inputs(nodes, examples)
+        _note_squeezes(graph)
         # Kept apart from the graph: passes may put nodes without metadata in the outputs' place.
         self.fakes = tuple(node.meta["example_value"] for node in outputs)
         # Stand-ins with identities of their own: Dynamo builds the model's output structure around them.
@@ -171,6 +191,7 @@ class _Capture:
             )
         self._refuse_writes_to_inputs()
         repeated = {self._repeated(change) for change in changes}
+        least = self._take_ranges()
         return TracedGraph(
             module=self.graph,
             slots=self.slots,
@@ -178,9 +199,23 @@ class _Capture:
             outputs=self.fakes,
             shapes={name: tuple(tensor.shape) for name, tensor in self._tensors.items() if name in self.used},
             symbols=self.symbols,
+            least=least,
             shape_env=self.shape_env,
             elapsed_s=time.perf_counter() - start,
         )
+
+    def _take_ranges(self) -> dict[Any, int]:
+        """Return the smallest size that each symbol may be; from here on, it counts as 2 and more.
+
+        Passes are to find what they find in any trace: what they ask is about the graph, not about the model.
+        """
+        from torch.utils._sympy.numbers import int_oo  # imports sympy, which only who traces has loaded
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        least = {symbol: max(int(self.shape_env.var_to_range[symbol].lower), 1) for symbol in self.symbols}
+        for symbol in self.symbols:
+            self.shape_env._update_var_to_range(symbol, ValueRanges(2, int_oo))
+        return least
 
     def _repeated(self, change: Change) -> int:
         """Return the graph output that a changed attribute now names, if the graph itself repeats the change.
@@ -237,6 +272,22 @@ class _Capture:
             error.spoiled = True
             raise error
         return OutputTree(tuple(refs), spec)
+
+
+def _note_squeezes(graph: fx.GraphModule) -> None:
+    """Have each size that is squeezed leave a guard: one of 1 would go, and what the model does next may differ.
+
+    Of torch's ops whose outcome depends on a size of 1, these alone leave none.
+    """
+    for node in graph.graph.nodes:
+        if kind(node) != "squeeze" and node.target != "squeeze_":
+            continue
+        source, dims = value_of(operand(node, 0, "input")), operand(node, 1, "dim")
+        if not isinstance(source, Tensor):
+            continue
+        for dim in range(source.dim()) if dims is None else dims if isinstance(dims, (tuple, list)) else (dims,):
+            if isinstance(source.shape[dim], torch.SymInt):
+                bool(source.shape[dim] != 1)  # asking is what records it
 
 
 def _name(model: Callable[..., Any]) -> str:

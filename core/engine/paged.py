@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from core.common.report import ProgramReport
+from core.common.shared import SharedTrace
 from core.compilation import Progress, compile
 from core.device import Device
 from core.engine.attention import SERVE, AttentionLayer, NotPageable, inspect, set_implementation
@@ -74,6 +75,7 @@ class PagedRunner:
                 buckets=buckets,
                 outputs=[("rows",), ("rows", None)],
                 examples=self._examples,
+                shared=SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens()),
                 progress=progress,
                 **config.compile_options(self._calls, device.capabilities),
             )
@@ -188,11 +190,15 @@ class PagedRunner:
     def _greedy_params(self, num_rows: int) -> Tensor:
         return torch.tensor([GREEDY_ROW], device=self._device.torch_device).repeat(num_rows, 1)
 
+    def _query_lens(self) -> dict[str, int]:
+        """Return for each phase the most tokens of a sequence in a step, 0 for any: the op may skip its general form.
+
+        Nothing else differs between the phases' calls.
+        """
+        return {"decode": 1, "prefill": 0} | ({"verify": 1 + self.num_drafts} if self.num_drafts else {})
+
     def _make_calls(self) -> dict[str, PagedCall]:
-        # At most so many tokens per sequence in a step: the op may then skip its general form.
-        lens = {"decode": 1, "prefill": 0}
-        if self.num_drafts:
-            lens["verify"] = 1 + self.num_drafts
+        lens = self._query_lens()
         return {phase: PagedCall(PagedLogits(self._model, self._cache.step, most)) for phase, most in lens.items()}
 
     def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:

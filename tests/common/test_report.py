@@ -74,6 +74,14 @@ def test_the_text_says_what_was_done_and_what_it_cost() -> None:
     assert lines[-1] == "total 1.25 s, static buffers 1.00 MiB"
 
 
+def test_a_shared_trace_counts_once_and_is_named() -> None:
+    first, second = report().traces
+    shared = replace(report(), traces=(first, replace(second, phase="prefill", trace_s=0.0, trace_of="decode")))
+    assert shared.num_traces == 1
+    line = "trace prefill: 11 nodes of the trace of decode, 1 passes in 1.5 ms, serves 1 buckets (x has size 2)"
+    assert line in lines_of(shared)
+
+
 def lines_of(made: ProgramReport) -> list[str]:
     return [line.strip() for line in str(made).splitlines()]
 

@@ -164,6 +164,61 @@ def test_sizes_below_two_are_traces_of_their_own(count: int) -> None:
     assert alone.holds_for({"x": rows(6)}) == f"x was fixed at size {count} in dimension 0"
 
 
+def alias(x: Tensor) -> Tensor:
+    y = x * 1
+    flat = y.t().contiguous()  # a copy of several rows, and of one row y itself
+    y.add_(1)
+    return flat + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "serves_one"),
+    [
+        (lambda x: x * 2, True),
+        (lambda x: x + x[:1], True),
+        (lambda x: x[None].transpose(1, 2).reshape(-1, 4), False),
+        (lambda x: torch.cat([x, x[1:]]), True),
+        (lambda x: x + 1 if x.shape[0] == 1 else x - 1, False),
+        (lambda x: x + 1 if x.shape[0] > 1 else x - 1, False),
+        (lambda x: x + 1 if x.numel() == 4 else x - 1, False),
+        (lambda x: x + 1 if x.shape[0] - 1 else x - 1, False),
+        (lambda x: x + 1 if x.t().is_contiguous() else x - 1, False),
+        (lambda x: x + 1 if x.squeeze(0).dim() == 1 else x - 1, False),
+        (lambda x: x + 1 if x.squeeze().dim() == 1 else x - 1, False),
+        (lambda x: x + 1 if torch.squeeze(x, dim=(0,)).dim() == 1 else x - 1, False),
+        (lambda x: x[..., None].squeeze(-1) * 2, True),
+        (lambda x: torch.stack([x[0], x[1]]), False),
+        (alias, False),
+    ],
+)
+def test_a_trace_from_one_serves_it_where_the_model_does_the_same(
+    model: Callable[[Tensor], Tensor], serves_one: bool
+) -> None:
+    inputs = {"x": rows(6)}
+    graph = trace(model, inputs, dynamic={"x": [0]}, least=1)
+    assert (graph.holds_for({"x": rows(1)}) is None) == serves_one
+    assert "size 0" in str(graph.holds_for({"x": rows(0)}))
+    for count in (1, 2, 7) if serves_one else (2, 7):
+        if graph.holds_for({"x": rows(count)}) is None:
+            got, want = run(graph, x=rows(count)), model(rows(count))
+            assert got.shape == want.shape and torch.equal(got, want)
+    # Padding one row to several disregards that, as it does in traces from two.
+    assert graph.branches_differ({"x": rows(1)}) is None or "x[0]" in str(model)
+
+
+def test_what_is_asked_of_a_graph_after_the_trace_is_as_of_any_trace() -> None:
+    """Passes see sizes from 2 on, whatever the trace serves: what they ask leaves no condition."""
+    graph = trace(lambda x: x * 2, {"x": rows(6)}, dynamic={"x": [0]}, least=1)
+    size = graph.outputs[0].shape[0]
+    assert bool(size != 1) and bool(size * 4 > 4) and not graph.shape_env.guards
+    assert graph.holds_for({"x": rows(1)}) is None
+
+
+def test_a_trace_from_one_at_size_one_is_fixed_there() -> None:
+    graph = trace(lambda x: x * 2, {"x": rows(1)}, dynamic={"x": [0]}, least=1)
+    assert graph.holds_for({"x": rows(2)}) == "x was fixed at size 1 in dimension 0"
+
+
 def test_a_branch_on_a_size_is_kept_as_a_condition() -> None:
     def model(x: Tensor) -> Tensor:
         return x + 1 if x.shape[0] > 4 else x - 1

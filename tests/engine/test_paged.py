@@ -151,15 +151,12 @@ def test_a_sequence_is_not_admitted_without_room(runner: PagedRunner) -> None:
         runner.release(sequence)
 
 
-def test_a_trace_serves_all_buckets_of_its_phase_but_a_batch_of_one(runner: PagedRunner) -> None:
+def test_one_trace_serves_all_phases_and_a_batch_of_one(runner: PagedRunner) -> None:
     traces = runner.report().traces
-    assert [(trace.phase, [key.dims[0] for key in trace.buckets]) for trace in traces] == [
-        ("decode", [4]),
-        ("decode", [1]),
-        ("prefill", [48]),
+    assert [(trace.phase, [key.dims[0] for key in trace.buckets], trace.trace_of) for trace in traces] == [
+        ("decode", [4, 1], ""),
+        ("prefill", [48], "decode"),
     ]
-    # A size of 1 broadcasts, so that tracing at another size says nothing about it.
-    assert [bool(trace.reason) for trace in traces] == [False, True, False]
     for trace in traces:
         assert sum(choice.op == "core::attention" for choice in trace.ops) == 2
 
