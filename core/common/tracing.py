@@ -215,6 +215,8 @@ class _Capture:
         least = {symbol: max(int(self.shape_env.var_to_range[symbol].lower), 1) for symbol in self.symbols}
         for symbol in self.symbols:
             self.shape_env._update_var_to_range(symbol, ValueRanges(2, int_oo))
+        # What was asked while tracing is kept under this number; with torch 2.11 the answers would outlive the ranges.
+        self.shape_env._version_counter += 1
         return least
 
     def _repeated(self, change: Change) -> int:

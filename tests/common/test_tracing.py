@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -212,6 +213,22 @@ def test_what_is_asked_of_a_graph_after_the_trace_is_as_of_any_trace() -> None:
     size = graph.outputs[0].shape[0]
     assert bool(size != 1) and bool(size * 4 > 4) and not graph.shape_env.guards
     assert graph.holds_for({"x": rows(1)}) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x * torch.ones(4) + x.mean(-1, keepdim=True),
+        lambda x: x.reshape(-1, 2, 2).transpose(0, 1).contiguous(),
+        lambda x: nn.functional.rms_norm(x, (4,)),
+    ],
+)
+def test_what_torch_asked_while_tracing_is_not_remembered(model: Callable[[Tensor], Tensor]) -> None:
+    """An answer from sizes that began at 1 would hide from passes what they know of any other trace."""
+    graph = trace(model, {"x": rows(6)}, dynamic={"x": [0]}, least=1)
+    (symbol,) = graph.symbols
+    for question in (sympy.Ne(symbol, 1), sympy.Eq(symbol, 1), symbol > 1):
+        assert graph.shape_env._maybe_evaluate_static(question) in (sympy.true, sympy.false), question
 
 
 def test_a_trace_from_one_at_size_one_is_fixed_there() -> None:
