@@ -216,7 +216,8 @@ class _Capture:
         for symbol in self.symbols:
             self.shape_env._update_var_to_range(symbol, ValueRanges(2, int_oo))
         # What was asked while tracing is kept under this number; with torch 2.11 the answers would outlive the ranges.
-        self.shape_env._version_counter += 1
+        if self.symbols:
+            self.shape_env._version_counter += 1
         return least
 
     def _repeated(self, change: Change) -> int:
