@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.errors import PassError
@@ -38,4 +39,15 @@ def broken_promise(report: PassReport) -> PassError:
         f"pass {report.name!r} of {report.owner}, which owes {report.expected} matches",
         found=f"it matched {report.matched} ({misses})",
         remedy="look at the near-misses, or run without strict to go on unfused",
+    )
+
+
+def left_undecided(report: PassReport, misses: Sequence[NearMiss]) -> PassError:
+    """Return the complaint about sites that no model is to blame for: a trace or the fake of an op is."""
+    first = misses[0]
+    return PassError(
+        f"pass {report.name!r} of {report.owner}, which matched {report.matched}",
+        found=f"it left {len(misses)} sites for lack of an answer; the first is {first.site}: {first.reason}",
+        remedy="the model runs unfused there; report it with the versions of torch and core: sizes are not what a "
+        "rewriting should depend on",
     )

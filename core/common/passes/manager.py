@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from core.common.collector import paused
-from core.common.passes.complaints import broken_promise, conflict, failed
+from core.common.passes.complaints import broken_promise, conflict, failed, left_undecided
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Pass, PassResult, Stage
 from core.common.passes.mechanisms import apply_pass
+from core.common.passes.metadata import ASKS
 from core.common.passes.order import choose, order, order_without_cycles, predecessors
 from core.common.passes.report import PassReport
 from core.common.passes.rewrite import remove_dead
@@ -192,6 +193,9 @@ class PassManager:
             self._complain(conflict(report, claimed[0]))
         if report.expected is not None and report.matched != report.expected:
             self._complain(broken_promise(report))
+        undecided = [miss for miss in report.near_misses if ASKS in miss.reason]
+        if undecided:
+            log.warning("%s", left_undecided(report, undecided))
         if report.matched == 0 and not changed:
             return
         if self._dump_dir is not None:

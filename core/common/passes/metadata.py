@@ -21,6 +21,9 @@ from core.common.passes.writes import Writes
 Memo = dict[object, Any]
 """Results of fake runs, and how they are made anew, by `call_key`: the layers of a model are alike."""
 
+ASKS = "asks about a symbolic size"
+"""Begins the reason of a site that was left because the trace does not say what its new op must know."""
+
 
 class Values:
     """The fake values of one site's new nodes."""
@@ -142,7 +145,7 @@ def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
 
     def refuse(kind: str, guard: object, *_: object, **__: object) -> None:
         if "suppressed" not in kind:
-            raise NewGuard(f"asks about a symbolic size: {guard}")
+            raise NewGuard(f"{ASKS}: {guard}")
 
     num_guards, known = len(shape_env.guards), vars(shape_env).get("_log_guard")
     vars(shape_env)["_log_guard"] = refuse  # called before a guard is added
@@ -153,7 +156,7 @@ def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
         if known is not None:
             vars(shape_env)["_log_guard"] = known
     if len(shape_env.guards) > num_guards:
-        raise NewGuard(f"asks about a symbolic size: {shape_env.guards[-1].expr}")
+        raise NewGuard(f"{ASKS}: {shape_env.guards[-1].expr}")
 
 
 class _Recorder(fx.Interpreter):

@@ -223,6 +223,17 @@ def test_a_kept_promise_and_no_promise_are_silent(caplog: pytest.LogCaptureFixtu
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def test_sites_left_for_lack_of_an_answer_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """No model is to blame for them, so nobody looks for them among the near-misses: norms were lost so unnoticed."""
+    misses = tuple(
+        NearMiss(site=f"layers.{i}.norm", reason="the new op asks about a symbolic size: Ne(s32, 1)", node="n")
+        for i in range(2)
+    )
+    PassManager([Pass(name="a", run=lambda context: PassResult(matched=0, near_misses=misses))]).run(graph())
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "left 2 sites" in warning and "layers.0.norm: the new op asks about a symbolic size" in warning
+
+
 def test_what_is_promised_may_depend_on_the_graph() -> None:
     def owed(context: PassContext) -> int | None:
         return len([node for node in context.graph.nodes if node.args[1:] == (1,)])
