@@ -100,6 +100,8 @@ def _keep_workspace(stream: torch.cuda.Stream) -> None:
     `torch._C._cuda_clearCublasWorkspaces` gives them all back, as `torch.compile(mode="reduce-overhead")` does each
     time it records: graphs captured before would go on to write into memory that is others' by then.
     """
+    if torch.cuda.get_allocator_backend() != "native":
+        return  # the only one with pools that a program can hold
     pool = _WORKSPACES.get((stream.device, stream.cuda_stream))
     if pool is None:
         pool = _WORKSPACES[stream.device, stream.cuda_stream] = torch.cuda.MemPool()
