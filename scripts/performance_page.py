@@ -2,9 +2,9 @@
 
     python scripts/performance_page.py docs/performance [--out docs/performance.md]
 
-The folder holds `bench-PRESET.json` (core bench --json), and where they were made `gains-PRESET.json`
-(benchmarks/pass_gains.py --json), `kernels.json` (scripts/bench_cuda_kernels.py --out) and `notes.md`, whose text the
-page begins with. Every figure of the page comes from these files.
+The folder holds `bench-PRESET.json` (core bench --json), and where they were made its plot `bench-PRESET.svg`,
+`gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (scripts/bench_cuda_kernels.py --out) and
+`notes.md`, whose text the page begins with. Every figure of the page comes from these files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import typer
 
 Document = Mapping[str, Any]
 
+NAMES = {"core": "`core`", "torch": "torch", "flashinfer": "FlashInfer"}
+"""Of the ways that kernels.json times."""
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a Markdown table."""
@@ -29,8 +32,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def ms(value: float | None) -> str:
-    """Return milliseconds as text, three digits."""
-    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
+    """Return milliseconds as text, three digits at least."""
+    return "-" if value is None else f"{value:#.3g}" if value < 99.95 else f"{value:.1f}"
+
+
+def us(value: float | None) -> str:
+    """Return microseconds as text."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def figure(subject: Document, name: str = "ms") -> str:
@@ -41,19 +49,25 @@ def figure(subject: Document, name: str = "ms") -> str:
     return f"{ms(found['median'])} ({ms(found['min'])} to {ms(found['max'])})"
 
 
+def share(floor: float, subject: Document | None) -> str:
+    """Return how much of a subject's median the floor is."""
+    return f"{floor / subject['ms']['median']:.0%}" if subject is not None and subject["ms"] else "-"
+
+
 def bench(document: Document) -> Iterator[str]:
     """Yield the section of one model."""
     model, rates, cells = document["model"], document["rates"], document["cells"]
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     yield f"## {model['title']}"
     yield ""
-    yield f"{model['class']}, {model['num_parameters'] / 1e9:.2f} B parameters, {model['dtype']};"
-    yield f"transformers' own code, attention {model['attention']}. Context {document['settings']['context']}."
-    yield f"{document['device']['product']}; {versions}."
-    yield f"Copy bandwidth {rates['bytes_per_s'] / 1e12:.2f} TB/s, products {rates['flops_per_s'] / 1e12:.0f} TFLOP/s,"
-    yield f"measured in the run; {document['started'][:10]}."
-    yield ""
     subjects = list(dict.fromkeys(s["subject"] for cell in cells for s in cell["subjects"]))
+    others = f" Of transformers the attention `{model['attention']}`." if set(subjects) - {"core"} else ""
+    yield f"`{model['class']}`, {model['num_parameters'] / 1e9:.2f} B parameters, {model['dtype']}.{others}"
+    yield f"Decode at context {document['settings']['context']}."
+    yield f"{document['device']['product']}, {document['started'][:10]}; {versions}."
+    bandwidth, products = rates["bytes_per_s"] / 1e12, rates["flops_per_s"] / 1e12
+    yield f"Copies {bandwidth:.2f} TB/s, products {products:.0f} TFLOP/s in this run."
+    yield ""
     by_cell = {cell["name"]: {s["subject"]: s for s in cell["subjects"]} for cell in cells}
     rows = [
         [f"`{subject}`", *(figure(by[subject]) if subject in by else "-" for by in by_cell.values())]
@@ -62,15 +76,32 @@ def bench(document: Document) -> Iterator[str]:
     graphs = [figure(by["core"], "replay_ms") if "core" in by else "-" for by in by_cell.values()]
     rows.append(["`core`, the graph alone", *graphs])
     for name, known in document["references"].items():
-        rows.append([name, *(ms(known.get(cell)) for cell in by_cell)])
+        rows.append([name, *(f"{known[cell]:g}" if cell in known else "-" for cell in by_cell)])
     rows.append(["floor", *(ms(cell["floor"]["ms"]) for cell in cells)])
-    yield "Milliseconds, median over the rounds (least to most):"
+    shares = [share(cell["floor"]["ms"], by_cell[cell["name"]].get("core")) for cell in cells]
+    rows.append(["floor over `core`", *shares])
+    given = " Others' figures were given to the run, not measured in it." if document["references"] else ""
+    yield f"Milliseconds, median over the rounds (least to most).{given}"
     yield ""
     yield from table(["", *by_cell], rows)
     yield from checks(by_cell)
+    if document.get("start"):
+        yield from start(document["start"])
     for cell in cells:
         if cell["kernels"]:
             yield from kernels_of(cell)
+
+
+def start(document: Document) -> Iterator[str]:
+    """Yield the seconds from a process's start to the first token, by phase."""
+    yield "Seconds from the start of a process to the first token:"
+    yield ""
+    phases = list(dict.fromkeys(phase for way in document.values() for phase in way["phases"]))
+    rows = [
+        [name, *(f"{way['phases'].get(phase, 0.0):.2f}" for phase in phases), f"{way['total_s']:.1f}"]
+        for name, way in document.items()
+    ]
+    yield from table(["", *phases, "together"], rows)
 
 
 def checks(by_cell: Mapping[str, Mapping[str, Document]]) -> Iterator[str]:
@@ -129,18 +160,21 @@ def gains(document: Document) -> Iterator[str]:
 
 def kernels(document: Document) -> Iterator[str]:
     """Yield the table of kernels against others'."""
-    yield "## Kernels against torch and FlashInfer"
+    lines = document["lines"]
+    ways = [way for way in ("core", "torch", "flashinfer") if any(f"{way}_us" in line for line in lines)]
+    columns = {way: f"{way}_us" for way in ways}
+    others = " and ".join(NAMES[way] for way in ways if way != "core")
+    yield f"## Kernels against {others}" if others else "## Kernels"
     yield ""
-    yield "Microseconds in a graph whose calls find nothing in the L2 cache; the floor is bytes over copy bandwidth."
-    yield "FlashInfer's plan runs on the host, once for each step, outside of any capture, and stands apart."
+    yield "Microseconds of a call in a graph that goes through many sets of data; what is small stays in the L2 cache."
+    yield f"The floor is bytes over a copy's bandwidth, {document['bandwidth'] / 1e12:.2f} TB/s."
+    if any("flashinfer_plan_us" in line for line in lines):
+        columns["plan"] = "flashinfer_plan_us"
+        yield "FlashInfer's plan runs on the host, once for each step, outside of any capture, and stands apart."
     yield ""
-    ways = ("core", "torch", "flashinfer")
-    rows = [
-        [line["op"], line["size"], *(str(line.get(f"{way}_us", "-")) for way in ways),
-         str(line.get("flashinfer_plan_us", "-")), str(line["floor_us"])]
-        for line in document["lines"]
-    ]  # fmt: skip
-    yield from table(["op", "size", *ways, "plan", "floor"], rows)
+    columns["floor"] = "floor_us"
+    rows = [[line["op"], line["size"], *(us(line.get(column)) for column in columns.values())] for line in lines]
+    yield from table(["op", "size", *(NAMES.get(name, name) for name in columns)], rows)
 
 
 def page(folder: Path) -> str:
@@ -150,10 +184,11 @@ def page(folder: Path) -> str:
     if notes.is_file():
         lines += [notes.read_text().strip(), ""]
     for path in sorted(folder.glob("bench-*.json")):
-        lines += bench(json.loads(path.read_text()))
+        document = json.loads(path.read_text())
+        lines += bench(document)
         plot = path.with_suffix(".svg")
         if plot.is_file():
-            lines += [f"![{path.stem}]({folder.name}/{plot.name})", ""]
+            lines += [f"![{document['model']['title']}: the table as a plot]({folder.name}/{plot.name})", ""]
     for path in sorted(folder.glob("gains-*.json")):
         lines += gains(json.loads(path.read_text()))
     if (folder / "kernels.json").is_file():

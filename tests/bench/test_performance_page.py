@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/performance_page.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/performance_page.py"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,11 @@ def script() -> Any:
 def subject(name: str, median: float | None, failure: str = "", **more: Any) -> dict[str, Any]:
     found = None if median is None else {"median": median, "min": median - 0.5, "max": median + 0.5}
     return {"subject": name, "ms": found, "replay_ms": None, "failure": failure, "check": None, **more}
+
+
+def timed(others: dict[str, float]) -> dict[str, Any]:
+    line = {"op": "norm", "size": "1 x 4096", "core_us": 2.5, "floor_us": 0.1, **others}
+    return {"bandwidth": 4.2e12, "lines": [line]}
 
 
 def bench() -> dict[str, Any]:
@@ -63,22 +69,57 @@ def test_figures_and_failures_stand_on_the_page(script: Any, tmp_path: Path) -> 
         {**line, "variant": "without fuse", "replay_ms": 4.75, "matched": {}},
     ]
     (tmp_path / "gains-a.json").write_text(json.dumps({"preset": "a", "lines": lines}))
-    sizes = {"op": "norm", "size": "1 x 4096", "core_us": 2.5, "torch_us": 7.5, "floor_us": 0.1}
-    (tmp_path / "kernels.json").write_text(json.dumps({"lines": [sizes]}))
+    (tmp_path / "kernels.json").write_text(json.dumps(timed({"torch_us": 7.5})))
     page = script.page(tmp_path)
     for text in (
         "What was measured.",
         "| `eager` | OutOfMemoryError |",
-        "| `core` | 4.5 (4 to 5) |",
-        "| `core`, the graph alone | 1.25 (1 to 1.5) |",
+        "| `core` | 4.50 (4.00 to 5.00) |",
+        "| `core`, the graph alone | 1.25 (1.00 to 1.50) |",
         "| another engine | 4.93 |",
         "| floor | 3.55 |",
+        "| floor over `core` | 79% |",
+        "Of transformers the attention `sdpa`.",
+        "Others' figures were given to the run, not measured in it.",
         "decode/1: tokens equal, logits within T1 of fp64 on the host",
         "| `core::linear` | some_linear | `2 x tile` | 20.0 | 50.0% | 15.0 | 75% |",
         "| without fuse | 32 | 4.750 |",
-        "| norm | 1 x 4096 | 2.5 | 7.5 | - | - | 0.1 |",
+        "## Kernels against torch\n",
+        "4.20 TB/s",
+        "| norm | 1 x 4096 | 2.50 | 7.50 | 0.10 |",
     ):
         assert text in page, text
+    assert "plan" not in page and "Seconds" not in page  # nobody measured these
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0.5, "0.500"), (17.0, "17.0"), (99.96, "100.0"), (123.4, "123.4")]
+)
+def test_milliseconds_show_three_digits(script: Any, value: float | None, text: str) -> None:
+    assert script.ms(value) == text
+
+
+def test_what_was_not_measured_has_no_column(script: Any) -> None:
+    others = {"flashinfer_us": 3.25, "flashinfer_plan_us": 12.0}
+    text = "\n".join(script.kernels(timed(others)))
+    assert "| op | size | `core` | FlashInfer | plan | floor |" in text
+    assert "| norm | 1 x 4096 | 2.50 | 3.25 | 12.00 | 0.10 |" in text
+    alone = bench()
+    alone["cells"][0]["subjects"] = alone["cells"][0]["subjects"][1:]
+    assert "sdpa" not in "\n".join(script.bench(alone | {"references": {}}))
+
+
+def test_the_start_is_shown_by_phase(script: Any) -> None:
+    cold = {"phases": {"imports": 9.25, "trace": 6.5}, "total_s": 15.75}
+    warm = {"phases": {"imports": 9.0}, "total_s": 9.0}
+    text = "\n".join(script.bench(bench() | {"start": {"cold": cold, "warm": warm}}))
+    assert "|  | imports | trace | together |" in text
+    assert "| cold | 9.25 | 6.50 | 15.8 |" in text
+    assert "| warm | 9.00 | 0.00 | 9.0 |" in text
+
+
+def test_the_page_in_the_tree_is_what_the_script_writes(script: Any) -> None:
+    assert (ROOT / "docs/performance.md").read_text(encoding="utf-8") == script.page(ROOT / "docs/performance")
 
 
 def test_a_folder_without_measurements_is_refused(script: Any, tmp_path: Path) -> None:
