@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from core.bench.cells import BenchReport, Cell, CellReport, Record
 from core.bench.checking import check
 from core.bench.floor import Shape, decode_floor, prefill_floor, shape_of
@@ -195,7 +197,11 @@ def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) 
             "plugin": device.plugin.distribution,
             "version": device.plugin.version,
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+            "torch": torch.__version__,  # tells of CUDA, where the package's metadata may not
+        },
         "model": {
             "title": title,
             "class": type(loaded.model).__name__,
