@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ class Engines:
             # The cache of all of them may be too large where that of one is not.
             if len(alike) == 1 or not (isinstance(error, ModelError) or is_out_of_memory(error)):
                 raise
+        gc.collect()  # what failed may hold its cache in a circle
+        self.device.parts.empty_cache()
         return self._make((cell,))
 
     def close(self) -> None:
@@ -205,7 +208,8 @@ class CoreSubject:
             tokens[output.request_id - first] += output.token_ids
 
     def _prefill(self, engine: Engine) -> int:
-        engine.add_request(self._prompt, SamplingParams(max_new_tokens=1, ignore_eos=True, temperature=0))
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True, temperature=0)
+        self._requests = [engine.add_request(self._prompt, params)]  # one whose step fails is left to `close`
         while not (outputs := engine.step()):
             pass  # a part of the prompt
         return outputs[0].token_ids[0]

@@ -39,8 +39,9 @@ def trace(
 
     dynamic: per input, the dimensions to keep symbolic where the model allows. constants: further arguments, fixed by
     the trace. writable: inputs that the model may write into, since their memory is the caller's own. least: 1 asks for
-    a trace that also serves sizes of 1, where the model does the same there, which becomes a condition like others; the
-    inputs themselves must be larger for that. Raises `TraceError` with Dynamo's reason and the user code's place if
+    a trace that also serves sizes of 1, where the model does the same there, which becomes a condition like others (but
+    for what it decides by the strides of a copy, of which torch tells nothing); the inputs themselves must be larger
+    for that. Raises `TraceError` with Dynamo's reason and the user code's place if
     the model breaks the graph or returns something that is not a tree of tensors.
     """
     start = time.perf_counter()

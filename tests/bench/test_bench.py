@@ -16,9 +16,10 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.bench import served, start_worker
 from core.bench.bench import Settings, bench, failed, read_references
-from core.bench.cells import BenchReport
+from core.bench.cells import BenchReport, Cell, Record
 from core.bench.model import open_model
 from core.bench.rates import Rates
+from core.bench.rounds import measure
 from core.bench.start import measure_start
 from core.bench.text import renderables
 from core.engine.engine import Engine
@@ -159,6 +160,29 @@ def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
     two, one = bench(loaded, cpu(), settings, title="tiny-llama", rates=RATES).cells
     assert "1 GiB free" in two.records[0].failure and one.records[0].rounds_ms
     assert [config.max_num_seqs for config in made] == [2, 2, 2, 1]
+
+
+def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [Cell(phase="prefill", batch=1, tokens=tokens, steps=1, rounds=2) for tokens in (24, 8)]
+
+    def measured(engines: served.Engines, cell: Cell) -> Record:
+        ((record,), _) = measure([served.CoreSubject(engines, keep_logits=True)], cell, cpu())
+        return record
+
+    alone = served.Engines(loaded, cpu(), OPTIONS, cells[1:])
+    wanted = measured(alone, cells[1])
+    alone.close()
+    engines = served.Engines(loaded, cpu(), OPTIONS, cells)
+    engine = engines.open(cells[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+        assert measured(engines, cells[0]).failure
+    found = measured(engines, cells[1])
+    engines.close()
+    assert found.tokens == wanted.tokens and found.logits is not None and wanted.logits is not None
+    torch.testing.assert_close(found.logits, wanted.logits)
 
 
 def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:
