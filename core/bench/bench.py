@@ -200,7 +200,7 @@ def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) 
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
-            "torch": torch.__version__,  # tells of CUDA, where the package's metadata may not
+            "torch": torch.__version__,  # with its build, which the metadata may leave out
         },
         "model": {
             "title": title,
