@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import typer
 from cuda_calls import DTYPE, PAGE, dense, moved_bytes, paged, randn
-from cuda_timing import copy_bandwidth, num_sets, relative_error, time_us
+from cuda_timing import copy_bandwidth, num_sets, relative_error, require_gpu, time_us
 from torch.nn import functional
 
 Ways = Mapping[str, Callable[[Any], Any]]
@@ -201,6 +201,7 @@ def main(
     out: Path | None = typer.Option(None, help="JSON file to write."),
 ) -> None:
     """Time the kernels."""
+    require_gpu()
     import core_cuda.implementations  # noqa: F401  # registers the ops
 
     bandwidth = copy_bandwidth()

@@ -14,6 +14,15 @@ ROUNDS = 6
 MOST_SETS = 64
 
 
+def require_gpu() -> None:
+    """End the script with what is missing, where there is no GPU to time anything on."""
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"error: timing kernels\n  found: torch {torch.__version__} sees no NVIDIA GPU\n"
+            "  to do: run this where there is one, with a CUDA build of torch"
+        )
+
+
 def num_sets(num_bytes: int) -> int:
     """Return how many sets of data of this size calls should go through."""
     return max(2, min(MOST_SETS, -(-MISSING_BYTES // max(num_bytes, 1))))

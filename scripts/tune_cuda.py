@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import typer
 from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
-from cuda_timing import num_sets, relative_error, time_us
+from cuda_timing import num_sets, relative_error, require_gpu, time_us
 from torch import Tensor
 from torch.nn import functional
 
@@ -319,6 +319,7 @@ def main(
     processes: int = typer.Option(os.cpu_count() or 1, help="Processes that compile."),
 ) -> None:
     """Tune the kernels on the current GPU."""
+    require_gpu()
     from core_cuda import tuned
 
     counts = [int(count) for count in rows.split(",")]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import typer
 from cuda_calls import paged, randn
-from cuda_timing import time_us
+from cuda_timing import require_gpu, time_us
 from torch import Tensor
 from tune_cuda import Linear, compile_one, distinct, keep, ranked
 
@@ -101,6 +101,7 @@ def main(
     out: Path | None = typer.Option(None, help="File to write; default: the plugin's own."),
 ) -> None:
     """Tune linear layers in decoder layers on the current GPU."""
+    require_gpu()
     from core_cuda import tuned
 
     product = torch.cuda.get_device_name()
