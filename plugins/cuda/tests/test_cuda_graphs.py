@@ -249,14 +249,14 @@ def test_two_programs_in_two_threads(device: Device) -> None:
 def test_graphs_outlive_the_workspaces_of_others(device: Device) -> None:
     """As `torch.compile(mode="reduce-overhead")` does whenever it records."""
     model = nn.Linear(16384, 256, bias=False).cuda().eval().to(torch.bfloat16)  # long sums: cuBLAS shares them out
-    spec = {"x": InputSpec(("tokens", 16384), torch.bfloat16)}
+    spec = {"input": InputSpec(("tokens", 16384), torch.bfloat16)}
     with core.compile(model, device, inputs=spec, buckets=[64]) as program, torch.no_grad():
         x = torch.randn(64, 16384, device="cuda", dtype=torch.bfloat16)
-        wanted = program(x=x).clone()
+        wanted = program(input=x).clone()
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         others = [torch.full((2**25,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]  # a workspace's size
         for _ in range(3):
-            assert torch.equal(program(x=x), wanted)
+            assert torch.equal(program(input=x), wanted)
         assert all(bool((other == 7).all()) for other in others)
