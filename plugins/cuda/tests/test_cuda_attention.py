@@ -231,6 +231,26 @@ def test_the_norm_is_rounded_where_the_op_says(norm: Call, kernel_device: torch.
     assert (written[0] != written[1]).sum() <= 0.01 * written[0].numel()
 
 
+@pytest.mark.parametrize("turning", [{}, {"normalize": True, "eps": 1e-6}, {"style": "interleaved", "rotary_dim": 32}])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_single_token_is_turned_before_its_attention(
+    turning: Call, dtype: torch.dtype, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    call = steps(((1, 40),), dtype=dtype, sizes=(64, 64), window=33, sinks=torch.tensor([-1.0, 0.5, 3.0, 2.0]))
+    for name in ("cos", "sin"):
+        call[name] = torch.rand(1, turning.get("rotary_dim", 64), generator=generator).to(dtype)
+    if turning.get("normalize"):
+        turning = turning | {f"{name}_weight": torch.rand(64, generator=generator).to(dtype) for name in OPERANDS[:2]}
+    given = []
+    decode = decode_attention.decode
+    monkeypatch.setattr(
+        decode_attention, "decode", lambda *a, **kw: given.append(kw.get("turning")) or decode(*a, **kw)
+    )
+    check(ROTARY_ATTENTION, call | turning, kernel_device)
+    assert given == [None]
+
+
 @pytest.mark.parametrize(("case", "config"), RUNS)
 def test_decode(case: str, config: str, kernel_device: torch.device) -> None:
     call = steps(**CASES[case])

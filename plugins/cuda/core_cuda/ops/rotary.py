@@ -110,6 +110,27 @@ def qk_norm_rotary(
     return turned, turned_key
 
 
+def rotate(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Norm if asked and turn query (T, H, D) and key (T, K, D), cos and sin (T, R or R / 2); both new and contiguous.
+
+    options: normalize and those of the norm and of the rotation, as in `core::rotary_attention`. The new query has
+    out_dtype, query's own by default, the new key key's.
+    """
+    turned = torch.empty(query.shape, dtype=options.get("out_dtype") or query.dtype, device=query.device)
+    turned_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    _run((query, turned, query_weight), (key, turned_key, key_weight), cos[:, None], sin[:, None], options)
+    return turned, turned_key
+
+
 def rotate_and_write(
     query: Tensor,
     key: Tensor,
