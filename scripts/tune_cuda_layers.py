@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import typer
 from cuda_calls import paged, randn
+from cuda_problems import Linear
 from cuda_timing import require_gpu, time_us
 from torch import Tensor
-from tune_cuda import Linear, compile_one, distinct, keep, ranked
+from tune_cuda import compile_one, distinct, keep, ranked
 
 from core.bench.presets import PRESETS
 

@@ -15,6 +15,7 @@ from core_cuda.ops import (
     moe_route,
     norm,
     quantize,
+    quantized_linear,
     rotary,
     rotary_table,
     sampling,
@@ -93,5 +94,11 @@ IMPLEMENTATIONS = (
     OpImplementation(op="core::argmax", name="cuda_argmax", fn=argmax.argmax, condition=dtypes),
     OpImplementation(
         op="core::quantize", name="cuda_quantize", fn=quantize.quantize, condition=all_of(dtypes, code_dtype)
+    ),
+    OpImplementation(
+        op="core::quantized_linear",
+        name="cuda_quantized_linear",
+        fn=quantized_linear.quantized_linear,
+        condition=quantized_linear.refuses,
     ),
 )

@@ -49,10 +49,19 @@ def _fetch(places):
 
 
 @triton.jit
+def _scaled(acc, x_scale, w_scale, bias, x_place, columns, w_step, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    if SCALED:
+        acc = acc * tl.load(x_scale + x_place) * tl.load(w_scale + columns * w_step)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def _row_kernel(
-    x, weight, bias, out, N, K, stride_w, first, second,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, bias, x_scale, w_scale, out, N, K, stride_w, first, second, w_step,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of x. N: columns of the result; first, second: where gate and up begin in the weight's rows.
 
@@ -83,10 +92,10 @@ def _row_kernel(
             up_tile = tl.load(ups + k + BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
     total = tl.sum(acc, axis=1)
     up = tl.sum(up_acc, axis=1)
-    if HAS_BIAS:
-        total += tl.load(bias + first + columns, mask=inside, other=0.0).to(tl.float32)
-        if KIND != "":
-            up += tl.load(bias + second + columns, mask=inside, other=0.0).to(tl.float32)
+    last = tl.minimum(columns, N - 1)
+    total = _scaled(total, x_scale, w_scale, bias, 0, first + last, w_step, SCALED, HAS_BIAS)
+    if KIND != "":
+        up = _scaled(up, x_scale, w_scale, bias, 0, second + last, w_step, SCALED, HAS_BIAS)
     result = _finish(total, up, KIND, LIMIT, UP_OFFSET)
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=inside)
 
@@ -102,19 +111,10 @@ def _dot(values, tile, acc, SWAP: tl.constexpr):
     return acc
 
 
-@triton.jit
-def _scaled(acc, x_scale, w_scale, bias, rows, columns, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    if SCALED:
-        acc = acc * tl.load(x_scale + rows) * tl.load(w_scale + columns)
-    if HAS_BIAS:
-        acc += tl.load(bias + columns).to(tl.float32)
-    return acc
-
-
 @triton.jit(do_not_specialize=["M", "splits"])  # one kernel for all numbers of rows and of shares
 def _tile_kernel(
     x, weight, bias, x_scale, w_scale, out, partial, arrived,
-    M, N, K, stride_x, stride_w, stride_out, first, second, share, splits,
+    M, N, K, stride_x, stride_w, stride_out, first, second, share, splits, x_step, w_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
     EVEN_K: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
@@ -180,9 +180,9 @@ def _tile_kernel(
         gate_part = tl.trans(acc) if SWAP else acc
         up_part = tl.trans(up) if SWAP else up
         own, theirs = rows[:, None], columns[None, :]
-        gate_part = _scaled(gate_part, x_scale, w_scale, bias, own, first + theirs, SCALED, HAS_BIAS)
+        gate_part = _scaled(gate_part, x_scale, w_scale, bias, own * x_step, first + theirs, w_step, SCALED, HAS_BIAS)
         if GATED:
-            up_part = _scaled(up_part, x_scale, w_scale, bias, own, second + theirs, SCALED, HAS_BIAS)
+            up_part = _scaled(up_part, x_scale, w_scale, bias, own * x_step, second + theirs, w_step, SCALED, HAS_BIAS)
         result = _finish(gate_part, up_part, KIND, LIMIT, UP_OFFSET)
         place = out + all_rows.to(tl.int64)[:, None] * stride_out + all_columns[None, :]
         inside = (all_rows < M)[:, None] & (all_columns < N)[None, :]
@@ -214,10 +214,13 @@ def skinny_linear(
     epilogue = {"KIND": gated.kind, "LIMIT": gated.limit, "UP_OFFSET": gated.up_offset, "HAS_BIAS": bias is not None}
     tiles = triton.cdiv(columns, config.block_n)
     bias = out if bias is None else bias.contiguous()  # without one any pointer: it is not read
+    epilogue["SCALED"] = scales is not None
+    x_scale, w_scale = scales or (out, out)
+    steps_of = (int(x_scale.numel() > 1), int(w_scale.numel() > 1))
     if config.kernel == "row":
         launching.launch(
-            _row_kernel, (tiles,), x, weight, bias, out, columns, depth, weight.stride(0), first, second,
-            BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps, **epilogue,
+            _row_kernel, (tiles,), x, weight, bias, x_scale, w_scale, out, columns, depth, weight.stride(0), first,
+            second, steps_of[1], BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps, **epilogue,
         )  # fmt: skip
         return out
     block_m = max(16, triton.next_power_of_2(num_rows))
@@ -227,16 +230,15 @@ def skinny_linear(
     shares = (tiles, splits, (2 if gate else 1) * block_m * config.block_n)
     partial = torch.empty(shares if splits > 1 else (0,), dtype=torch.float32, device=x.device)
     arrived = counters(tiles, x.device) if splits > 1 else partial
-    x_scale, w_scale = scales or (partial, partial)
     even = depth % config.block_k == 0
     fetch = config.fetch and even and per_split * config.block_k * weight.itemsize >= _FETCHED
     fetch = fetch and weight.stride(0) % _ALIGNED == 0 and weight.data_ptr() % 16 == 0
     launching.launch(
         _tile_kernel, (tiles, splits), x, weight, bias, x_scale, w_scale, out, partial, arrived,
         num_rows, columns, depth, x.stride(0), weight.stride(0), columns, first, second,
-        per_split * config.block_k, splits,
+        per_split * config.block_k, splits, *steps_of,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=splits > 1, SWAP=config.swap,
-        EVEN_K=even, SCALED=scales is not None, FETCH=fetch, num_warps=config.num_warps, num_stages=config.num_stages,
+        EVEN_K=even, FETCH=fetch, num_warps=config.num_warps, num_stages=config.num_stages,
         **epilogue,
     )  # fmt: skip
     return out

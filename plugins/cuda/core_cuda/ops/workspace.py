@@ -1,4 +1,4 @@
-"""Memory that kernels need between launches: counters by which the programs of one launch find out who is last."""
+"""Memory that kernels need between launches: counters by which programs of a launch find out who is last, constants."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 from core.errors import CaptureError
 
-__all__ = ["counters"]
+__all__ = ["counters", "one"]
 
 _AT_LEAST = 16_384  # counters: 64 KiB, so that a buffer hardly ever has to grow
 _BUFFERS: dict[tuple[torch.device, int], list[Tensor]] = {}
 """By device and stream, the largest last: captured graphs hold the address of the smaller ones too."""
+_ONES: dict[torch.device, Tensor] = {}
 
 
 def counters(n: int, device: torch.device) -> Tensor:
@@ -32,3 +33,19 @@ def counters(n: int, device: torch.device) -> Tensor:
             )
         buffers.append(torch.zeros(max(n, _AT_LEAST), dtype=torch.int32, device=device))
     return buffers[-1]
+
+
+def one(device: torch.device) -> Tensor:
+    """Return the number 1 on the device, fp32 of shape (); nobody may write to it, and it is never freed.
+
+    Raises `CaptureError` where it has to be made while the stream is captured.
+    """
+    if device not in _ONES:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"a constant of a kernel on {device}",
+                found="its stream is being captured, and the constant does not exist yet",
+                remedy="run the same call once before the capture",
+            )
+        _ONES[device] = torch.ones((), device=device)
+    return _ONES[device]

@@ -1,0 +1,73 @@
+"""Products of fp8 codes by cuBLAS and CUTLASS, which torch brings as `torch._scaled_mm`, for any number of rows."""
+
+# Triton reads annotations of kernels as types of its own
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core_cuda.ops import launching
+from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.workspace import one
+
+__all__ = ["ALIGNED", "WAYS", "scaled_linear"]
+
+ALIGNED = 16
+"""What `torch._scaled_mm` wants the sizes of the weight to be multiples of."""
+
+WAYS = ("rowwise", "tensor")
+"""rowwise: one kernel that scales rows and columns. tensor: one that knows a single scale, and the scales after it by a
+kernel of this plugin. The second is the faster one for few rows, though it writes its result twice."""
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _scale_kernel(
+    raw, x_scale, w_scale, bias, out, N, x_step, w_step, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out (M, N) = raw (M, N) * x_scale (M,) * w_scale (N,) + bias (N,)."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    factor = tl.load(w_scale + column * w_step, mask=inside, other=0.0)
+    added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    value = tl.load(raw + row * N + column, mask=inside, other=0.0)
+    value = value * tl.load(x_scale + row * x_step) * factor + added
+    tl.store(out + row * N + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def scaled_linear(
+    x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, out_dtype: torch.dtype, way: str
+) -> Tensor:
+    """Return `x @ weight.T * scales + bias` (M, N) of fp8 codes x (M, K) and weight (N, K), both contiguous.
+
+    scales: of x (M,) and of weight (N,), or of one element where one serves all, fp32. K and N are multiples of
+    `ALIGNED`. way: one of `WAYS`; "rowwise" gives bfloat16 only. Sums in fp32, not in the narrower way of the matrix
+    units that `use_fast_accum` stands for: it moves results by twice bfloat16's rounding.
+    """
+    num_rows, columns = x.shape[0], weight.shape[0]
+    x_scale, w_scale = scales
+    if x_scale.numel() == 1 and w_scale.numel() == 1 and bias is None:
+        return torch._scaled_mm(x, weight.t(), scale_a=x_scale.view(()), scale_b=w_scale.view(()), out_dtype=out_dtype)
+    if way == "rowwise":
+        by_row = x_scale.view(-1, 1).expand(num_rows, 1).contiguous()
+        by_column = w_scale.view(1, -1).expand(1, columns).contiguous()
+        return torch._scaled_mm(x, weight.t(), scale_a=by_row, scale_b=by_column, bias=bias, out_dtype=out_dtype)
+    unit = one(x.device)
+    raw = torch._scaled_mm(x, weight.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32)
+    out = torch.empty((num_rows, columns), dtype=out_dtype, device=x.device)
+    launching.launch(
+        _scale_kernel,
+        (num_rows, triton.cdiv(columns, _BLOCK)),
+        *(raw, x_scale, w_scale, out if bias is None else bias.contiguous(), out),
+        *(columns, int(x_scale.numel() > 1), int(w_scale.numel() > 1)),
+        HAS_BIAS=bias is not None,
+        BLOCK=_BLOCK,
+    )
+    return out

@@ -1,0 +1,118 @@
+"""Products of fp8 codes: core_cuda/ops/{quantized_linear,scaled_linear}.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from core.common.numerics import judge
+from core.common.ops.implementation import OpCall
+from core.common.ops.quantization import QUANTIZED_LINEAR
+from tests.kernel_cases import CPU, moved, randn
+
+pytest.importorskip("triton", reason="needs triton")
+
+from core_cuda.ops.quantized_linear import candidates, multiply, quantized_linear, refuses
+from core_cuda.ops.scaled_linear import WAYS
+from core_cuda.ops.skinny_configs import SkinnyConfig
+
+FP8 = torch.float8_e4m3fn
+ROWS = (1, 5, 40, 130)
+
+
+def codes(*shape: int, seed: int = 0) -> torch.Tensor:
+    return randn(*shape, seed=seed, scale=30.0).to(FP8)
+
+
+def call(rows: int, columns: int = 96, depth: int = 256, *, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    operands = {
+        "x_codes": codes(rows, depth, seed=seed),
+        "x_scale": torch.rand(rows, 1) * 0.01 + 0.005,
+        "w_codes": codes(columns, depth, seed=seed + 1),
+        "w_scale": torch.rand(columns, 1) * 0.01 + 0.005,
+        "bias": None,
+        "out_dtype": torch.bfloat16,
+    }
+    return operands | changes
+
+
+def exact(args: dict[str, Any]) -> torch.Tensor:
+    wide = {n: v.double() if isinstance(v, torch.Tensor) and v.dtype != FP8 else v for n, v in args.items()}
+    return QUANTIZED_LINEAR.reference(**wide | {"out_dtype": torch.float64})
+
+
+def judged(found: torch.Tensor, args: dict[str, Any]) -> bool:
+    reference = QUANTIZED_LINEAR.reference(**args)
+    assert found.dtype == reference.dtype and found.shape == reference.shape and found.stride() == reference.stride()
+    return bool(judge(found.cpu(), reference, exact(args)).passed)
+
+
+def run(args: dict[str, Any], device: torch.device) -> torch.Tensor:
+    there = moved(args, device)
+    operands = [there.pop(name) for name in ("x_codes", "x_scale", "w_codes", "w_scale", "bias")]
+    result: torch.Tensor = quantized_linear(*operands, **there)
+    return result
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_number_of_rows(rows: int, out_dtype: torch.dtype, kernel_device: torch.device) -> None:
+    if kernel_device == CPU and rows > 32:
+        pytest.skip("torch's own products of fp8 need a GPU")
+    bias = randn(96, dtype=out_dtype, seed=7)
+    for changes in ({}, {"bias": bias}, {"x_scale": torch.tensor(0.01)}, {"w_scale": torch.tensor([[0.02]])}):
+        args = call(rows, out_dtype=out_dtype, **changes)
+        assert judged(run(args, kernel_device), args), changes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_torch(way: str, kernel_device: torch.device) -> None:
+    if kernel_device == CPU:
+        pytest.skip("torch's own products of fp8 need a GPU")
+    for rows in ROWS:
+        for changes in ({}, {"bias": randn(96, dtype=torch.bfloat16, seed=7)}, {"x_scale": torch.tensor([0.01])}):
+            args = call(rows, **changes)
+            there = moved(args, kernel_device)
+            scales = (there["x_scale"].reshape(-1), there["w_scale"].reshape(-1))
+            config = SkinnyConfig(way, 0, 0)
+            found = multiply(there["x_codes"], there["w_codes"], scales, there["bias"], torch.bfloat16, config)
+            assert judged(found, args), (rows, changes)
+
+
+def test_what_a_tuner_tries_is_right(kernel_device: torch.device) -> None:
+    for rows in (1, 3, 40):
+        args = call(rows, 64, 512)
+        there = moved(args, kernel_device)
+        scales = (there["x_scale"].reshape(-1), there["w_scale"].reshape(-1))
+        for config in list(candidates(rows, 64, 512))[len(WAYS) :: 5 if kernel_device == CPU else 1]:
+            found = multiply(there["x_codes"], there["w_codes"], scales, None, torch.bfloat16, config)
+            assert judged(found, args), (rows, config)
+
+
+def test_leading_dimensions_and_no_tokens(kernel_device: torch.device) -> None:
+    args = call(6)
+    args |= {"x_codes": args["x_codes"].view(2, 3, 256), "x_scale": args["x_scale"].view(2, 3, 1)}
+    assert judged(run(args, kernel_device), args)
+    empty = call(0)
+    assert run(empty, kernel_device).shape == (0, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"x_codes": torch.ones(5, 256, dtype=torch.int8)}, "x_codes are torch.int8"),
+        ({"x_scale": torch.ones(5, 2)}, "2 scales for each row"),
+        ({"w_scale": torch.ones(3, 1)}, "w_scale has 3 rows"),
+        ({"x_scale": torch.ones(1, 1)}, "fewer rows"),
+        ({"w_codes": codes(90, 256), "w_scale": torch.ones(90, 1)}, "multiples of 16"),
+        ({"out_dtype": torch.float64}, "out_dtype"),
+        ({"x_scale": torch.ones(5, 1, dtype=torch.float64)}, "torch.float64"),
+    ],
+    ids=str,
+)
+def test_conditions(changes: dict[str, Any], reason: str | None) -> None:
+    found = refuses(OpCall(op="core::quantized_linear", args=call(5, **changes)))
+    assert found is None if reason is None else reason in str(found)
