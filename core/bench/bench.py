@@ -21,6 +21,7 @@ from core.bench.rates import Rates, measure_rates
 from core.bench.rounds import Subject, measure
 from core.bench.served import CoreSubject, Engines
 from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
+from core.engine.cache_codes import CACHE_DTYPES
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,31 +115,44 @@ def bench(
     """Measure every cell and return the report.
 
     loaded: a model on `device`; its modules are served by the engine, and copies that share its weights run beside it.
-    rates: measured here unless given. Raises `UsageError` for a context that the model does not have.
+    rates: measured here unless given. Raises `UsageError` for a context that the model does not have. An interrupt
+    ends the run, and what was measured before it is reported, the fact "interrupted" naming what was not.
     """
     settings.check_length(loaded.max_position)
     started, start = datetime.now(UTC), time.perf_counter()
     cells = settings.cells
-    shape = shape_of(loaded.model, max(cell.limit for cell in cells))
+    codes = CACHE_DTYPES.get(settings.options.get("kv_cache_dtype", "auto"))
+    shape = shape_of(loaded.model, max(cell.limit for cell in cells), codes)
     rates = rates or measure_rates(device, loaded.dtype)
     other = sharing_copy(loaded.model)
     engines = Engines(loaded, device, settings.options, cells)
-    reports = []
+    reports: list[CellReport] = []
+    interrupted = ""
     try:
         for index, cell in enumerate(cells):
             if told is not None:
                 told(cell.name, index, len(cells))
             reports.append(_measure(cell, engines, other, settings, shape, rates))
+    except KeyboardInterrupt:
+        if not reports:
+            raise
+        interrupted = f"before {', '.join(cell.name for cell in cells[len(reports) :])} had been measured"
     finally:
         engines.close()
-    if settings.profile:
-        reports = [_profiled(report, loaded, device, settings, rates) for report in reports]
+    if settings.profile and not interrupted:
+        for index, report in enumerate(reports):
+            try:
+                reports[index] = _profiled(report, loaded, device, settings, rates)
+            except KeyboardInterrupt:
+                interrupted = f"before the kernels of {report.cell.name} had been profiled"
+                break
     if told is not None:
         told("done", len(cells), len(cells))
     facts = {
         **_facts(loaded, device, settings, title),
         "started": started.isoformat(timespec="seconds"),
         "elapsed_s": time.perf_counter() - start,
+        "interrupted": interrupted or None,
     }
     return BenchReport(facts=facts, rates=rates, cells=tuple(reports), references=dict(references or {}))
 
@@ -154,7 +168,7 @@ def _measure(cell: Cell, engines: Engines, other: Any, settings: Settings, shape
         for name in dict.fromkeys(settings.subjects)
     ]
     records, order = measure(subjects, cell, device)
-    check(cell, records, other, device)
+    check(cell, records, other, device, engines.rounding)
     if cell.phase == "decode":
         floor = decode_floor(shape, rates, cell.batch, cell.mean_context)
     else:
@@ -253,7 +267,7 @@ def _is_figures(cells: object) -> bool:
 
 
 def failed(report: BenchReport) -> bool:
-    """Tell whether the logits of some subject break the criterion, or nothing at all could be measured."""
+    """Tell whether some subject's logits break the criterion, nothing could be measured, or not all that was asked."""
     records: Sequence[Record] = [record for cell in report.cells for record in cell.records]
     wrong = any(record.verdict.get("logits", {}).get("passed") is False for record in records)
-    return wrong or all(record.failure for record in records)
+    return wrong or bool(report.facts.get("interrupted")) or all(record.failure for record in records)

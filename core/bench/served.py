@@ -21,6 +21,7 @@ from core.errors import ModelError
 if TYPE_CHECKING:
     from core.common.report import ProgramReport, TraceReport
     from core.device import Device
+    from core.engine.cache_codes import Rounding
     from core.engine.loading import LoadedModel
 
 _FILL_TOKENS = 8192
@@ -41,6 +42,8 @@ class Engines:
         self._cells = tuple(cells)
         self._served: tuple[Cell, ...] = ()
         self._engine: Engine | None = None
+        self.rounding: Rounding | None = None
+        """How the last engine's quantised cache rounds, which checks want to know; None where it holds no codes."""
 
     def open(self, cell: Cell) -> Engine:
         """Return an idle engine that has a bucket for the cell; valid until the next call for another phase."""
@@ -71,6 +74,7 @@ class Engines:
     def _make(self, cells: tuple[Cell, ...]) -> Engine:
         self._served = cells
         self._engine = Engine(self.loaded, self.device, self._config(cells))
+        self.rounding = self._engine.cache_rounding
         return self._engine
 
     @staticmethod
@@ -97,6 +101,7 @@ class Engines:
             decode_buckets=tuple(sorted({cell.batch for cell in cells})),
             prefill_buckets=lengths if prefill else (self._fill_bucket(cells),),
             sampling=("greedy",),
+            cache=False,  # what starting takes is part of the report
             **options,
         )
 
@@ -140,6 +145,8 @@ class CoreSubject:
         if self._keep_logits:
             self._note_logits(engine)
         engine.runs_ahead = ahead
+        if ahead and cell.phase == "decode":
+            self._decode(engine)  # this one queues the step behind it too: a round would count one and wait for two
 
     def ready(self) -> None:
         """Need nothing before a round."""

@@ -14,15 +14,15 @@ from typing import Any
 from core.errors import ModelError
 
 _TIMEOUT_S = 1800
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_CACHES = ("CORE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def measure_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return seconds by phase of a cold and a warm start; arguments: as `core.bench.start_worker.main` takes them.
 
-    Cold is with empty caches of compiled kernels, warm with those that the cold start has filled. Both find their files
-    in the memory of the operating system if it holds them. Raises `ModelError` with what the process printed last
-    where it fails.
+    Cold is with empty caches of graphs and of compiled kernels, warm with those that the cold start has filled. Both
+    find their files in the memory of the operating system if it holds them. Raises `ModelError` with what the process
+    printed last where it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, name.lower()) for name in _CACHES}

@@ -35,6 +35,8 @@ def renderables(report: BenchReport) -> Iterator[Any]:
     for cell in report.cells:
         for record in cell.records:
             yield from (f"note, {cell.cell.name}, {record.subject}: {note}" for note in dict.fromkeys(record.notes))
+    if facts.get("interrupted"):
+        yield f"note: interrupted {facts['interrupted']}"
     for cell in report.cells:
         if cell.kernels is not None:
             yield from _kernels(cell.cell.name, cell.kernels)

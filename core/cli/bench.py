@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import DEVICE, DTYPE, MODEL, parse_modes
+from core.cli.model_argument import (
+    CALIBRATION,
+    DEVICE,
+    DTYPE,
+    KV_CACHE_DTYPE,
+    MODEL,
+    QUANTIZE,
+    check_choice,
+    parse_modes,
+)
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
 
@@ -36,6 +45,9 @@ def bench(
     steps: int = typer.Option(32, help="Decode steps of a subject per round; an eighth as many prompts of prefill."),
     mode: str | None = typer.Option(None, help="Capture mode of core, as in `core run`."),
     lowering: str | None = typer.Option(None, help="How core's graphs become callables, as in `core run`."),
+    quantize: str | None = QUANTIZE,
+    calibration: Path | None = CALIBRATION,
+    kv_cache_dtype: str = KV_CACHE_DTYPE,
     with_pass: list[str] = WITH_PASS,
     only_pass: list[str] = ONLY_PASS,
     no_pass: list[str] = NO_PASS,
@@ -49,16 +61,21 @@ def bench(
 ) -> int:
     """Compare decode and prefill of transformers eager, torch.compile and core, and check that they agree.
 
-    The exit code is 1 if core's logits break the numeric criterion, or if nothing could be measured.
+    The exit code is 1 if core's logits break the numeric criterion, nothing could be measured, or an interrupt came.
     """
     from core.bench.bench import Settings, failed, read_references
     from core.bench.model import find
     from core.bench.plot import check_plot, write_plot
+    from core.engine.quantizing import Quantize
+    from core.engine.runner import KV_CACHE_DTYPES
     from core.host import select_device
     from core.rewriting import device_passes
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options: dict[str, Any] = {"mode": parse_modes(mode), "lowering": lowering, "strict": strict}
+    Quantize.of(quantize, calibration)  # an unknown scheme is refused before minutes of work
+    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    options["kv_cache_dtype"] = kv_cache_dtype
     options |= {"passes": switches.only, "disable_passes": switches.disable, "enable_passes": switches.enable}
     settings = Settings(
         subjects=tuple(name.strip() for name in subjects.split(",") if name.strip()),
@@ -80,6 +97,7 @@ def bench(
     resolved = select_device(device)
     switches.select(device_passes(resolved))
     asked = {"device": resolved.name, "model": model, "preset": preset, "dtype": dtype, "options": options}
+    asked |= {"quantize": quantize, "calibration": None if calibration is None else str(calibration)}
     with _status(quiet=json == _STDOUT) as told:
         report = _bench(asked, settings, references, start, told)
     if json is not None:
@@ -95,7 +113,7 @@ def _bench(asked: dict[str, Any], settings: Settings, references: Any, start: bo
     from dataclasses import replace
 
     from core.bench.bench import bench
-    from core.bench.model import open_model
+    from core.bench.model import asked_quantize, open_model
     from core.bench.start import measure_start
     from core.host import select_device
 
@@ -105,7 +123,7 @@ def _bench(asked: dict[str, Any], settings: Settings, references: Any, start: bo
         prompt = settings.prompts[0] if settings.prompts else 32
         started = measure_start({**asked, "prompt": prompt})
     device = select_device(asked["device"])
-    loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"])
+    loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
     report = bench(loaded, device, settings, title=title, references=references, told=told)
     return replace(report, start=started)
 

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.bench import bench as bench_module
 from core.bench import served, start_worker
 from core.bench.bench import Settings, bench, failed, read_references
 from core.bench.cells import BenchReport, Cell, Record
@@ -25,6 +26,7 @@ from core.bench.text import renderables
 from core.engine.engine import Engine
 from core.engine.loading import LoadedModel
 from core.errors import ModelError, UsageError
+from tests.recording import acme
 from tests.support import cpu, refused
 
 RATES = Rates(bytes_per_s=1e10, flops_per_s=1e11, copy_bytes=1, matmul_size=1, dtype="float32")
@@ -160,6 +162,54 @@ def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
     two, one = bench(loaded, cpu(), settings, title="tiny-llama", rates=RATES).cells
     assert "1 GiB free" in two.records[0].failure and one.records[0].rounds_ms
     assert [config.max_num_seqs for config in made] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("at", ["measure", "profile"])
+def test_an_interrupt_leaves_what_was_measured(at: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        subjects=("eager",), batches=(1,), context=9, prompts=(4, 8), rounds=1, steps=2, profile=True, options=OPTIONS
+    )
+    cells: list[str] = []
+    measure_cell = bench_module._measure
+
+    def interrupted(cell: Cell, *rest: Any) -> Any:
+        cells.append(cell.name)
+        if at == "measure" and len(cells) == 2:
+            raise KeyboardInterrupt
+        return measure_cell(cell, *rest)
+
+    def profile(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module, "_measure", interrupted)
+    monkeypatch.setattr(bench_module, "_profiled", profile)
+    report = bench(loaded, cpu(), settings, title="tiny", rates=RATES)
+    missing = "prefill/4, prefill/8" if at == "measure" else "the kernels of decode/1"
+    assert missing in str(report.facts["interrupted"]) and failed(report)
+    assert len(report.cells) == (1 if at == "measure" else 3)
+    assert missing in "\n".join(str(line) for line in renderables(report))
+
+
+def test_every_round_computes_as_many_steps_as_it_counts() -> None:
+    """Also the first one, where steps begin to be queued before the tokens of the one before are known."""
+    device = acme()
+    loaded = open_model(None, "tiny-llama", device, "auto")[0]
+    cell = Cell(phase="decode", batch=2, tokens=9, steps=3, rounds=2)
+    subject = served.CoreSubject(
+        served.Engines(loaded, device, OPTIONS | {"run_ahead": True}, [cell]), keep_logits=True
+    )
+    computed: list[int] = []
+    try:
+        subject.open(cell, Record(subject="core"))
+        engine = subject._engine
+        assert engine is not None and engine.runs_ahead
+        for _ in range(cell.rounds):
+            before = sum(engine.report().replays.values())
+            subject.run(cell.steps)
+            computed.append(sum(engine.report().replays.values()) - before)
+    finally:
+        subject.free()
+    assert computed == [cell.steps] * cell.rounds
 
 
 def test_a_prompt_that_failed_is_not_served_in_the_next_cell(

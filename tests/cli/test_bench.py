@@ -119,3 +119,21 @@ def test_an_error_is_a_document_where_one_was_asked_for(capsys: pytest.CaptureFi
     assert main([*SMALL, "--batch", "0", "--json", "-"]) == 2
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["schema"] == "core.error/1" and document["error"]["type"] == "UsageError"
+
+
+def test_a_quantised_cache_is_measured_and_judged_by_its_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "d.json"
+    options = ["--subjects", "eager,core", "--lowering", "inline", "--kv-cache-dtype", "fp8", "--json", str(document)]
+    assert main([*SMALL, *options]) == 0
+    assert "logits hold T1" in capsys.readouterr().out
+    found = json.loads(document.read_text())
+    assert found["settings"]["options"]["kv_cache_dtype"] == "fp8"
+    assert found["cells"][0]["subjects"][1]["check"]["logits"]["reference"].endswith("of the cache's codes")
+
+
+@pytest.mark.parametrize("command", [SMALL, ["run", "--device", "cpu"]], ids=lambda command: command[0])
+def test_an_unknown_cache_dtype_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--kv-cache-dtype", "fp4"]) == 2
+    assert "--kv-cache-dtype fp4" in capsys.readouterr().err
