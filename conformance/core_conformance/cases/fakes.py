@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 
 from core.common.conformance import ConformanceProfile
 from core.common.fakes import FakeOp, FakeResult
+from core.common.fakes.parity import alias_problems, sharing
+from core.common.fakes.schema import find_overload, mutated, shared
 from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import OpImplementation
 from core.common.verification.execution import error_line
@@ -23,8 +25,8 @@ from core.device import Device
 from core_conformance import oracle
 from core_conformance.case import Case
 from core_conformance.cases.ops import DTYPES, judged_ops, slug
-from core_conformance.contract import check_aliasing, check_metadata, check_writes
-from core_conformance.faked import leaves, run_fake
+from core_conformance.contract import check_metadata, check_writes
+from core_conformance.faked import faked, leaves
 from core_conformance.opcalls import calls, positional, refusal
 from core_conformance.opcheck import Recorder, check, check_recorded
 from core_conformance.trial import NotSupported, Trial
@@ -45,13 +47,30 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     what=f"{each.name!r} can be traced, and so can the custom ops it calls",
                     run=partial(judge_traced, op=op, of=each),
                 )
+    yield from _foreign(device)
+
+
+def _foreign(device: Device) -> Iterator[Case]:
+    """Yield a case for each declared fake, but one for a library of which no op is there."""
+    libraries: dict[str, list[tuple[FakeOp, FakeResult]]] = {}
     for fake, result in device.fakes:
-        yield Case(
-            id=f"fakes/foreign/{slug(fake.op.replace('::', '.'))}",
-            what=f"the fake kernel declared for {fake.op} is true of the real one",
-            run=partial(judge_foreign, fake=fake),
-            not_supported="" if _overload(fake) else _absent(result),
-        )
+        libraries.setdefault(fake.op.partition("::")[0], []).append((fake, result))
+    for library, declared in libraries.items():
+        if len(declared) > 1 and not any(find_overload(fake.op) for fake, _ in declared):
+            yield Case(
+                id=f"fakes/foreign/{slug(library)}",
+                what=f"the {len(declared)} fake kernels declared for {library} are true of the real ones",
+                run=partial(judge_foreign, fake=declared[0][0]),
+                not_supported=f"op library {library} is not loaded here",
+            )
+            continue
+        for fake, result in declared:
+            yield Case(
+                id=f"fakes/foreign/{slug(fake.op.replace('::', '.'))}",
+                what=f"the fake kernel declared for {fake.op} is true of the real one",
+                run=partial(judge_foreign, fake=fake),
+                not_supported="" if find_overload(fake.op) else _absent(result),
+            )
 
 
 def judge_canonical(trial: Trial, *, op: CanonicalOp) -> None:
@@ -86,7 +105,7 @@ def judge_traced(trial: Trial, *, op: CanonicalOp, of: OpImplementation) -> None
 
 def judge_foreign(trial: Trial, *, fake: FakeOp) -> None:
     """Compare a foreign op and its fake on the samples that the plugin gives with it."""
-    overload = _overload(fake)
+    overload = find_overload(fake.op)
     if overload is None:
         raise NotSupported(f"op {fake.op} is not installed here")
     given = [] if fake.samples is None else list(fake.samples(trial.device.torch_device))
@@ -100,25 +119,26 @@ def judge_foreign(trial: Trial, *, fake: FakeOp) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Contract:
-    """What a schema says. mutates: arguments it may write; fresh: no result shares memory with an argument.
+    """What a schema says.
 
+    mutates: arguments it may write. shares: number of results -> which of them may share memory with which argument.
+    foreign: its results may share memory with each other, if the fake's do; those of canonical ops never do.
     spread: arguments by name -> arguments as the op is called with.
     """
 
     mutates: tuple[str, ...]
-    fresh: bool
+    shares: Callable[[int], frozenset[tuple[int, str]]]
+    foreign: bool
     spread: Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _of_canonical(op: CanonicalOp) -> _Contract:
-    return _Contract(op.mutates, True, partial(positional, op))
+    return _Contract(op.mutates, lambda num_results: frozenset(), False, partial(positional, op))
 
 
 def _of_overload(op: OpOverload) -> _Contract:
-    arguments, returns = op._schema.arguments, op._schema.returns
-    mutates = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    fresh = all(result.alias_info is None for result in returns)
-    return _Contract(mutates, fresh, lambda kwargs: ((), dict(kwargs)))
+    shares = partial(shared, op._schema)
+    return _Contract(mutated(op._schema), shares, True, lambda kwargs: ((), dict(kwargs)))
 
 
 def _compare(
@@ -139,15 +159,20 @@ def _compare(
     except Exception as error:
         trial.require(False, f"{name}: raises {error_line(error)}")
         return
+    mode, given = faked(dict(before))
+    args, kwargs = contract.spread(given)
     try:
-        fakes = leaves(run_fake(function, *contract.spread(before)))
+        with torch.no_grad(), mode:
+            fakes = leaves(function(*args, **kwargs))
     except Exception as error:
         trial.require(False, f"{name}: runs on real tensors and raises on fake ones: {error_line(error)}")
         return
     check_metadata(trial, name, results, fakes)
     check_writes(trial, name, contract.mutates, before, after)
-    if contract.fresh:
-        check_aliasing(trial, name, results, after)
+    if len(results) == len(fakes):
+        pair = sharing(results, after), sharing(fakes, given)
+        for problem in alias_problems(*pair, contract.shares(len(results)), fake_decides=contract.foreign):
+            trial.require(False, f"{name}: {problem}")
 
 
 def _calls(trial: Trial, op: CanonicalOp) -> Iterator[tuple[torch.dtype, Sample]]:
@@ -162,16 +187,6 @@ def _dtypes(trial: Trial) -> list[torch.dtype]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _overload(fake: FakeOp) -> OpOverload | None:
-    """Return the op that a fake is declared for, None where its library is not installed."""
-    library, _, name = fake.op.partition("::")
-    packet = getattr(getattr(torch.ops, library), name, None)
-    if not isinstance(packet, OpOverloadPacket):
-        return None
-    overload: OpOverload = getattr(packet, packet.overloads()[0])
-    return overload
 
 
 def _absent(result: FakeResult) -> str:

@@ -13,12 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from core.common.fakes import FakeOp
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
 from core.common.lowering import Lowerings
 from core.common.lowerings import INLINE_AND_INDUCTOR
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cpu.fakes import SGL_KERNEL
 from core_cpu.memory import read_memory, reset_peak_memory
 from core_cpu.probe import product_name
 
@@ -63,6 +65,12 @@ def core_lowering(context: DeviceContext) -> Lowerings:
 def core_graph_backend() -> GraphBackendFactory:
     """Run the compiled program of each bucket: a processor has no graphs to capture."""
     return CallBackend
+
+
+@hookimpl
+def core_register_fakes() -> tuple[FakeOp, ...]:
+    """Let models that call `sgl_kernel` be traced, where that library is loaded and brings no fakes of its own."""
+    return SGL_KERNEL
 
 
 def find_cxx_compiler() -> str | None:

@@ -1,0 +1,196 @@
+"""Calls the ops of one library, real and fake, for `core fakes --check`: a kernel's crash or hang stays in here.
+
+`python -m core._fake_worker '{"library": ..., "device": ...}'`, then one request a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core._worker import serve_requests
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from core.common.fakes import FakeOp
+    from core.device import Device
+
+
+@dataclass
+class _Library:
+    """The library and the device, as loaded. calls: op -> the calls made for it so far, and the ones to come."""
+
+    device: Device
+    ops: list[str]
+    calls: dict[str, tuple[list[dict[str, Any]], Iterator[dict[str, Any]]]] = field(default_factory=dict)
+
+
+@functools.cache
+def _opened() -> _Library:
+    """Load the library, then open the device, whose plugin's fakes are applied to what is there."""
+    from core.host import select_device
+
+    asked = json.loads(sys.argv[1])
+    ops = _load(asked["library"])
+    library = _Library(select_device(asked["device"]), ops)
+    _warm_up()
+    return library
+
+
+def _warm_up() -> None:
+    """Run what the first comparison loads, so that its time is not counted as a kernel's."""
+    import torch
+
+    from core.common.fakes.parity import compare
+
+    compare(torch.ops.aten.neg.default, {"self": torch.ones(2, 3)})
+
+
+def _load(library: str) -> list[str]:
+    """Load a library and return the ops it brings. library: a file (.so, .py), a namespace of ops, or a module."""
+    import torch
+
+    from core.errors import UsageError
+
+    before = _op_names()
+    path = Path(library)
+    if path.suffix == ".so":
+        torch.ops.load_library(str(path.resolve()))
+    elif path.suffix == ".py":
+        _run_file(path.resolve())
+    elif own := [name for name in before if name.startswith(f"{library}::")]:
+        return sorted(own)
+    else:
+        __import__(library)
+    new = sorted(_op_names() - before) or sorted(name for name in before if name.startswith(f"{library}::"))
+    if not new:
+        raise UsageError(
+            f"op library {library!r}",
+            found="loading it registers no op with torch",
+            remedy="name the module, the .so or .py file, or the namespace that registers them",
+        )
+    return new
+
+
+def _run_file(path: Path) -> None:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+
+
+def _op_names() -> set[str]:
+    import torch
+
+    return set(torch._C._dispatch_get_all_op_names())
+
+
+def _overload(name: str) -> OpOverload | None:
+    """Return the overload that the dispatcher lists under a name, where the default one goes without."""
+    from core.common.fakes.schema import find_overload
+
+    return find_overload(name if "." in name.partition("::")[2] else f"{name}.default")
+
+
+def _describe() -> dict[str, object]:
+    from core.common.fakes import has_fake
+
+    library = _opened()
+    ops = []
+    for name in library.ops:
+        overload = _overload(name)
+        if overload is not None:
+            ops.append(
+                {
+                    "op": name,
+                    "schema": str(overload._schema),
+                    "has_fake": has_fake(name),
+                    "declared": _declared(library, name) is not None,
+                }
+            )
+    return {"device": str(library.device), "ops": ops}
+
+
+def _call(name: str, index: int, *, run: bool) -> dict[str, object]:
+    """Compare the op's index-th call, or only describe it. "end": there are no more."""
+    from core.common.fakes.calls import NoValue, call_text
+    from core.common.fakes.parity import CallRefused, compare
+
+    library = _opened()
+    overload = _overload(name)
+    assert overload is not None
+    try:
+        call = _nth(library, name, index)
+    except NoValue as error:
+        return {"state": "impossible", "why": str(error)}
+    if call is None:
+        return {"state": "end"}
+    text = call_text(call)
+    if not run:
+        return {"state": "described", "call": text}
+    try:
+        problems = compare(overload, call, library.device.synchronize)
+    except CallRefused as error:
+        return {"state": "refused", "call": text, "why": str(error)}
+    return {"state": "compared", "call": text, "differences": problems}
+
+
+def _nth(library: _Library, name: str, index: int) -> dict[str, Any] | None:
+    """Return a call by its number: those that a plugin declares for the op, or guesses where it declares none."""
+    if name not in library.calls:
+        library.calls[name] = ([], _calls(library, name))
+    made, coming = library.calls[name]
+    made.extend(itertools.islice(coming, max(0, index + 1 - len(made))))
+    return made[index] if index < len(made) else None
+
+
+def _calls(library: _Library, name: str) -> Iterator[dict[str, Any]]:
+    from core.common.fakes.calls import guessed_calls
+
+    overload = _overload(name)
+    assert overload is not None
+    names = {each.name for each in overload._schema.arguments}
+    fake = _declared(library, name)
+    if fake is None or fake.samples is None:
+        yield from guessed_calls(overload._schema, library.device.torch_device)
+        return
+    for sample in fake.samples(library.device.torch_device):
+        # Versions of a library differ in arguments; a call that lacks one without a default is refused.
+        yield {key: value for key, value in sample.kwargs.items() if key in names or not fake.changes}
+
+
+def _declared(library: _Library, name: str) -> FakeOp | None:
+    """Return the device's declaration for an op, if it brings samples."""
+    found = (fake for fake, _ in library.device.fakes if fake.op == name and fake.samples is not None)
+    return next(found, None)
+
+
+def answer(request: dict[str, Any]) -> dict[str, object]:
+    """Answer a request: {"do": "open"}, or {"do": "call" or "describe", "op": name, "index": number of the call}."""
+    from core.cli.output import error_json
+    from core.errors import CoreError
+
+    try:
+        if request["do"] == "open":
+            return _describe()
+        return _call(request["op"], request["index"], run=request["do"] == "call")
+    except CoreError as error:
+        return {"error": error_json(error)}
+    except Exception as error:
+        if request["do"] != "open":
+            raise
+        return {"failure": " ".join(f"{type(error).__name__}: {error}".split())}
+
+
+if __name__ == "__main__":
+    serve_requests(answer)

@@ -1,0 +1,106 @@
+"""Declaring fake kernels for foreign ops, and registering them where the library is present and has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from core.common.fakes.rules import Rule
+from core.common.fakes.schema import bound, find_overload, mismatch, mutated
+from core.errors import PluginError
+
+if TYPE_CHECKING:
+    from core.common.ops.declaration import Sample
+
+ShapeRule = Callable[..., Any]
+"""Takes the op's arguments as fake tensors and returns fake outputs of the right shape, dtype, stride and device.
+
+A `Rule` made of data, which is checked against the op's schema and printed, or any function.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeOp:
+    """A fake kernel for one foreign op. op: qualified name, `library::name`. rule: computes output metadata.
+
+    samples: device -> calls, arguments by their names in the op's schema; on these the conformance suite and
+    `core fakes --check` compare the fake with the real op. writes: the arguments that the op writes, which must be
+    those that its schema declares; None for whatever the schema says. also_writes: arguments that the kernel is known
+    to write whether its schema declares it or not; where it does not, nothing may read them after a call. changes: the
+    library changes the op's schema from version to version; where the rule does not fit it, the fake is left out with
+    the reason, instead of refused as a mistake.
+    """
+
+    op: str
+    rule: ShapeRule
+    samples: Callable[[torch.device], Iterable[Sample]] | None = None
+    writes: tuple[str, ...] | None = None
+    also_writes: tuple[str, ...] = ()
+    changes: bool = False
+
+    def __str__(self) -> str:
+        rule = str(self.rule) if isinstance(self.rule, Rule) else getattr(self.rule, "__name__", repr(self.rule))
+        written = ", ".join(dict.fromkeys((*(self.writes or ()), *self.also_writes)))
+        return f"{self.op} -> {rule}{f'; writes {written}' if written else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeResult:
+    """Whether a declared fake was registered, and the reason in one line either way."""
+
+    applied: bool
+    reason: str
+
+
+_APPLIED: dict[str, str] = {}
+
+
+def apply_fakes(declarations: Iterable[FakeOp]) -> tuple[tuple[FakeOp, FakeResult], ...]:
+    """Register each declared fake whose op exists and has none yet, and say what became of each.
+
+    Raises `PluginError` for one that contradicts the op's schema: an argument the op lacks, another number of results,
+    a result that is an argument where the schema says new memory, or the reverse.
+    """
+    return tuple((fake, _apply(fake)) for fake in declarations)
+
+
+def _apply(fake: FakeOp) -> FakeResult:
+    library, _, name = fake.op.partition("::")
+    if not library or not name:
+        raise PluginError(
+            f"fake kernel for {fake.op!r}", found="not a qualified op name", remedy="write it as 'library::op'"
+        )
+    overload = find_overload(fake.op)
+    if overload is None:
+        return FakeResult(applied=False, reason=f"op {fake.op} is not installed here")
+    schema = overload._schema
+    # A library that is loaded anew has other ops under the same names.
+    if _APPLIED.get(fake.op) == str(schema) and has_fake(fake.op):
+        return FakeResult(applied=True, reason="registered earlier in this process")
+    if has_fake(fake.op):
+        return FakeResult(applied=False, reason=f"op {fake.op} brings a fake kernel of its own")
+    problem = mismatch(fake, schema)
+    if problem and fake.changes:
+        return FakeResult(applied=False, reason=f"op {fake.op} is another version here: {problem}")
+    if problem:
+        raise PluginError(
+            f"fake kernel for {fake.op!r}", found=problem, remedy="declare it as the schema of the installed op has it"
+        )
+    torch.library.register_fake(fake.op, bound(fake.rule, schema) if isinstance(fake.rule, Rule) else fake.rule)
+    _APPLIED[fake.op] = str(schema)
+    taken = {each.name for each in schema.arguments} - set(mutated(schema))
+    undeclared = [each for each in fake.also_writes if each in taken]
+    known = f"; the kernel also writes {', '.join(undeclared)}, which its schema does not declare" if undeclared else ""
+    return FakeResult(applied=True, reason=f"registered{known}")
+
+
+def has_fake(op: str) -> bool:
+    """Return whether `library::name` can already run on fake tensors (Meta kernel, Python fake, or composite)."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if any(has_kernel(op, key) for key in ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")):
+        return True
+    entry = torch._library.simple_registry.singleton.find(op)
+    return entry.fake_impl.kernel is not None

@@ -1,0 +1,3 @@
+"""Packs of fake kernels for op libraries of the processor that bring none: one module a library."""
+
+from core_cpu.fakes.sgl_kernel import SGL_KERNEL as SGL_KERNEL
