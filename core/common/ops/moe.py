@@ -160,7 +160,7 @@ def grouped_mlp(
         hidden = gated_activation_fused(hidden, kind=kind, interleaved=interleaved, limit=limit, up_offset=up_offset)
         return project(hidden, matrices[1], down_bias)
 
-    compute = _sorted_by_expert if _can_group(x, *matrices) else _every_expert
+    compute = _sorted_by_expert if can_group(x, *matrices) else _every_expert
     return (compute(x, indices, gate_up.shape[0], mlp) * weights[..., None]).sum(1).to(x.dtype)
 
 
@@ -173,7 +173,7 @@ _HOST_KEY = torch._C._dispatch_key_for_device(torch.UntypedStorage(0).device.typ
 """Dispatch key of tensors in the host's memory: a storage lies there unless told otherwise."""
 
 
-def _can_group(x: Tensor, *matrices: Tensor) -> bool:
+def can_group(x: Tensor, *matrices: Tensor) -> bool:
     """Tell whether `torch._grouped_mm` takes these, also as fake tensors and while a graph is captured."""
     return not _waits(x.device.type) and x.dtype == torch.bfloat16 and all(_is_aligned(each) for each in matrices)
 

@@ -6,6 +6,9 @@ Shapes: x (..., K); weight codes (N, K). A scale is one number per region of cod
     token    (..., 1)      one per row                           weights, per output channel: (N, 1)
     group    (..., K / g)  one per g neighbours in a row         weights: (N, K / g), in blocks (N / b, K / g)
 
+A zero point is int8 and of its scale's shape: value = (code - zero point) * scale. Codes with zero points come from
+`core::quantize_asymmetric` (core/common/ops/quantization_asymmetric.py).
+
 Formats: float8_e4m3fn, largest 448 (Micikevicius et al., arXiv 2209.05433); int8, symmetric, scaled to 127. Groups and
 blocks are DeepSeek-V3's (arXiv 2412.19437, 3.3).
 """
@@ -36,7 +39,7 @@ QUANTIZE_SCHEMA = (
 )
 LINEAR_SCHEMA = (
     "quantized_linear(Tensor x_codes, Tensor x_scale, Tensor w_codes, Tensor w_scale, Tensor? bias, *, "
-    "ScalarType out_dtype) -> Tensor"
+    "ScalarType out_dtype, Tensor? x_zero_point=None, Tensor? w_zero_point=None) -> Tensor"
 )
 
 
@@ -106,36 +109,72 @@ def _check_quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype, granula
 
 
 def quantized_linear(
-    x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+    x_codes: Tensor,
+    x_scale: Tensor,
+    w_codes: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
 ) -> Tensor:
     """Return `x @ w.T + bias` (..., N) of the dequantised x (..., K) and w (N, K), rounded once, to out_dtype.
 
     Scales are as in the legend above; any scale whose dimensions divide those of its codes is taken as one per region.
-    bias (N,), added before rounding. Computed in fp32, fp64 if a scale is fp64.
+    bias (N,), added before rounding. Zero points go with int8 codes only; None means zero. Computed in fp32, fp64 if a
+    scale is fp64.
     """
-    _check_linear(x_codes, x_scale, w_codes, w_scale, bias)
+    _check_linear(x_codes, x_scale, w_codes, w_scale, bias, x_zero_point, w_zero_point)
     compute = at_least_fp32(torch.promote_types(x_scale.dtype, w_scale.dtype))
-    x, w = _dequantize(x_codes, x_scale, compute), _dequantize(w_codes, w_scale, compute)
+    x, w = (
+        dequantize(codes, scale, zero_point, compute)
+        for codes, scale, zero_point in ((x_codes, x_scale, x_zero_point), (w_codes, w_scale, w_zero_point))
+    )
     return functional.linear(x, w, None if bias is None else bias.to(compute)).to(out_dtype)
 
 
-def _dequantize(codes: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
-    scale = scale.to(compute)
-    for dim in range(scale.dim()):
-        if scale.shape[dim] not in (1, codes.shape[dim]):
-            scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
-    return codes.to(compute) * scale
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, compute: torch.dtype) -> Tensor:
+    """Return the values of codes in compute: `(codes - zero_point) * scale`, each scale for its region."""
+    values = codes.to(compute)
+    if zero_point is not None:
+        values = values - _spread(zero_point.to(compute), codes)
+    return values * _spread(scale.to(compute), codes)
+
+
+def _spread(regions: Tensor, codes: Tensor) -> Tensor:
+    """Repeat one number per region until it broadcasts to the codes."""
+    for dim in range(regions.dim()):
+        if regions.shape[dim] not in (1, codes.shape[dim]):
+            regions = regions.repeat_interleave(codes.shape[dim] // regions.shape[dim], dim)
+    return regions
 
 
 def quantized_linear_fake(
-    x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype
+    x_codes: Tensor,
+    x_scale: Tensor,
+    w_codes: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
 ) -> Tensor:
     """Check the arguments; return (..., N)."""
-    _check_linear(x_codes, x_scale, w_codes, w_scale, bias)
+    _check_linear(x_codes, x_scale, w_codes, w_scale, bias, x_zero_point, w_zero_point)
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=out_dtype)
 
 
-def _check_linear(x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, bias: Tensor | None) -> None:
+def _check_linear(
+    x_codes: Tensor,
+    x_scale: Tensor,
+    w_codes: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_zero_point: Tensor | None,
+    w_zero_point: Tensor | None,
+) -> None:
     op = "quantized_linear"
     check_floating(op, x_scale=x_scale, w_scale=w_scale, bias=bias)
     check(x_codes.dim() >= 1 and w_codes.dim() == 2, op, "x_codes must have rank 1 or more and w_codes rank 2")
@@ -148,9 +187,23 @@ def _check_linear(x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Te
         )
         shapes = f"{name}_scale {tuple(scale.shape)} does not divide {name}_codes {tuple(codes.shape)}"
         check(fits, op, shapes)
+    check_zero_point(op, "x", x_codes, x_scale, x_zero_point)
+    check_zero_point(op, "w", w_codes, w_scale, w_zero_point)
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == w_codes.shape[0]
         check(fits, op, f"bias must have shape ({w_codes.shape[0]},), not {tuple(bias.shape)}")
+
+
+def check_zero_point(op: str, name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> None:
+    """Raise `RuntimeError` unless a zero point is None, or int8, of its scale's shape and for codes of integers."""
+    if zero_point is None:
+        return
+    known = (torch.int8, torch.int32)  # int32: packed codes
+    message = f"{name}_zero_point is for int8 codes, not {codes.dtype}"
+    check(codes.dtype in known, op, message)
+    check(zero_point.dtype == torch.int8, op, f"{name}_zero_point must be torch.int8, not {zero_point.dtype}")
+    fits = zero_point.shape == scale.shape
+    check(fits, op, f"{name}_zero_point {tuple(zero_point.shape)} and {name}_scale {tuple(scale.shape)} must agree")
 
 
 def quantize_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -197,6 +250,10 @@ def linear_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]
         short = str(code).removeprefix("torch.")
         for name, shapes in scales.items():
             yield Sample(name=f"{short}, {name}", kwargs={**call(7, shapes, code), "bias": bias})
+    for name, shapes in scales.items():
+        zeros = [draw(*shape, scale=30.0, dtype=torch.float32).to(torch.int8) for shape in shapes]
+        both = {"x_zero_point": zeros[0], "w_zero_point": zeros[1] if name == "token by group" else None}
+        yield Sample(name=f"zero points, {name}", kwargs={**call(7, shapes, torch.int8), "bias": bias, **both})
     yield Sample(name="no bias", kwargs={**call(7, ((7, 1), (24, 1)), torch.int8), "bias": None})
     yield Sample(name="no tokens", kwargs={**call(0, ((0, 1), (24, 1)), torch.int8), "bias": bias})
 

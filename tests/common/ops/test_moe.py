@@ -165,7 +165,7 @@ def test_products_by_group_are_those_of_every_expert(name: str, monkeypatch: pyt
     monkeypatch.setattr(moe, "_sorted_by_expert", lambda *args: (grouped.append(True), by_group(*args))[1])
     (got,) = run(GROUPED_MLP, call)
     assert grouped
-    monkeypatch.setattr(moe, "_can_group", lambda *_: False)
+    monkeypatch.setattr(moe, "can_group", lambda *_: False)
     (every,) = run(GROUPED_MLP, call)
     truth = in_fp64(GROUPED_MLP, call)[0]
     assert judge(got, every, truth).passed and judge(every, got, truth).passed
@@ -175,7 +175,7 @@ def test_products_go_by_group_where_no_kernel_waits_for_the_device() -> None:
     def grouped(device: str) -> bool:
         # Not every build of torch makes fake tensors of a device that it lacks.
         rows: Any = SimpleNamespace(device=torch.device(device), dtype=BF16)
-        return moe._can_group(rows, torch.empty(5, 16, 48, dtype=BF16))
+        return moe.can_group(rows, torch.empty(5, 16, 48, dtype=BF16))
 
     assert grouped("cpu") and grouped("cpu:0")
     assert not grouped("xpu:1")  # torch's own for any device reads where the groups end

@@ -1,0 +1,1 @@
+"""Quantised models: schemes, layers of codes and scales, quantising a model, compressed-tensors checkpoints."""

@@ -1,0 +1,132 @@
+"""Run token batches through a model and see what its layers are given: ranges for static scales, samples for errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.common.ops.quantization import RANGES
+from core.common.quantization.experts import HIDDEN, hidden_of
+from core.common.quantization.scheme import ActivationScheme
+from core.common.quantization.targets import is_experts
+from core.errors import UsageError
+
+Batch = Tensor | Mapping[str, Any] | tuple[Any, ...]
+"""Arguments of the model: one tensor (token ids), or all by name, or all by position."""
+
+Hook = Callable[[str, nn.Module, tuple[Any, ...], Any], None]
+"""Called with path, module, its arguments in order and its output, after each call of a layer."""
+
+
+@dataclass(slots=True)
+class Range:
+    """Smallest and largest value seen; layers that are given one and the same tensor share one range."""
+
+    low: float = math.inf
+    high: float = -math.inf
+
+    def see(self, x: Tensor) -> None:
+        """Take the values of x in."""
+        if x.numel():
+            low, high = x.aminmax()
+            self.merge(Range(float(low), float(high)))
+
+    def merge(self, other: Range) -> None:
+        """Take the range of another in."""
+        # NaN stays: the comparisons of min and max would lose it.
+        self.low = min(self.low, other.low) if other.low == other.low else other.low
+        self.high = max(self.high, other.high) if other.high == other.high else other.high
+
+    @classmethod
+    def of(cls, scheme: ActivationScheme, scale: float, zero_point: int) -> Range:
+        """Return the range that codes of this scale and zero point reach."""
+        low, high = RANGES[scheme.dtype]
+        if scheme.symmetric:
+            return cls(-high * scale, high * scale)
+        return cls((low - zero_point) * scale, (high - zero_point) * scale)
+
+    def scale(self, scheme: ActivationScheme) -> tuple[Tensor, Tensor | None]:
+        """Return scale () fp32 and zero point () int8, None for a symmetric scheme, that reach all values seen."""
+        low, high = RANGES[scheme.dtype]
+        tiny = torch.finfo(torch.float32).tiny
+        if scheme.symmetric:
+            return torch.tensor(max(abs(self.low), abs(self.high)) / high).clamp(min=tiny), None
+        least, most = min(self.low, 0.0), max(self.high, 0.0)
+        scale = torch.tensor((most - least) / (high - low)).clamp(min=tiny)
+        return scale, (low - least / scale).round().clamp(low, high).to(torch.int8)
+
+
+@dataclass(slots=True)
+class RangeObserver:
+    """Ranges of the inputs of layers, by path. Siblings given the very same tensor end up with one range object."""
+
+    ranges: dict[str, Range] = field(default_factory=dict)
+    _siblings: tuple[str, Any, str] = ("", None, "")
+
+    def __call__(self, name: str, module: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
+        """Observe one call."""
+        x: Tensor = args[0]
+        parent = name.rpartition(".")[0]
+        if self._siblings[:1] == (parent,) and self._siblings[1] is x:
+            self._join(name, self._siblings[2])
+        else:
+            self.ranges.setdefault(name, Range()).see(x)
+        # The tensor is held, so that no later one can be taken for it.
+        self._siblings = (parent, x, name)
+        if is_experts(module):
+            hidden = self.ranges.setdefault(f"{name}{HIDDEN}", Range())
+            for rows in hidden_of(module, x.reshape(-1, x.shape[-1]), args[1]):
+                hidden.see(rows)
+
+    def _join(self, name: str, other: str) -> None:
+        shared, own = self.ranges[other], self.ranges.get(name)
+        if own is not None and own is not shared:
+            shared.merge(own)
+            for each, found in self.ranges.items():
+                self.ranges[each] = shared if found is own else found
+        self.ranges[name] = shared
+
+    def checked(self, names: Iterable[str]) -> dict[str, Range]:
+        """Return the ranges of these layers; raise `UsageError` for one that saw no input, or NaN or infinity."""
+        for name in names:
+            found = self.ranges.get(name)
+            if found is None or not (math.isfinite(found.low) and math.isfinite(found.high)):
+                saw = "saw no input" if found is None or found.low == math.inf else "was given NaN or infinity"
+                raise UsageError(
+                    f"calibrate layer {name!r}",
+                    found=f"it {saw} in the calibration batches",
+                    remedy="pass batches that reach every layer, leave it out with ignore, or use a dynamic scheme",
+                )
+        return self.ranges
+
+
+@torch.no_grad()
+def run_batches(model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Batch], hook: Hook) -> None:
+    """Call the model with each batch, and the hook after each call of a layer."""
+    with _hooked(layers, hook):
+        for batch in batches:
+            if isinstance(batch, Tensor):
+                model(batch)
+            elif isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*batch)
+
+
+@contextmanager
+def _hooked(layers: Mapping[str, nn.Module], hook: Hook) -> Any:
+    def after(name: str) -> Callable[..., None]:
+        return lambda module, args, named, output: hook(name, module, (*args, *named.values()), output)
+
+    handles = [module.register_forward_hook(after(name), with_kwargs=True) for name, module in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

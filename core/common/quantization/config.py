@@ -1,0 +1,252 @@
+"""The `quantization_config` of a compressed-tensors checkpoint: read into schemes, and written from one.
+
+The format: https://github.com/neuralmagic/compressed-tensors. Groups of layers, each with its targets (class names,
+module paths, "re:" and a regular expression) and the arguments of its weights and input activations; layers to ignore.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from core.common.quantization.scheme import FP8, ActivationScheme, QuantizationScheme, WeightScheme
+from core.common.quantization.targets import matches
+from core.errors import ModelError
+
+METHOD = "compressed-tensors"
+PACKED = "pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", PACKED)
+_MIXED = "mixed-precision"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Layers quantised alike. packed: weights are stored as int32 words."""
+
+    name: str
+    targets: tuple[str, ...]
+    scheme: QuantizationScheme
+    packed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What a checkpoint's layers are. warnings: what is stated there and not applied here, one line each."""
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def group_of(self, name: str, kind: str) -> Group | None:
+        """Return the group of the layer at path name of class kind, None where it is ignored or no target.
+
+        A path wins over an expression, and that over a class.
+        """
+        if any(matches(pattern, name, kind) for pattern in self.ignore):
+            return None
+        found = [
+            (_rank(target, name), index)
+            for index, group in enumerate(self.groups)
+            for target in group.targets
+            if matches(target, name, kind)
+        ]
+        return self.groups[min(found)[1]] if found else None
+
+
+def _rank(target: str, name: str) -> int:
+    return 0 if target == name else 1 if target.startswith("re:") else 2
+
+
+def stated_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the compressed-tensors part of a `config.json`, None where it states none."""
+    older = config.get("compression_config")  # where early checkpoints have it
+    stated = config.get("quantization_config", older)
+    return stated if isinstance(stated, dict) and stated.get("quant_method") == METHOD else None
+
+
+def parse_config(asked: str, stated: Mapping[str, Any]) -> CheckpointConfig:
+    """Return the layers' schemes; raise `ModelError`, naming the field, for what is malformed or not supported here."""
+    return _Parser(asked, stated).parse()
+
+
+class _Parser:
+    """Reads one configuration; `asked` begins its errors."""
+
+    def __init__(self, asked: str, stated: Mapping[str, Any]) -> None:
+        self._asked, self._stated = asked, stated
+
+    def parse(self) -> CheckpointConfig:
+        self._refuse_transforms()
+        groups = self._stated.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise self._error("config_groups", f"is {groups!r}, no object of groups")
+        ignore = self._stated.get("ignore") or []
+        if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
+            raise self._error("ignore", f"is {ignore!r}, no list of names")
+        warnings = []
+        if self._stated.get("kv_cache_scheme"):
+            warnings.append("kv_cache_scheme is not applied: the cache keeps the model's dtype")
+        parsed = tuple(self._group(name, group) for name, group in groups.items())
+        return CheckpointConfig(groups=parsed, ignore=tuple(ignore), warnings=tuple(warnings))
+
+    def _refuse_transforms(self) -> None:
+        sparsity = self._stated.get("sparsity_config") or {}
+        if sparsity.get("format", "dense") != "dense":
+            raise self._error("sparsity_config.format", f"is {sparsity['format']!r}; sparse weights are not supported")
+        if (self._stated.get("transform_config") or {}).get("config_groups"):
+            raise self._error("transform_config", "asks for rotations of the weights, which are not supported")
+
+    def _group(self, name: str, group: Any) -> Group:
+        field = f"config_groups.{name}"
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            raise self._error(field, "states no weights; layers with quantised activations alone are not supported")
+        targets = group.get("targets")
+        if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+            raise self._error(f"{field}.targets", f"is {targets!r}, no list of layers")
+        if group.get("output_activations"):
+            raise self._error(f"{field}.output_activations", "is stated; quantised outputs are not supported")
+        layout = self._format(f"{field}.format", group)
+        inputs = group.get("input_activations")
+        activations = self._activations(f"{field}.input_activations", inputs) if inputs else None
+        weights = self._weights(f"{field}.weights", group["weights"], weight_only=activations is None)
+        if activations is not None and (weights.dtype != activations.dtype or weights.num_bits != 8):
+            raise self._error(field, "weights and activations differ in type or are not 8 bits wide: not supported")
+        if layout == PACKED and (weights.dtype == FP8 or activations is not None):
+            raise self._error(f"{field}.format", f"is {PACKED!r}, which holds integer weights of weight-only layers")
+        if weights.num_bits == 4 and layout != PACKED:
+            raise self._error(f"{field}.format", f"is {layout!r}; 4-bit weights are read as {PACKED!r}")
+        scheme = QuantizationScheme(name=_name(weights, activations), weights=weights, activations=activations)
+        return Group(name=name, targets=tuple(targets), scheme=scheme, packed=layout == PACKED)
+
+    def _format(self, field: str, group: Mapping[str, Any]) -> str:
+        whole = self._stated.get("format")
+        layout = group.get("format") or (whole if whole != _MIXED else None)
+        if layout not in _FORMATS:
+            known = f"the formats read here are {', '.join(_FORMATS)}"
+            close = difflib.get_close_matches(str(layout), _FORMATS, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise self._error(field if group.get("format") else "format", f"is {layout!r}; {known}{hint}")
+        return str(layout)
+
+    def _weights(self, field: str, stated: Mapping[str, Any], *, weight_only: bool) -> WeightScheme:
+        dtype, num_bits = self._type(field, stated, (4, 8) if weight_only else (8,))
+        group_size = stated.get("group_size") or 0
+        strategy = stated.get("strategy") or {0: "tensor", -1: "channel"}.get(group_size, "group")
+        known = ("tensor", "channel", "group") if weight_only else ("tensor", "channel")
+        if strategy not in known:
+            raise self._error(f"{field}.strategy", f"is {strategy!r}; known here are {', '.join(known)}")
+        if strategy == "group" and (not isinstance(group_size, int) or group_size <= 0):
+            raise self._error(f"{field}.group_size", f"is {group_size!r}, no positive number of weights")
+        if stated.get("dynamic"):
+            raise self._error(f"{field}.dynamic", "is true; weights have scales of their own in the checkpoint")
+        if stated.get("actorder") == "group":
+            raise self._error(f"{field}.actorder", "is 'group'; groups of reordered columns are not supported")
+        return WeightScheme(
+            dtype=dtype,
+            num_bits=num_bits,
+            granularity="group" if strategy == "group" else "channel",
+            group_size=group_size if strategy == "group" else 0,
+            symmetric=self._symmetric(field, stated, dtype),
+        )
+
+    def _activations(self, field: str, stated: Mapping[str, Any]) -> ActivationScheme:
+        dtype, _ = self._type(field, stated, (8,))
+        dynamic = stated.get("dynamic", False)
+        if not isinstance(dynamic, bool):
+            raise self._error(f"{field}.dynamic", f"is {dynamic!r}; known here are true and false")
+        strategy = stated.get("strategy") or ("token" if dynamic else "tensor")
+        if strategy not in ("token", "tensor") or (strategy == "token" and not dynamic):
+            kind = "dynamic" if dynamic else "static"
+            raise self._error(
+                f"{field}.strategy", f"is {strategy!r}; {kind} scales are by tensor or, dynamic, by token"
+            )
+        symmetric = self._symmetric(field, stated, dtype)
+        return ActivationScheme(dtype=dtype, granularity=strategy, dynamic=dynamic, symmetric=symmetric)
+
+    def _type(self, field: str, stated: Mapping[str, Any], bits: tuple[int, ...]) -> tuple[torch.dtype, int]:
+        kind, num_bits = stated.get("type", "int"), stated.get("num_bits", 8)
+        if (kind, num_bits) == ("float", 8):
+            return FP8, 8
+        if kind == "int" and num_bits in bits:
+            return torch.int8, num_bits
+        known = ", ".join(["float of 8 bits", *(f"int of {each} bits" for each in bits)])
+        raise self._error(field, f"is {kind} of {num_bits} bits; known here are {known}")
+
+    def _symmetric(self, field: str, stated: Mapping[str, Any], dtype: torch.dtype) -> bool:
+        symmetric = stated.get("symmetric", True)
+        if not isinstance(symmetric, bool) or (dtype == FP8 and not symmetric):
+            raise self._error(f"{field}.symmetric", f"is {symmetric!r}; zero points go with integers alone")
+        return symmetric
+
+    def _error(self, field: str, problem: str) -> ModelError:
+        return ModelError(
+            self._asked,
+            found=f"quantization_config: {field} {problem}",
+            remedy="use a checkpoint of a scheme that docs/quantization.md lists, or quantise the original model here",
+        )
+
+
+def _name(weights: WeightScheme, activations: ActivationScheme | None) -> str:
+    """Return what `SCHEMES` would call it."""
+    if activations is None:
+        name = "w8a16-fp8" if weights.dtype == FP8 else f"w{weights.num_bits}a16"
+        name += "" if weights.symmetric else "-asymmetric"
+        return f"{name}-g{weights.group_size}" if weights.group_size else name
+    name = "fp8" if weights.dtype == FP8 else "int8"
+    name += "" if activations.dynamic else "-static"
+    name += "-by-tensor" if activations.dynamic and activations.granularity == "tensor" else ""
+    return name if activations.symmetric else f"{name}-asymmetric"
+
+
+def make_config(layers: Mapping[QuantizationScheme, Sequence[str]], ignore: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a model. layers: paths by scheme; ignore: paths of the other linear layers.
+
+    One scheme is stated for all linear layers, several for the layers by name.
+    """
+    groups = {
+        f"group_{index}": _group(scheme, ["Linear"] if len(layers) == 1 else list(names))
+        for index, (scheme, names) in enumerate(layers.items())
+    }
+    formats = {str(group["format"]) for group in groups.values()}
+    return {
+        "quant_method": METHOD,
+        "format": formats.pop() if len(formats) == 1 else _MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(scheme: QuantizationScheme, targets: list[str]) -> dict[str, Any]:
+    weights, inputs = scheme.weights, scheme.activations
+    kind = "float" if weights.dtype == FP8 else "int"
+    common = {"type": kind, "actorder": None, "block_structure": None}
+    group: dict[str, Any] = {
+        "targets": targets,
+        "format": f"{kind}-quantized" if inputs is not None or kind == "float" else PACKED,
+        "weights": {
+            **common,
+            "num_bits": weights.num_bits,
+            "symmetric": weights.symmetric,
+            "strategy": weights.granularity,
+            "group_size": weights.group_size or None,
+            "dynamic": False,
+        },
+        "input_activations": None,
+        "output_activations": None,
+    }
+    if inputs is not None:
+        group["input_activations"] = {
+            **common,
+            "num_bits": 8,
+            "symmetric": inputs.symmetric,
+            "strategy": inputs.granularity,
+            "group_size": None,
+            "dynamic": inputs.dynamic,
+        }
+    return group

@@ -1,0 +1,61 @@
+"""The error that quantising a layer introduces: relative rms of its weights and of its outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.common.quantization.calibrate import Range
+from core.common.quantization.layers import QuantizedModule
+from core.common.quantization.make import quantized_layer, weights_of
+from core.common.quantization.scheme import QuantizationScheme
+
+
+class _Sums:
+    """Sums of squares, of errors and of what they are relative to."""
+
+    def __init__(self) -> None:
+        self.error = self.size = 0.0
+
+    def add(self, result: Tensor, exact: Tensor) -> None:
+        # fp64: millions of squares of half precision are summed.
+        self.error += float((result.double() - exact.double()).square().sum())
+        self.size += float(exact.double().square().sum())
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self.error / self.size) if self.size else 0.0 if self.error == 0 else math.inf
+
+
+def weight_error(layer: nn.Module, quantized: QuantizedModule) -> float:
+    """Return the rms of the error of a quantised layer's weights over the rms of the weights."""
+    sums = _Sums()
+    for exact, values in zip(weights_of(layer), quantized.values(), strict=True):
+        sums.add(values, exact)
+    return sums.relative
+
+
+class OutputErrors:
+    """A hook for the calls of the layers of a model that is not quantised yet: compares with the quantised layer.
+
+    Each layer is measured alone, on the inputs that it has in the exact model. One quantised layer exists at a time.
+    """
+
+    def __init__(self, scheme: QuantizationScheme, ranges: Mapping[str, Range]) -> None:
+        self._scheme, self._ranges = scheme, ranges
+        self._sums: dict[str, _Sums] = {}
+
+    def __call__(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Measure one call."""
+        with torch.no_grad():
+            quantized = quantized_layer(name, module, self._scheme, self._ranges)
+            self._sums.setdefault(name, _Sums()).add(quantized(*args), output)
+
+    def relative(self, name: str) -> float | None:
+        """Return the rms of the error of a layer's outputs over that of the outputs; None where it was not called."""
+        sums = self._sums.get(name)
+        return None if sums is None else sums.relative

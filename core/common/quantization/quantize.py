@@ -1,0 +1,131 @@
+"""`core.quantize`: replace a model's linear layers by quantised ones, in place, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from core.common.quantization.calibrate import Batch, Range, RangeObserver, run_batches
+from core.common.quantization.errors import OutputErrors, weight_error
+from core.common.quantization.layers import QuantizedModule, share_input_scales
+from core.common.quantization.make import check_layers, quantized_layer
+from core.common.quantization.report import LayerReport, QuantizationReport
+from core.common.quantization.scheme import QuantizationScheme, find_scheme
+from core.common.quantization.targets import check_not_quantized, find_targets
+from core.errors import UsageError
+
+Model = TypeVar("Model", bound=nn.Module)
+Progress = Callable[[str, int, int], None]
+
+
+@torch.no_grad()
+def quantize(
+    model: Model,
+    scheme: str | QuantizationScheme,
+    *,
+    calibration: Iterable[Batch] = (),
+    ignore: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Model:
+    """Quantise a model's linear layers and stacked experts in place; return it, with a report as `model.quantization`.
+
+    scheme: a name of `SCHEMES` or a scheme. calibration: arguments of the model, one set per batch, on its device; a
+    static scheme takes its scales from them, and with them the error of each layer's output is measured. ignore: module
+    paths, or "re:" and a regular expression, to leave out; the output head and routers always are. progress is called
+    with a stage, done and total. One layer at a time has both its forms in memory. Raises `UsageError` for an unknown
+    scheme, a missing calibration, a model without linear layers or with quantised ones, and weights that cannot be
+    quantised, all before the first layer is replaced.
+    """
+    found = find_scheme(scheme)
+    asked = f"quantise a {type(model).__name__} by {found.name!r}"
+    check_not_quantized(model)
+    targets = find_targets(model, ignore)
+    if not targets.layers:
+        raise UsageError(asked, found="it has no linear layer to quantise", remedy="pass a model of torch.nn.Linear")
+    check_layers(targets.layers, found)
+    batches = list(calibration)
+    ranges = _observe(asked, model, targets.layers, found, batches)
+    errors = OutputErrors(found, ranges)
+    run_batches(model, targets.layers, batches, errors)
+    reports = _replace_all(model, targets.layers, found, ranges, errors, progress)
+    share_input_scales(model)
+    report = QuantizationReport(scheme=found.name, layers=tuple(reports), ignored=targets.ignored)
+    model.quantization = report  # type: ignore[assignment]  # torch annotates attributes as tensors and modules
+    return model
+
+
+def _replace_all(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    scheme: QuantizationScheme,
+    ranges: Mapping[str, Range],
+    errors: OutputErrors,
+    progress: Progress | None,
+) -> list[LayerReport]:
+    """Quantise the layers one by one, each of which leaves the dict, so that nothing holds its weights any longer."""
+    paths: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(name)
+    reports: list[LayerReport] = []
+    for done, name in enumerate(total := list(layers)):
+        if progress is not None:
+            progress("quantize", done, len(total))
+        layer = layers.pop(name)
+        made = quantized_layer(name, layer, scheme, ranges)
+        _keep_hooks(layer, made)
+        reports.append(_report(name, layer, made, errors.relative(name)))
+        for path in paths[id(layer)]:
+            replace_module(model, path, made)
+        del layer
+    if progress is not None:
+        progress("quantize", len(total), len(total))
+    return reports
+
+
+def _keep_hooks(layer: nn.Module, made: nn.Module) -> None:
+    """Do after the new layer what was done after the old one, as the reduction of a sharded model."""
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        getattr(made, name).update(getattr(layer, name))
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module at the path name of a model."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _observe(
+    asked: str, model: nn.Module, layers: dict[str, nn.Module], scheme: QuantizationScheme, batches: Sequence[Batch]
+) -> dict[str, Range]:
+    if not scheme.needs_calibration:
+        return {}
+    if not batches:
+        raise UsageError(
+            asked,
+            found="its activations have static scales, and there are no calibration batches to take them from",
+            remedy="pass calibration=[token ids, ...], or a dynamic scheme such as 'fp8' or 'int8'",
+        )
+    observer = RangeObserver()
+    run_batches(model, layers, batches, observer)
+    return observer.checked(layers)
+
+
+def _report(name: str, layer: nn.Module, made: QuantizedModule, output_error: float | None) -> LayerReport:
+    return LayerReport(
+        name=name,
+        kind=type(layer).__name__,
+        scheme=made.scheme.name,
+        shape=made.weight_shape,
+        bytes_before=num_bytes(layer),
+        bytes_after=num_bytes(made),
+        weight_error=weight_error(layer, made),
+        output_error=output_error,
+    )
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())

@@ -1,0 +1,126 @@
+"""What a quantised layer's weights and activations become: schemes as data, by name.
+
+A name is one of `SCHEMES`, for weight-only schemes with an optional group size behind it: `w4a16-g32`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from core.errors import UsageError
+
+FP8 = torch.float8_e4m3fn
+"""The only fp8 format of weights and activations; largest value 448."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightScheme:
+    """How a weight (N, K) becomes codes. One scale per: channel (row), or group of group_size neighbours in a row.
+
+    dtype: of the codes; 4 bits have int8 as dtype of the codes and are packed where they are kept. symmetric: without
+    it a zero point goes with each scale, value = (code - zero point) * scale.
+    """
+
+    dtype: torch.dtype
+    num_bits: int = 8
+    granularity: str = "channel"
+    group_size: int = 0
+    symmetric: bool = True
+
+    @property
+    def code_range(self) -> tuple[float, float]:
+        """Smallest and largest code."""
+        if self.dtype == FP8:
+            return -448.0, 448.0
+        return -(2.0 ** (self.num_bits - 1)), 2.0 ** (self.num_bits - 1) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationScheme:
+    """How a layer's input (..., K) becomes codes. dynamic: scales are computed from the input itself, else calibrated.
+
+    granularity: "token" (dynamic only) or "tensor". symmetric: as in `WeightScheme`; without it codes are int8.
+    """
+
+    dtype: torch.dtype
+    granularity: str = "token"
+    dynamic: bool = True
+    symmetric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationScheme:
+    """Weights and activations of a layer; activations None: only weights are quantised."""
+
+    name: str
+    weights: WeightScheme
+    activations: ActivationScheme | None = None
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether ranges of activations have to be observed before layers can be quantised."""
+        return self.activations is not None and not self.activations.dynamic
+
+
+_FP8, _INT8 = WeightScheme(dtype=FP8), WeightScheme(dtype=torch.int8)
+_TOKEN8 = ActivationScheme(dtype=torch.int8)
+_TENSOR8 = ActivationScheme(dtype=torch.int8, granularity="tensor", dynamic=False)
+_INT4 = WeightScheme(dtype=torch.int8, num_bits=4, granularity="group", group_size=128)
+
+SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
+    {
+        scheme.name: scheme
+        for scheme in (
+            QuantizationScheme(name="fp8", weights=_FP8, activations=ActivationScheme(dtype=FP8)),
+            QuantizationScheme(
+                name="fp8-static",
+                weights=_FP8,
+                activations=ActivationScheme(dtype=FP8, granularity="tensor", dynamic=False),
+            ),
+            QuantizationScheme(name="int8", weights=_INT8, activations=_TOKEN8),
+            QuantizationScheme(name="int8-static", weights=_INT8, activations=_TENSOR8),
+            QuantizationScheme(name="int8-asymmetric", weights=_INT8, activations=replace(_TOKEN8, symmetric=False)),
+            QuantizationScheme(
+                name="int8-static-asymmetric", weights=_INT8, activations=replace(_TENSOR8, symmetric=False)
+            ),
+            QuantizationScheme(name="w8a16", weights=_INT8),
+            QuantizationScheme(name="w4a16", weights=_INT4),
+            QuantizationScheme(name="w4a16-asymmetric", weights=replace(_INT4, symmetric=False)),
+        )
+    }
+)
+"""Schemes by name. Weights: one scale per channel, of 4-bit weights one per group of 128."""
+
+_GROUPED = re.compile(r"(.*)-g(\d+)")
+
+
+def find_scheme(scheme: str | QuantizationScheme) -> QuantizationScheme:
+    """Return the scheme of that name; raise `UsageError` that lists the known ones."""
+    if isinstance(scheme, QuantizationScheme):
+        return scheme
+    grouped = _GROUPED.fullmatch(scheme)
+    name = grouped[1] if grouped else scheme
+    found = SCHEMES.get(name)
+    if found is None:
+        close = difflib.get_close_matches(scheme, SCHEMES, 1)
+        raise UsageError(
+            f"quantisation scheme {scheme!r}",
+            found=f"the schemes are {', '.join(SCHEMES)}",
+            remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
+        )
+    if grouped is None:
+        return found
+    if found.activations is not None or int(grouped[2]) == 0:
+        raise UsageError(
+            f"quantisation scheme {scheme!r}",
+            found="groups of weights go with weight-only schemes, and hold at least one weight",
+            remedy="name a scheme such as 'w4a16-g64' or 'w8a16-g128'",
+        )
+    weights = replace(found.weights, granularity="group", group_size=int(grouped[2]))
+    return replace(found, name=scheme, weights=weights)

@@ -1,0 +1,95 @@
+"""Tensors of a checkpoint by name, from safetensors files, with one clear error for each that is missing or wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from core.errors import ModelError
+
+QUANTIZED = re.compile(
+    r".*\.(weight_(scale|packed|shape|zero_point|g_idx|global_scale)|(input|output)_(scale|zero_point|global_scale))"
+)
+"""Names that compressed-tensors gives to what belongs to a quantised layer."""
+CACHE_SCALES = re.compile(r".*\.[kqv]_(scale|zero_point)")
+
+
+class TensorFiles:
+    """The tensors in some safetensors files. A context manager: files are open within it.
+
+    asked: the first line of errors. Each tensor is read when asked for, and those that were are remembered.
+    """
+
+    def __init__(self, asked: str, files: Iterable[Path]) -> None:
+        self.asked = asked
+        self._files = tuple(files)
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+        self._read: set[str] = set()
+
+    def __enter__(self) -> Self:
+        from safetensors import safe_open
+
+        for file in self._files:
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._handles |= dict.fromkeys(handle.keys(), handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is such a tensor."""
+        return name in self._handles
+
+    def read(
+        self, name: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]] | None = None, why: str = ""
+    ) -> Tensor:
+        """Return a tensor of one of these dtypes and shapes; raise `ModelError` where it is missing or another.
+
+        why: what asks for that shape, for the error.
+        """
+        if name not in self._handles:
+            raise self.error(f"the tensor {name!r} is missing, which quantization_config asks for")
+        self._read.add(name)
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+            raise self.error(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
+        if shapes is not None and tuple(tensor.shape) not in {tuple(each) for each in shapes}:
+            wanted = " or ".join(str(tuple(each)) for each in shapes)
+            raise self.error(f"{name} has shape {tuple(tensor.shape)}, not {wanted}{why}")
+        if tensor.is_floating_point() and not tensor.to(torch.float32).isfinite().all():
+            raise self.error(f"{name} holds NaN or infinity")
+        return tensor
+
+    def rest(self) -> dict[str, Tensor]:
+        """Return the tensors that were not read, by name; raise `ModelError` for those of quantised layers.
+
+        Scales of a quantised cache are left out.
+        """
+        names = [name for name in self._handles if name not in self._read and not CACHE_SCALES.fullmatch(name)]
+        left = sorted(name for name in names if QUANTIZED.fullmatch(name))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise self.error(f"{left[0]}{more}, of layers that quantization_config does not quantise")
+        tensors = {name: self._handles[name].get_tensor(name) for name in names}
+        for name, tensor in tensors.items():
+            # Read as a weight without its scale, a code would be a number of any size.
+            if tensor.dtype == torch.float8_e4m3fn or (name.endswith("weight") and not tensor.is_floating_point()):
+                raise self.error(f"{name} holds codes, and quantization_config does not quantise its layer")
+        return tensors
+
+    def error(self, found: str) -> ModelError:
+        """Return the error about these files."""
+        return ModelError(
+            self.asked,
+            found=found,
+            remedy="use config.json and weights of one and the same checkpoint, whole, as its author saved them",
+        )

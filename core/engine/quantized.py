@@ -1,0 +1,122 @@
+"""Load a compressed-tensors checkpoint: quantised layers by core/common/quantization, the rest by transformers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.common.quantization.checkpoint import read_experts, read_linear
+from core.common.quantization.config import CheckpointConfig, parse_config
+from core.common.quantization.layers import QuantizedModule, share_input_scales
+from core.common.quantization.quantize import num_bytes, replace_module
+from core.common.quantization.report import LayerReport, QuantizationReport
+from core.common.quantization.targets import Ignored, is_experts
+from core.common.quantization.tensors import TensorFiles
+from core.engine.checkpoint import Checkpoint
+from core.engine.hf import import_transformers
+
+
+class QuantizedCheckpoint:
+    """One checkpoint whose configuration states how its layers are quantised.
+
+    asked: the first line of errors; config: its `PreTrainedConfig`, from which the statement is taken out, so that
+    transformers sees a plain model; dtype: of all that is not quantised. warnings: what is stated and not applied.
+    """
+
+    def __init__(
+        self, asked: str, checkpoint: Checkpoint, stated: Mapping[str, Any], config: Any, dtype: torch.dtype
+    ) -> None:
+        self._asked, self._checkpoint, self._config, self._dtype = asked, checkpoint, config, dtype
+        self._parsed: CheckpointConfig = parse_config(asked, stated)
+        self.warnings = self._parsed.warnings
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+
+    def load(self, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the model on the host and what transformers says of the tensors that are not quantised.
+
+        options: of `from_pretrained`. Raises `ModelError` for tensors that are missing or do not fit.
+        """
+        model_class = _model_class(self._config)
+        with torch.device("meta"):
+            skeleton = model_class(self._config)
+        with TensorFiles(self._asked, self._checkpoint.weight_files) as files:
+            layers = self._read(files, skeleton)
+            if not layers:
+                raise files.error("quantization_config names no layer of the model")
+            model, info = _load_rest(
+                model_class, tuple(layers), state_dict=files.rest(), config=self._config, dtype=self._dtype, **options
+            )
+        for name, layer in layers.items():
+            replace_module(model, name, layer)
+        share_input_scales(model)
+        model.quantization = self._report(skeleton, layers)  # type: ignore[assignment]  # a plain attribute
+        self._read_generation_config(model)
+        return model, info
+
+    def _read(self, files: TensorFiles, skeleton: nn.Module) -> dict[str, QuantizedModule]:
+        layers: dict[str, QuantizedModule] = {}
+        for name, module in skeleton.named_modules():
+            if is_experts(module):
+                found = read_experts(files, name, module, self._parsed)
+                if found is not None:
+                    layers[name] = found
+            elif isinstance(module, nn.Linear):
+                group = self._parsed.group_of(name, "Linear")
+                if group is not None:
+                    layers[name] = read_linear(files, name, module, group, self._dtype)
+        return layers
+
+    def _report(self, skeleton: nn.Module, layers: Mapping[str, QuantizedModule]) -> QuantizationReport:
+        reports = tuple(
+            LayerReport(
+                name=name,
+                kind=type(skeleton.get_submodule(name)).__name__,
+                scheme=layer.scheme.name,
+                shape=layer.weight_shape,
+                bytes_before=sum(p.numel() for p in skeleton.get_submodule(name).parameters()) * self._dtype.itemsize,
+                bytes_after=num_bytes(layer),
+            )
+            for name, layer in layers.items()
+        )
+        ignored = tuple(
+            Ignored(name=name, reason="not quantised in the checkpoint")
+            for name, module in skeleton.named_modules()
+            if name not in layers and (isinstance(module, nn.Linear) or is_experts(module))
+        )
+        schemes = ", ".join(dict.fromkeys(layer.scheme.name for layer in layers.values()))
+        return QuantizationReport(scheme=schemes, layers=reports, ignored=ignored, source="from the checkpoint")
+
+    def _read_generation_config(self, model: Any) -> None:
+        """Read it as `from_pretrained` does when it is given a folder."""
+        if (self._checkpoint.path / "generation_config.json").is_file():
+            read = import_transformers().GenerationConfig.from_pretrained
+            model.generation_config = read(self._checkpoint.path, local_files_only=True)
+
+
+def _model_class(config: Any) -> type[nn.Module]:
+    mapping = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
+    found: Any = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def _load_rest(
+    model_class: type[nn.Module], quantized: tuple[str, ...], **options: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model with nothing where the quantised layers go, so that no memory is spent on their weights."""
+
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        for name in quantized:
+            replace_module(self, name, nn.Identity())
+
+    # Of the same name: transformers looks conversions of weights up by it.
+    body = {"__init__": __init__, "__module__": model_class.__module__}
+    hollow: Any = type(model_class.__name__, (model_class,), body)
+    model, info = hollow.from_pretrained(None, output_loading_info=True, **options)
+    model.__class__ = model_class
+    return model, info

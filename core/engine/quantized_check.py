@@ -1,0 +1,61 @@
+"""How far rounding carries a model whose inputs are rounded to codes: the yardstick of its checks.
+
+Between two codes there is a step, and an input next to it may fall to either side by the last bit of what came before.
+So two right computations in fp32, alike to a millionth, differ by a whole step of some codes, rarely and by chance, and
+one run of eager says little of how much. What follows from such steps is measured instead: the same fp64 computation,
+with the inputs of every quantised layer moved by as much as rounding moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.common.quantization.layers import QuantizedModule, rounds_inputs
+
+NUM_RUNS = 4
+_ROUNDINGS = 8
+"""Roundings of its dtype that a layer's input is off, in the mean: sums of hundreds of terms, layer after layer."""
+
+
+def widened(
+    model: Any, eager: Sequence[Tensor], exact: Sequence[Tensor], reference: Callable[[], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return eager's logits as a yardstick: in each place as far off the exact ones as any right run may be.
+
+    reference: computes the exact, fp64 logits anew. As they are for a model that rounds no input to codes, and in half
+    precision, where steps are taken so often that eager's own error tells.
+    """
+    if not rounds_inputs(model) or eager[0].dtype.itemsize < 4:
+        return list(eager)
+    errors = [ours.double() - right for ours, right in zip(eager, exact, strict=True)]
+    for run in range(NUM_RUNS):
+        with _moved(model, seed=run, by=_ROUNDINGS * torch.finfo(eager[0].dtype).eps):
+            moved = reference()
+        for index, (other, right) in enumerate(zip(moved, exact, strict=True)):
+            change = other - right
+            errors[index] = torch.where(change.abs() > errors[index].abs(), change, errors[index])
+    return [(right + error).to(ours.dtype) for ours, right, error in zip(eager, exact, errors, strict=True)]
+
+
+@contextmanager
+def _moved(model: nn.Module, *, seed: int, by: float) -> Iterator[None]:
+    """Move the input of each quantised layer, and of copies made of it, by a random part of this size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x: Tensor = args[0]
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        return (x * (1 + by * noise.to(x.device, x.dtype)), *args[1:])
+
+    layers = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    handles = [layer.register_forward_pre_hook(move) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,305 @@
+"""core/engine/quantized.py and the checkpoints it reads: round trips, files made by hand, one error for each fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+pytest.importorskip("safetensors", reason="needs the extra 'hf'")
+
+from safetensors.torch import load_file, save_file
+
+import core
+from core.common.ops.weight_only import unpack
+from core.common.quantization.layers import QuantizedLinear, WeightOnlyLinear
+from core.common.quantization.report import report_of
+from core.common.quantization.save import save
+from core.errors import UsageError
+from tests.engine.folders import IDS, LLAMA, error_of, load, logits_of, make_llama, transformers
+
+MOE = {**LLAMA, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def make_moe() -> Any:
+    from core.engine.loading import build_model
+
+    return build_model(transformers.Qwen3MoeConfig(**MOE), torch_device=torch.device("cpu")).model
+
+
+def quantized_folder(path: Path, scheme: str, make: Callable[[], Any] = make_llama, **options: Any) -> Path:
+    return save(core.quantize(make(), scheme, calibration=[IDS], **options), path)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    change(config["quantization_config"])
+    file.write_text(json.dumps(config))
+
+
+SCHEMES = (
+    *("fp8", "fp8-static", "int8", "int8-static", "int8-asymmetric", "int8-static-asymmetric"),
+    *("w8a16", "w8a16-g16", "w4a16-g16", "w4a16-asymmetric-g8"),
+)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_moe])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_saved_is_loaded_bit_by_bit(scheme: str, make: Callable[[], Any], tmp_path: Path) -> None:
+    model = core.quantize(make(), scheme, calibration=[IDS])
+    loaded = load(save(model, tmp_path))
+    assert torch.equal(logits_of(loaded.model), logits_of(model))
+    assert type(loaded.model) is type(model) and not any(p.requires_grad for p in loaded.model.parameters())
+    assert [(n, p.dtype, p.shape) for n, p in loaded.model.named_parameters()] == [
+        (n, p.dtype, p.shape) for n, p in model.named_parameters()
+    ]
+    report = report_of(loaded.model)
+    assert report is not None and (report.scheme, report.source) == (scheme, "from the checkpoint")
+    assert not [warning for warning in loaded.warnings if "tokenizer" not in warning]
+    # Round again: what was loaded can be saved.
+    assert (
+        load_file(save(loaded.model, tmp_path / "again") / "model.safetensors").keys()
+        == load_file(tmp_path / "model.safetensors").keys()
+    )
+
+
+def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
+    folder = quantized_folder(tmp_path / "a", "fp8-static")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn and tensors[f"{name}.weight_scale"].shape == (32, 1)
+    assert tensors[f"{name}.input_scale"].shape == (1,) and "lm_head.weight_scale" not in tensors
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (stated["quant_method"], stated["format"], stated["ignore"]) == (
+        *("compressed-tensors", "float-quantized"),
+        ["lm_head"],
+    )
+    folder = quantized_folder(tmp_path / "b", "w4a16-asymmetric-g8", make_moe)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    shapes = {part: tuple(tensors[f"{name}.{part}"].shape) for part in ("weight_packed", "weight_zero_point")}
+    assert shapes == {"weight_packed": (32, 2), "weight_zero_point": (4, 2)}
+    assert tensors[f"{name}.weight_shape"].tolist() == [32, 16]
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert stated["format"] == "pack-quantized" and "model.layers.0.mlp.gate" in stated["ignore"]
+
+
+def _by_hand(folder: Path) -> dict[str, Tensor]:
+    """Write an int8 checkpoint as other tools do; return the dequantised weights by layer."""
+    make_llama().to(torch.bfloat16).save_pretrained(folder)
+    values: dict[str, Tensor] = {}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [each for each in tensors if each.endswith("_proj.weight")]:
+            layer, weight = name.removesuffix(".weight"), tensors[name].float()
+            scale = (weight.abs().amax(1, keepdim=True) / 127.5).to(torch.bfloat16)
+            tensors[name] = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+            # Of bf16, as a vector for one layer; zero points of symmetric codes; a scale of one number.
+            tensors[f"{layer}.weight_scale"] = scale.flatten() if "q_proj" in name else scale
+            tensors[f"{layer}.weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
+            tensors[f"{layer}.input_scale"] = torch.tensor([0.05], dtype=torch.bfloat16)
+            values[layer] = tensors[name].float() * scale.float()
+
+    edit(folder, change)
+    group = {"targets": ["re:.*_proj$"], "weights": {**STATIC, "strategy": "channel"}, "input_activations": STATIC}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["re:.*lm_head"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def test_a_checkpoint_of_other_tools_is_read(tmp_path: Path) -> None:
+    values = _by_hand(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.dtype == torch.bfloat16 and any("kv_cache_scheme" in warning for warning in loaded.warnings)
+    for name, value in values.items():
+        layer: Any = loaded.model.get_submodule(name)
+        assert isinstance(layer, QuantizedLinear) and layer.weight_zero_point is None
+        assert torch.equal(layer.values()[0], value)
+        assert layer.input_scale.item() == torch.tensor(0.05, dtype=torch.bfloat16).item()
+    attention: Any = loaded.model.get_submodule("model.layers.0.self_attn")
+    assert attention.q_proj.input_scale is attention.k_proj.input_scale
+    assert torch.isfinite(logits_of(loaded.model)).all()
+
+
+def test_a_scale_for_the_whole_weight_is_one_for_each_row(tmp_path: Path) -> None:
+    folder = quantized_folder(tmp_path, "fp8")
+    name = "model.layers.0.mlp.up_proj"
+    edit(folder, lambda tensors: tensors.update({f"{name}.weight_scale": torch.tensor([0.5])}))
+    layer: Any = load(folder).model.get_submodule(name)
+    assert layer.weight_scale.shape == (48, 1) and (layer.weight_scale == 0.5).all()
+
+
+def test_groups_of_layers_have_schemes_of_their_own(tmp_path: Path) -> None:
+    folder = quantized_folder(tmp_path / "a", "int8", ignore=["re:.*mlp.*"])
+    assert load(folder).num_parameters == sum(p.numel() for p in make_llama().parameters())
+    other = load_file(quantized_folder(tmp_path / "b", "w4a16-g16") / "model.safetensors")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".mlp." in name]:
+            del tensors[name]
+        tensors.update({name: tensor for name, tensor in other.items() if ".mlp." in name})
+
+    edit(folder, change)
+    mlp = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    edit_config(folder, lambda stated: stated["config_groups"].update(mlp={**mlp, "targets": ["re:.*mlp.*"]}))
+    edit_config(folder, lambda stated: stated.update(ignore=["lm_head"], format="mixed-precision"))
+    loaded = load(folder)
+    kinds = {type(loaded.model.get_submodule(f"model.layers.0.{n}")) for n in ("mlp.up_proj", "self_attn.q_proj")}
+    report = report_of(loaded.model)
+    assert kinds == {QuantizedLinear, WeightOnlyLinear} and report is not None and report.scheme == "int8, w4a16-g16"
+    again = load(save(loaded.model, tmp_path / "c"))
+    assert torch.equal(logits_of(again.model), logits_of(loaded.model))
+
+
+def test_experts_get_one_static_scale_that_reaches_all(tmp_path: Path) -> None:
+    folder = quantized_folder(tmp_path, "int8-static", make_moe)
+    name = "model.layers.0.mlp.experts"
+    edit(folder, lambda tensors: tensors.update({f"{name}.2.up_proj.input_scale": torch.tensor([9.0])}))
+    experts: Any = load(folder).model.get_submodule(name)
+    assert experts.input_scale.item() == 9.0 and experts.hidden_scale.item() < 9.0
+
+
+Q = "model.layers.0.self_attn.q_proj"
+Change = Callable[[dict[str, Any]], object]
+
+
+def _set(name: str, value: Tensor) -> Change:
+    return lambda tensors: tensors.update({name: value})
+
+
+def _rename(old: str, new: str) -> Change:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+TENSORS: dict[str, tuple[str, Change, str]] = {
+    "missing scale": ("int8", lambda t: t.pop(f"{Q}.weight_scale"), f"tensor '{Q}.weight_scale' is missing"),
+    "missing input scale": ("fp8-static", lambda t: t.pop(f"{Q}.input_scale"), f"'{Q}.input_scale' is missing"),
+    "missing zero point": (
+        "int8-static-asymmetric", lambda t: t.pop(f"{Q}.input_zero_point"), f"'{Q}.input_zero_point' is missing",
+    ),
+    "missing words": ("w4a16-g16", lambda t: t.pop(f"{Q}.weight_packed"), f"'{Q}.weight_packed' is missing"),
+    "not a number": ("int8", _set(f"{Q}.weight_scale", torch.full((32, 1), torch.nan)), "holds NaN or infinity"),
+    "negative": ("int8-static", _set(f"{Q}.input_scale", torch.tensor([-1.0])), "input_scale is -1, not positive"),
+    "scale's shape": ("int8", _set(f"{Q}.weight_scale", torch.ones(31, 1)), r"shape \(31, 1\), not \(32, 1\) or"),
+    "codes' dtype": ("int8", _set(f"{Q}.weight", torch.ones(32, 32)), f"{Q}.weight is float32, not int8"),
+    "codes' shape": ("int8", _set(f"{Q}.weight", torch.ones(32, 31).to(torch.int8)), r"shape \(32, 31\), not"),
+    "stated shape": ("w4a16-g16", _set(f"{Q}.weight_shape", torch.tensor([32, 64])), r"weight_shape is \(32, 64\)"),
+    "reordered": ("w4a16-g16", _set(f"{Q}.weight_g_idx", torch.arange(32)), "groups of reordered columns"),
+    "left over": ("int8", _set("lm_head.weight_scale", torch.ones(128, 1)), "lm_head.weight_scale, of layers that"),
+    "stray codes": (
+        "fp8", _set("model.norm.weight", torch.ones(32).to(torch.float8_e4m3fn)), "model.norm.weight holds codes",
+    ),
+    "asymmetric": (
+        "int8", _set(f"{Q}.weight_zero_point", torch.ones(32, 1, dtype=torch.int8)), "says symmetric",
+    ),
+    "another weight": ("int8", lambda t: t.pop("model.norm.weight"), "1 weights are missing: model.norm.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", TENSORS)
+def test_a_faulty_tensor_is_one_clear_error(fault: str, tmp_path: Path) -> None:
+    scheme, change, message = TENSORS[fault]
+    folder = quantized_folder(tmp_path, scheme)
+    edit(folder, change)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error_of(folder).found)
+
+
+def _group(**changes: Any) -> Change:
+    return lambda stated: stated["config_groups"]["group_0"].update(changes)
+
+
+def _weights(**changes: Any) -> Change:
+    return lambda stated: stated["config_groups"]["group_0"]["weights"].update(changes)
+
+
+def _inputs(**changes: Any) -> Change:
+    return lambda stated: stated["config_groups"]["group_0"]["input_activations"].update(changes)
+
+
+CONFIGS: dict[str, tuple[str, Change, str]] = {
+    "group size": ("w4a16-g16", _weights(group_size=32), r"shape \(32, 2\), not \(32, 1\) \(groups of 32 of 32"),
+    "ragged groups": ("w4a16-g16", _weights(group_size=20), "32 inputs, which do not divide into groups of 20"),
+    "no group size": ("w4a16-g16", _weights(group_size=0), "group_size is 0, no positive"),
+    "scheme": ("int8", _weights(num_bits=6), "weights is int of 6 bits; known here are float of 8 bits, int of 8 bits"),
+    "strategy": ("int8", _weights(strategy="block"), "strategy is 'block'; known here are tensor, channel"),
+    "reordered": ("w4a16-g16", _weights(actorder="group"), "groups of reordered columns are not supported"),
+    "static by token": ("int8", _inputs(dynamic=False), "strategy is 'token'; static scales are by tensor"),
+    "dynamic": ("int8", _inputs(dynamic="local"), "dynamic is 'local'"),
+    "fp8 zero points": ("fp8", _weights(symmetric=False), "symmetric is False; zero points go with integers"),
+    "mixed": ("int8", _weights(type="float"), "weights and activations differ in type"),
+    "outputs": ("int8", _group(output_activations=STATIC), "quantised outputs are not supported"),
+    "targets": ("int8", _group(targets=[]), r"targets is \[\], no list of layers"),
+    "no weights": ("int8", _group(weights=None), "states no weights"),
+    "format": ("int8", _group(format="int-quantised"), "'int-quantised'; the formats .*did you mean 'int-quantized'"),
+    "no groups": ("int8", lambda stated: stated.update(config_groups={}), r"config_groups is \{\}"),
+    "sparse": ("int8", lambda stated: stated.update(sparsity_config={"format": "sparse-24"}), "sparse weights"),
+    "no layer": ("int8", lambda stated: stated.update(ignore=["re:.*"]), "of layers that|names no layer"),
+    "expression": ("int8", _group(targets=["re:(("]), "no regular expression"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_faulty_configuration_is_one_clear_error(fault: str, tmp_path: Path) -> None:
+    scheme, change, message = CONFIGS[fault]
+    folder = quantized_folder(tmp_path, scheme)
+    edit_config(folder, change)
+    with pytest.raises(core.CoreError, match=message):
+        load(folder)
+
+
+def test_a_truncated_file_is_one_clear_error(tmp_path: Path) -> None:
+    file = quantized_folder(tmp_path, "int8") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors is damaged: its tensors need" in error_of(tmp_path).found
+
+
+def test_experts_that_differ_are_one_clear_error(tmp_path: Path) -> None:
+    folder = quantized_folder(tmp_path, "int8", make_moe)
+    edit_config(folder, lambda stated: stated["ignore"].append("model.layers.0.mlp.experts.1.up_proj"))
+    assert "experts of model.layers.0.mlp.experts are not quantised alike" in error_of(folder).found
+
+
+def test_experts_may_be_left_as_they_are(tmp_path: Path) -> None:
+    model = core.quantize(make_moe(), "int8", ignore=["re:.*experts$"])
+    loaded = load(save(model, tmp_path))
+    assert torch.equal(logits_of(loaded.model), logits_of(model))
+
+
+def test_only_quantised_models_of_transformers_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it has no quantised layer"):
+        save(make_llama(), tmp_path)
+    with pytest.raises(UsageError, match="it is no transformers model"):
+        save(core.quantize(torch.nn.Sequential(torch.nn.Linear(8, 8)), "int8"), tmp_path)
+
+
+def test_packed_codes_of_both_widths_hold_what_was_quantised(tmp_path: Path) -> None:
+    for scheme, num_bits in (("w8a16", 8), ("w4a16-g16", 4)):
+        model = core.quantize(make_llama(), scheme)
+        stored = load_file(save(model, tmp_path / scheme) / "model.safetensors")
+        layer: Any = model.get_submodule(Q)
+        codes = unpack(stored[f"{Q}.weight_packed"], num_bits, 32)
+        held = layer.weight if num_bits == 8 else unpack(layer.weight, 4, 32)
+        assert torch.equal(codes, held)
