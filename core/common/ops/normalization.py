@@ -31,13 +31,14 @@ from torch.nn import functional
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 
-_DTYPES = (
+NORM_DTYPES = (
     "float offset=0.0, ScalarType? compute_dtype=None, ScalarType? normed_dtype=None, ScalarType? weight_dtype=None, "
     "ScalarType? out_dtype=None"
 )
-RMS_NORM_SCHEMA = f"rms_norm(Tensor x, Tensor? weight, float eps, *, {_DTYPES}) -> Tensor"
+RMS_NORM_SCHEMA = f"rms_norm(Tensor x, Tensor? weight, float eps, *, {NORM_DTYPES}) -> Tensor"
 ADD_RMS_NORM_SCHEMA = (
-    f"add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, *, {_DTYPES}) -> (Tensor normed, Tensor sum)"
+    f"add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, *, {NORM_DTYPES}) "
+    "-> (Tensor normed, Tensor sum)"
 )
 LAYER_NORM_SCHEMA = (
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, *, ScalarType? compute_dtype=None, "

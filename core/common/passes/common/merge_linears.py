@@ -5,6 +5,9 @@ slices of the merged one. Weights keep their identity and become views of the jo
 twice (core/common/passes/common/packing.py). A kernel may round otherwise at another width: equal by the criterion of
 core.common.numerics, not bit by bit.
 
+Quantised linears (`core.quantized_linear`) are merged likewise, those that read the same codes; the scales of their
+weights are joined with these (core/common/passes/common/linears.py).
+
 Merged are linears of the innermost module that has several of the same input, such as an attention or an MLP.
 """
 
@@ -14,7 +17,6 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +24,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes import view
 from core.common.passes.common import LIFTS
 from core.common.passes.common.fresh import fresh, reread
+from core.common.passes.common.linears import Linear, Scales, are_alike, read_linear, spread
 from core.common.passes.common.packing import Owners, Packing
 from core.common.passes.common.relayout import Relayout
 from core.common.passes.context import PassContext, value_of
@@ -34,48 +36,25 @@ from core.common.passes.rewrite import near_miss, site_name
 from core.common.passes.sites import MADE_BY, Made, Refused
 from core.common.passes.writes import Writes
 
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """One linear layer: the node, its operands, and the path of its module."""
-
-    node: fx.Node
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-    path: str
-
-    @property
-    def num_rows(self) -> int:
-        """The size of its result's last dimension."""
-        return int(value_of(self.weight).shape[0])
-
-
-_Key = tuple[str, int, torch.dtype, torch.dtype, torch.device]
-_KEY_NAMES = ("module", "writes into the input", "dtype of the weight", "dtype of the result", "device")
+_Key = tuple[str, int, torch.dtype, torch.dtype, torch.device, str]
+_KEY_NAMES = (
+    *("module", "writes into the input", "dtype of the weight", "dtype of the result", "device"),
+    "scales of the weight",
+)
 
 
 def run(context: PassContext) -> PassResult:
     """Merge every group of linears of one input that can be merged."""
     merger = _Merger(context)
-    by_input: dict[fx.Node, list[_Linear]] = defaultdict(list)
+    by_input: dict[tuple[fx.Node, ...], list[Linear]] = defaultdict(list)
     for node in context.graph.nodes:
-        linear = _read(node)
+        linear = read_linear(node)
         if linear is not None:
-            by_input[linear.x].append(linear)
+            by_input[linear.inputs].append(linear)
     for linears in by_input.values():
         if len(linears) > 1:
             merger.merge_all(linears)
     return PassResult(matched=len(merger.sites), sites=tuple(merger.sites), near_misses=tuple(merger.misses))
-
-
-def _read(node: fx.Node) -> _Linear | None:
-    if view.kind(node) != "linear":
-        return None
-    x, weight, bias = (view.operand(node, i, name) for i, name in enumerate(("input", "weight", "bias")))
-    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
-        return None
-    return _Linear(node, x, weight, bias if isinstance(bias, fx.Node) else None, site_name(node))
 
 
 class _Merger:
@@ -94,7 +73,7 @@ class _Merger:
         self.sites: list[str] = []
         self.misses: list[NearMiss] = []
 
-    def merge_all(self, linears: Sequence[_Linear]) -> None:
+    def merge_all(self, linears: Sequence[Linear]) -> None:
         """Merge the linears of one input, in as many groups as it takes."""
         fit = []
         for linear in linears:
@@ -116,9 +95,11 @@ class _Merger:
                     NearMiss(site=site_name(group[0].node), reason=refused.reason, node=refused.node.name)
                 )
 
-    def _unfit(self, linear: _Linear) -> str:
+    def _unfit(self, linear: Linear) -> str:
         """Return why a linear can be merged with no other, or ""."""
-        for operand in filter(None, (linear.weight, linear.bias)):
+        if linear.unfit:
+            return linear.unfit
+        for operand in linear.constants:
             if self._constants.value(operand) is None:
                 return f"{operand.name} is no constant of the graph"
             if self._writes.writers(operand):
@@ -136,15 +117,15 @@ class _Merger:
             return "its result is returned"
         return "its result is written later" if self._writes.writers(linear.node) else ""
 
-    def _groups(self, linears: Sequence[_Linear]) -> Mapping[_Key, list[_Linear]]:
+    def _groups(self, linears: Sequence[Linear]) -> Mapping[_Key, list[Linear]]:
         """Divide linears of one input: by module, dtype, device, and by what was written into the input before."""
-        groups: dict[_Key, list[_Linear]] = defaultdict(list)
+        groups: dict[_Key, list[Linear]] = defaultdict(list)
         known: dict[_Key, set[fx.Node]] = defaultdict(set)
         for linear in linears:
             weight = value_of(linear.weight)
-            before = sum(self._order[w] < self._order[linear.node] for w in self._writes.writers(linear.x))
+            before = sum(self._order[w] < self._order[linear.node] for w in self._writes.writers(*linear.inputs))
             module = _common_module(linear, linears)
-            key = (module, before, weight.dtype, value_of(linear.node).dtype, weight.device)
+            key = (module, before, weight.dtype, value_of(linear.node).dtype, weight.device, linear.form)
             if linear.weight in known[key]:
                 self.misses.append(near_miss(linear.node, f"{linear.weight.name} is used twice on one input"))
                 continue
@@ -152,11 +133,11 @@ class _Merger:
             groups[key].append(linear)
         return groups
 
-    def _merge(self, group: Sequence[_Linear]) -> None:
+    def _merge(self, group: Sequence[Linear]) -> None:
         """Merge one group; raise `Refused` where it can't be, with nothing changed."""
         first = group[0]
-        weights, biases = self._packings(group)
-        for packing in filter(None, (weights, biases)):
+        weights, biases, scales = self._packings(group)
+        for packing in filter(None, (weights, biases, scales)):
             reason = self._owners.refusal(packing)
             if reason:
                 names = ", ".join(linear.weight.name for linear in group)
@@ -171,7 +152,8 @@ class _Merger:
         bias = None
         if biases is not None:
             bias = self._join(f"{prefix}_bias", [linear.bias for linear in group], biases, first)
-        self._rewrite(group, (weight, bias), (whole, parts), values)
+        scale = self._join_scales(f"{prefix}_weight_scale", [each.scales for each in group if each.scales], scales)
+        self._rewrite(group, (weight, bias, scale), (whole, parts), values)
 
     def _fakes(self, like: FakeTensor, sizes: tuple[int, ...]) -> tuple[FakeTensor, tuple[FakeTensor, ...]]:
         """Return the fake values of the merged result and of its slices, made like those of another layer's."""
@@ -186,24 +168,43 @@ class _Merger:
         made: Any = known[0].make(())
         return made, known[1].make((made,))
 
-    def _packings(self, group: Sequence[_Linear]) -> tuple[Packing, Packing | None]:
+    def _packings(self, group: Sequence[Linear]) -> tuple[Packing, Packing | None, Packing | None]:
+        """Return what is to be laid end to end: weights, biases if there are any, scales where they can be."""
         sizes = tuple(linear.num_rows for linear in group)
         weights = tuple(self._constants.value(linear.weight) for linear in group)
         # A linear without a bias gets one of zeros where the others have one.
         biases = tuple(self._constants.value(linear.bias) for linear in group)
         has_bias = any(bias is not None for bias in biases)
-        return Packing(weights, sizes), Packing(biases, sizes) if has_bias else None
+        scales = [linear.scales for linear in group if linear.scales is not None]
+        rows = tuple(each.num_rows for each in scales)
+        found = tuple(self._constants.value(each.weight) for each in scales)
+        return (
+            Packing(weights, sizes),
+            Packing(biases, sizes) if has_bias else None,
+            Packing(found, rows) if scales and are_alike(scales) else None,
+        )
 
-    def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing, like: _Linear) -> fx.Node:
+    def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing, like: Linear) -> fx.Node:
         key = tuple(nodes)
         if key not in self._joined:  # layers may share their weights
-            self._joined[key] = self._constants.add(self._context.graph, name, packing.pack(), like.weight)
+            self._joined[key] = self._constants.add(
+                self._context.graph, name, packing.pack(), like.weight, packing=packing
+            )
         return self._joined[key]
+
+    def _join_scales(self, name: str, scales: Sequence[Scales], packing: Packing | None) -> fx.Node | None:
+        """Return the scales of the joined weight, laid end to end if there is a packing, else spread; None for none."""
+        key = tuple(each.weight for each in scales)
+        if key and key not in self._joined:
+            values = [self._constants.value(node) for node in key]
+            joined = spread(scales, [v for v in values if v is not None]) if packing is None else packing.pack()
+            self._joined[key] = self._constants.add(self._context.graph, name, joined, key[0], packing=packing)
+        return self._joined[key] if key else None
 
     def _rewrite(
         self,
-        group: Sequence[_Linear],
-        operands: tuple[fx.Node, fx.Node | None],
+        group: Sequence[Linear],
+        operands: tuple[fx.Node, fx.Node | None, fx.Node | None],
         fakes: tuple[Any, tuple[Any, ...]],
         values: Mapping[fx.Node, Any],
     ) -> None:
@@ -219,7 +220,7 @@ class _Merger:
             _set_value(node, value)
         sizes = [linear.num_rows for linear in group]
         with graph.inserting_before(first):
-            merged = graph.call_function(first.target, (group[0].x, *operands))  # type: ignore[arg-type]
+            merged = group[0].call(graph, *operands)
             parts = graph.call_function(torch.split, (merged, sizes, -1))
             slices = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
         for node, value in zip((merged, parts, *slices), (fakes[0], fakes[1], *fakes[1]), strict=True):
@@ -234,7 +235,7 @@ class _Merger:
         self.sites.append(path or site_name(merged))
 
 
-def _common_module(linear: _Linear, linears: Sequence[_Linear]) -> str:
+def _common_module(linear: Linear, linears: Sequence[Linear]) -> str:
     """Return the path of the innermost module that holds this linear and another one; "" for the whole model."""
     path = linear.path
     while path and sum(f"{other.path}.".startswith(f"{path}.") for other in linears) < 2:
@@ -252,7 +253,7 @@ def _fakes(like: FakeTensor, sizes: Sequence[int]) -> tuple[FakeTensor, tuple[Fa
     return whole, tuple(reread(whole, (*like.shape[:-1], size), (*rows, 1), start) for start, size in pairs)
 
 
-def _differs(key: _Key, groups: Mapping[_Key, Sequence[_Linear]]) -> str:
+def _differs(key: _Key, groups: Mapping[_Key, Sequence[Linear]]) -> str:
     """Say in what the linear of a group of its own differs from one that reads the same input."""
     other, linears = next(item for item in groups.items() if item[0] != key)
     found = [name for name, ours, theirs in zip(_KEY_NAMES, key, other, strict=True) if ours != theirs]
@@ -271,4 +272,5 @@ MERGE_LINEARS = Pass(
     guards=Guards(constants=True),
     # Rows of a merged result begin at multiples of this, and so do the slices: kernels read in units of that size.
     params=MappingProxyType({"alignment_bytes": 16}),
+    reads_content=False,
 )

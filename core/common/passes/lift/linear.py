@@ -85,10 +85,12 @@ LIFT_LINEAR = Pass(
     run=run,
     after=("merge_linears",),
     guards=Guards(constants=True, implements=frozenset({LINEAR.qualified_name})),
+    reads_content=False,
 )
 FUSE_GATED_LINEAR = Pass(
     name="fuse_gated_linear",
     run=run_gated,
     after=("lift_gated_activation", "fuse_gate_up", "lift_linear", "merge_linears"),
     guards=Guards(constants=True, implements=frozenset({GATED_LINEAR.qualified_name})),
+    reads_content=False,
 )

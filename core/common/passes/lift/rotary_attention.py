@@ -26,7 +26,7 @@ from core.common.passes.lift.token_rows import LAYOUTS, ROWS, Layout, Views, fol
 from core.common.passes.rewrite import Site, apply_sites, near_miss
 
 _ROTATIONS = (ROTARY, QK_NORM_ROTARY)
-_OF_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len")
+_OF_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
 _ROWS = ("query", "key", "value", "cos", "sin")
 _PLACES = ("key_cache", "value_cache", "block_table", "slot_mapping", "seq_lens", "query_starts")
 

@@ -50,9 +50,10 @@ def turned(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def attend(*given: Any, **options: Any) -> Tensor:
-    """Attend with rows of query, key and value; last come the places of the cache."""
+    """Attend with rows of query, key and value; last come the places of the cache, and its scales if it has any."""
     *rows, places = given
     own = [places[name] for name in PLACES]
+    options |= {name: places[name] for name in ("k_scale", "v_scale") if name in places}
     out: Tensor = torch.ops.core.attention.default(*rows, *own, scale=0.25, **options)
     return out
 
