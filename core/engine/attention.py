@@ -66,11 +66,19 @@ class StepTensors:
 
 
 class LayerState:
-    """What the attention function finds on its module: this layer's cache and the shared step."""
+    """What the attention function finds on its module: this layer's cache, its scales, and the shared step."""
 
-    def __init__(self, key_cache: Tensor, value_cache: Tensor, window: int, step: StepTensors) -> None:
+    def __init__(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        window: int,
+        step: StepTensors,
+        scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
         self.key_cache = key_cache
         self.value_cache = value_cache
+        self.k_scale, self.v_scale = scales
         self.window = window
         self.step = step
 
@@ -236,6 +244,8 @@ def serve_attention(
         softcap=softcap or 0.0,
         sinks=s_aux,
         max_query_len=step.max_query_len,
+        k_scale=state.k_scale,
+        v_scale=state.v_scale,
     )
     return out[None], None
 

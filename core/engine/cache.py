@@ -43,11 +43,18 @@ class BlockPool:
 class PagedCache:
     """Key and value tensors of every attention layer, (N, P, K, D) and (N, P, K, V), attached to its module.
 
-    Owned by the engine; addresses never change, so captured graphs may hold them.
+    scales: of layers whose dtype is one of codes; one that is not there has none. Owned by the engine; addresses never
+    change, so captured graphs may hold them.
     """
 
     def __init__(
-        self, layers: Mapping[nn.Module, AttentionLayer], *, num_blocks: int, block_size: int, device: torch.device
+        self,
+        layers: Mapping[nn.Module, AttentionLayer],
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        scales: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -62,7 +69,8 @@ class PagedCache:
         # All of them first: where memory runs out, no module is left with a cache.
         pairs = zip(self._tensors[::2], self._tensors[1::2], strict=True)
         for (module, layer), (key_cache, value_cache) in zip(layers.items(), pairs, strict=True):
-            attach(module, LayerState(key_cache, value_cache, layer.window, self.step))
+            own = (scales or {}).get(module, (None, None))
+            attach(module, LayerState(key_cache, value_cache, layer.window, self.step, own))
 
     @property
     def num_bytes(self) -> int:

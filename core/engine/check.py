@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 from core.common.numerics import Fp64Mode, Verdict, judge_pooled
 from core.device import Device
 from core.engine.attention import implementation
+from core.engine.cache_codes import judge_rounded
 from core.engine.config import SamplingParams
 from core.engine.engine import Engine
-from core.engine.probe import counts_from_zero, function_bound, relative_difference
+from core.engine.probe import Caching, counts_from_zero, function_bound, relative_difference
+from core.engine.quantized_check import widened
 from core.engine.runner import accepted_arguments
 
 MAX_ORACLE_PARAMETERS = 500_000_000
@@ -31,6 +34,9 @@ class Comparison:
     tokens_equal: all greedy tokens equal. mismatch: the first difference, with whether fp64 allows it (its top-2 margin
     is below the logits' error there), None where there is no fp64 reference to ask. verdict: T1 of the compiled logits,
     None with `skipped` saying why.
+
+    Of an engine with a quantised cache, tokens and logits are compared with eager's on transformers' cache of the same
+    codes. cache_rounding: what these cost, the relative difference that they make to the fp64 logits.
     """
 
     num_tokens: int
@@ -42,6 +48,7 @@ class Comparison:
     mismatch_allowed: bool | None
     verdict: Verdict | None
     skipped: str = ""
+    cache_rounding: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -68,10 +75,15 @@ def compare(
     """
     attention = attention or engine.native_attention
     run = _run_both(engine, prompts, num_tokens, rounds, attention)
-    verdict, skipped, references = None, "", None
+    verdict, skipped, references, rounding = None, "", None, None
     if oracle or (oracle is None and engine.loaded.num_parameters <= MAX_ORACLE_PARAMETERS):
-        references = fp64_logits(engine.loaded.model, prompts, run.eager_tokens, attention)
-        verdict, skipped = _judge(engine.loaded.model, run, references)
+        model, codes = engine.loaded.model, engine.cache_rounding
+        references = plain = fp64_logits(model, prompts, run.eager_tokens, attention)
+        if codes is not None:
+            references = fp64_logits(model, prompts, run.eager_tokens, attention, codes.caching)
+            rounding = relative_difference(torch.cat(references), torch.cat(plain))
+        again = partial(fp64_logits, model, prompts, run.eager_tokens, attention)
+        verdict, skipped = _judge(engine, run, plain, references, again)
     else:
         skipped = f"no fp64 reference for {engine.loaded.num_parameters / 1e9:.1f} billion parameters unless asked for"
     mismatch, allowed = _mismatch(run.tokens, run.eager_tokens, run.logits, references)
@@ -86,17 +98,22 @@ def compare(
         mismatch_allowed=allowed,
         verdict=verdict,
         skipped=skipped,
+        cache_rounding=rounding,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Tokens and logits of both sides, per prompt, and the median seconds of their generations."""
+    """Tokens and logits of both sides, per prompt, and the median seconds of their generations.
+
+    plain_logits: eager's on the same tokens without a cache, where keys and values are not rounded to codes.
+    """
 
     tokens: list[list[int]]
     logits: list[Tensor]
     eager_tokens: list[list[int]]
     eager_logits: list[Tensor]
+    plain_logits: list[Tensor]
     eager_s: float
     compiled_s: float
 
@@ -116,42 +133,69 @@ def _run_both(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int,
         completions = engine.generate(list(prompts), params, collect_logits=True)
         device.synchronize()
         compiled_s.append(time.perf_counter() - start)
-    if len(set(map(len, prompts))) > 1:
+    codes = engine.cache_rounding
+    caching = None if codes is None else codes.caching
+    if caching is not None or len(set(map(len, prompts))) > 1:
         # Padding is for speed: not every model keeps it out of its positions and states, so judge by each prompt alone.
         with implementation(model, attention):
-            alone = [eager_generate(model, device, [prompt], num_tokens, positions=positions) for prompt in prompts]
+            alone = [
+                eager_generate(model, device, [p], num_tokens, positions=positions, caching=caching) for p in prompts
+            ]
         eager_tokens = [tokens for run in alone for tokens in run[0]]
         eager_logits = [logits for run in alone for logits in run[1]]
+    plain_logits = eager_logits
+    if caching is not None:
+        with implementation(model, attention):
+            plain_logits = _logits(model, prompts, eager_tokens)
     return _Run(
         tokens=[list(c.token_ids) for c in completions],
         logits=[c.logits for c in completions if c.logits is not None],
         eager_tokens=eager_tokens,
         eager_logits=eager_logits,
+        plain_logits=plain_logits,
         eager_s=statistics.median(eager_s[1:]),
         compiled_s=statistics.median(compiled_s[1:]),
     )
 
 
-def _judge(model: Any, run: _Run, references: list[Tensor]) -> tuple[Verdict | None, str]:
-    """Return the verdict on the logits with equal history, or None and the reason why there is none."""
+def _judge(
+    engine: Engine, run: _Run, plain: list[Tensor], references: list[Tensor], again: Callable[[], list[Tensor]]
+) -> tuple[Verdict | None, str]:
+    """Return the verdict on the logits with equal history, or None and the reason why there is none.
+
+    plain, references: in fp64, without and with the codes of a quantised cache; the same where there are none. again:
+    computes `plain` anew, for the yardstick of a quantised model.
+    """
     agreed = [_agreed(ours, theirs) for ours, theirs in zip(run.tokens, run.eager_tokens, strict=True)]
-    result, eager, reference = (
+    result, eager, exact, reference = (
         [logits[:count] for logits, count in zip(side, agreed, strict=True)]
-        for side in (run.logits, run.eager_logits, references)
+        for side in (run.logits, run.plain_logits, plain, references)
     )
-    off = relative_difference(torch.cat(eager), torch.cat(reference))
-    if off <= function_bound(model):
+    off = relative_difference(torch.cat(eager), torch.cat(exact))
+    if off <= function_bound(engine.loaded.model):
+        whole = widened(engine.loaded.model, run.plain_logits, plain, again)
+        eager = [logits[:count] for logits, count in zip(whole, agreed, strict=True)]
+        codes = engine.cache_rounding
+        if codes is not None:
+            return judge_rounded(result, eager, exact, reference, codes.dtype), ""
         return judge_pooled(result, eager, reference), ""
     # A bound made of such an error would let anything pass.
     return None, f"eager generation itself differs from the fp64 forward by {off:.2g}: another function, not rounding"
 
 
 def eager_generate(
-    model: Any, device: Device, prompts: Sequence[Sequence[int]], num_tokens: int, *, positions: bool
+    model: Any,
+    device: Device,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    positions: bool,
+    caching: Caching | None = None,
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Generate greedily by the model's own forward and cache, prompts padded on the left, nothing of `core` involved.
 
-    Whatever the forward returns and takes under one name is its cache; a model without one computes all tokens anew.
+    Whatever the forward returns and takes under one name is its cache, at first what `caching` makes, where it is
+    given; a model without one computes all tokens anew.
     positions: pass position ids, as `generate` does (`counts_from_zero` tells which models mean the same by them).
     Returns tokens and logits (num_tokens, vocabulary) on the host, per prompt.
     """
@@ -161,14 +205,14 @@ def eager_generate(
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device.torch_device)
     accepted = accepted_arguments(model)
     counted = (mask.cumsum(-1) - 1).clamp(min=0)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"use_cache": True} if caching is None else caching()
     steps, tokens = [], []
     for _ in range(num_tokens):
         if padded:
             arguments["attention_mask"] = mask
         if positions:
             arguments["position_ids"] = counted[:, -ids.shape[1] :]
-        output = model(input_ids=ids, use_cache=True, return_dict=True, **arguments)
+        output = model(input_ids=ids, return_dict=True, **arguments)
         cache = {name: output[name] for name in accepted & output.keys() if output[name] is not None}
         arguments |= cache
         steps.append(output.logits[:, -1])
@@ -182,7 +226,11 @@ def eager_generate(
 
 @torch.no_grad()
 def fp64_logits(
-    model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], attention: str
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int]],
+    attention: str,
+    caching: Caching | None = None,
 ) -> list[Tensor]:
     """Return the fp64 logits (len(tokens[i]), vocabulary) that each token was to be chosen from, computed on the host.
 
@@ -192,13 +240,20 @@ def fp64_logits(
         oracle = copy.deepcopy(model).to("cpu", torch.float64)
     if hasattr(oracle, "set_experts_implementation"):
         oracle.set_experts_implementation("eager")  # the grouped product of the others has no fp64
-    references = []
     with implementation(oracle, attention), Fp64Mode():
-        for prompt, generated in zip(prompts, tokens, strict=True):
-            ids = torch.tensor([[*prompt, *generated[:-1]]])
-            logits = oracle(input_ids=ids, use_cache=False, return_dict=True).logits[0]
-            references.append(logits[len(prompt) - 1 :])
-    return references
+        return _logits(oracle, prompts, tokens, caching)
+
+
+def _logits(
+    model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], caching: Caching | None = None
+) -> list[Tensor]:
+    """Return the logits on the host that each token was to be chosen from, by one forward per prompt."""
+    found = []
+    for prompt, generated in zip(prompts, tokens, strict=True):
+        ids = torch.tensor([[*prompt, *generated[:-1]]], device=next(model.parameters()).device)
+        arguments = {"use_cache": False} if caching is None else caching()
+        found.append(model(input_ids=ids, return_dict=True, **arguments).logits[0, len(prompt) - 1 :].cpu())
+    return found
 
 
 def _agreed(ours: list[int], theirs: list[int]) -> int:

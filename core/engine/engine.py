@@ -20,6 +20,7 @@ from core.common.report import ProgramReport
 from core.compilation import Progress
 from core.device import Device
 from core.engine.attention import NotPageable
+from core.engine.cache_codes import Rounding
 from core.engine.config import SamplingParams
 from core.engine.loading import LoadedModel, load_model
 from core.engine.paged import PagedRunner
@@ -117,6 +118,11 @@ class Engine:
     def route_reason(self) -> str:
         """Why the model runs on that cache."""
         return self._runner.reason
+
+    @property
+    def cache_rounding(self) -> Rounding | None:
+        """How the model's own forward gets a cache of the same codes; None where the cache holds no codes."""
+        return self._runner.cache_rounding
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled programs."""
@@ -333,6 +339,12 @@ class Engine:
             except NotPageable as refusal:
                 # As text: a handler that keeps records would keep the model with the error's frames.
                 reason = str(refusal)
+                if self.config.kv_cache_dtype != "auto":
+                    raise UsageError(
+                        f"a key/value cache of {self.config.kv_cache_dtype!r}",
+                        found=f"{type(model).__name__} can't run on the paged cache, which alone has it: {reason}",
+                        remedy='take kv_cache_dtype="auto"',
+                    ) from None
                 log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
                 return StaticRunner(
                     model, self.device, self.config, max_model_len=length, reason=reason, progress=progress

@@ -47,14 +47,21 @@ class PhaseGraph:
 
 @contextmanager
 def engine_graphs(
-    loaded: LoadedModel, device: Device, *, cache: str = "auto", phases: Sequence[str] = PHASES
+    loaded: LoadedModel,
+    device: Device,
+    *,
+    cache: str = "auto",
+    phases: Sequence[str] = PHASES,
+    kv_cache_dtype: str = "auto",
 ) -> Iterator[tuple[PhaseGraph, ...]]:
     """Trace a model's prefill and decode as the engine runs them; their functions work inside the context only.
 
-    cache: "paged" or "static"; "auto" is the engine's choice, paged wherever it can be. Raises `UsageError` where paged
-    is asked for and can't be, and as `phase_graphs`.
+    cache: "paged" or "static"; "auto" is the engine's choice, paged wherever it can be. kv_cache_dtype: as in
+    `EngineConfig`; another than "auto" asks for the paged cache. Raises `UsageError` where paged is asked for and can't
+    be, and as `phase_graphs`.
     """
-    config = EngineConfig(max_num_seqs=2, mode="off")
+    config = EngineConfig(max_num_seqs=2, mode="off", kv_cache_dtype=kv_cache_dtype)
+    cache = "paged" if kv_cache_dtype != "auto" else cache
     length = min(loaded.max_position or _CONTEXT, _CONTEXT)
     runner = None
     reason = "asked for"

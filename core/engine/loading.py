@@ -10,13 +10,17 @@ from __future__ import annotations
 import copy
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from core.common.quantization.config import stated_config
+from core.common.quantization.layers import num_weights, share_input_scales
 from core.engine.architecture import (
     check_architecture,
     check_causal,
@@ -26,7 +30,8 @@ from core.engine.architecture import (
 )
 from core.engine.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
 from core.engine.hf import driven, import_transformers
-from core.errors import ModelError, UsageError
+from core.engine.quantized import QuantizedCheckpoint
+from core.errors import CoreError, ModelError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,13 @@ def load_model(
         config = _read_config(asked, checkpoint.path)
         check_causal(asked, config)
         dtype = dtype or config_dtype(config)
-        model, unexpected = _read_weights(asked, checkpoint.path, config, dtype, logged)
+        stated = stated_config(checkpoint.config)
+        if stated is None:
+            model, unexpected = _read_weights(asked, partial(_read_folder, checkpoint.path, config, dtype), logged)
+        else:
+            quantized = QuantizedCheckpoint(asked, checkpoint, stated, config, dtype)
+            warnings += quantized.warnings
+            model, unexpected = _read_weights(asked, quantized.load, logged)
         tokenizer, tokenizer_error = _load_tokenizer(checkpoint)
     _move(asked, model, torch_device, progress)
     if unexpected:
@@ -165,7 +176,7 @@ def _loaded(
         tokenizer=tokenizer,
         path=path,
         dtype=dtype,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_weights(model),
         max_position=max_position(model.config),
         stop_token_ids=stop_token_ids(model),
         load_time_s=load_time_s,
@@ -190,22 +201,26 @@ def _read_config(asked: str, path: Path) -> Any:
         ) from error
 
 
-def _read_weights(
-    asked: str, path: Path, config: Any, dtype: torch.dtype, logged: list[str]
-) -> tuple[nn.Module, list[str]]:
-    """Return the model on the host with the names of weights in the files that it has no place for."""
+def _read_folder(path: Path, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    return import_transformers().AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+
+
+def _read_weights(asked: str, read: Callable[..., Any], logged: list[str]) -> tuple[nn.Module, list[str]]:
+    """Return the model that read gives, on the host, with the names of weights in the files that have no place."""
     try:
-        model, info = import_transformers().AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            # A wrong shape is reported in `info` and refused below; otherwise it would only be in a log.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        # A wrong shape is reported in `info` and refused below; otherwise it would only be in a log.
+        model, info = read(ignore_mismatched_sizes=True)
+    except CoreError:
+        raise
     except Exception as error:  # any model's constructor or conversion runs in there
         raise ModelError(
             asked,
@@ -264,6 +279,7 @@ def _move(asked: str, model: nn.Module, torch_device: torch.device, progress: Pr
             found=f"the weights take {num_bytes / 2**30:.2f} GiB, too much for {torch_device}: {_one_line(error)}",
             remedy="free memory there, choose a narrower dtype, or a smaller model",
         ) from error
+    share_input_scales(model)  # where moving a parameter makes a new one
     if progress is not None:
         progress("move to device", 1, 1)
 

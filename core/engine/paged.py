@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core.common.quantization.layers import continuous
 from core.common.report import ProgramReport
 from core.common.shared import SharedTrace
 from core.compilation import Progress, compile
 from core.device import Device
 from core.engine.attention import SERVE, AttentionLayer, NotPageable, inspect, set_implementation
 from core.engine.cache import BlockPool, PagedCache
+from core.engine.cache_codes import CACHE_DTYPES, Scales, amplification, layer_scales, rounding
 from core.engine.config import SamplingParams
 from core.engine.masks import EXHAUSTIVE
 from core.engine.paged_call import PagedCall, PagedLogits
@@ -53,17 +56,22 @@ class PagedRunner:
         self.num_drafts = config.speculative
         self._closed = False
         layers = self._inspect(max_model_len)
+        self._codes = CACHE_DTYPES.get(config.kv_cache_dtype)
+        scales = self._scales(layers)
+        self.cache_rounding = None if self._codes is None else rounding(model, layers, scales, self._codes)
+        layers = layers if self._codes is None else {m: replace(each, dtype=self._codes) for m, each in layers.items()}
         num_blocks = 1 + config.max_num_seqs * self._max_blocks
         self._check_memory(layers.values(), num_blocks)
         self._before = model.config._attn_implementation
-        self._cache = self._make_cache(layers, num_blocks)
+        self._cache = self._make_cache(layers, num_blocks, scales)
         self._pool = BlockPool(num_blocks)
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self._program: Any = None
         self._staged: StagedSteps | None = None
         try:
             self._calls = self._make_calls()
-            self._check_same_function(max_model_len)
+            with continuous(self._model):  # what is compared is the cache, not which side of a step a code falls to
+                self._check_same_function(max_model_len)
             buckets = self._buckets(config, max_model_len)
             self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
@@ -218,10 +226,21 @@ class PagedRunner:
         if wanted > free:
             raise self._no_room(wanted, f"{self._device.name} has {free / 2**30:.2f} GiB free")
 
-    def _make_cache(self, layers: dict[nn.Module, AttentionLayer], num_blocks: int) -> PagedCache:
+    def _scales(self, layers: Mapping[nn.Module, AttentionLayer]) -> dict[nn.Module, Scales]:
+        """Return the scales of a quantised cache, which the attention modules bring; nothing for another one."""
+        if self._codes is None:
+            return {}
+        found = {module: layer_scales(module, layer, self._device.torch_device) for module, layer in layers.items()}
+        given = sum(any(scale is not None for scale in each) for each in found.values())
+        self.reason += f"; keys and values as {self._codes}, with scales of {given} of {len(found)} layers, else 1"
+        return found
+
+    def _make_cache(
+        self, layers: dict[nn.Module, AttentionLayer], num_blocks: int, scales: dict[nn.Module, Scales]
+    ) -> PagedCache:
         device, size = self._device.torch_device, self._block_size
         try:
-            return PagedCache(layers, num_blocks=num_blocks, block_size=size, device=device)
+            return PagedCache(layers, num_blocks=num_blocks, block_size=size, device=device, scales=scales)
         except torch.OutOfMemoryError as error:  # what other processes hold, `memory` does not count as used
             wanted = sum(num_blocks * size * layer.bytes_per_position for layer in layers.values())
             raise self._no_room(wanted, " ".join(str(error).split())[:200]) from None
@@ -240,12 +259,22 @@ class PagedRunner:
 
         This finds models that keep state outside attention (recurrent layers, shared caches), and those whose
         sequences see each other: a long and a short one share both steps, and each is compared with itself alone.
+        A quantised cache is compared with the forward on transformers' cache of the same codes, and rounding may tell
+        more there: `amplification`.
         """
         if not counts_from_zero(self._model):
             raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
         probes = probe_sequences(self._model, max_model_len=max_model_len, max_num_seqs=self.max_num_seqs)
         expected = own_logits(self._model, probes)
         bound = rounding_bound(self._model, probes, expected)
+        if self.cache_rounding is not None:
+            plain, expected = expected, own_logits(self._model, probes, self.cache_rounding.caching)
+            if all(torch.equal(one, other) for one, other in zip(plain, expected, strict=True)):
+                raise NotPageable(
+                    f"its forward takes keys and values past transformers' cache, so {self._codes} of them "
+                    "can't be checked"
+                )
+            bound *= amplification(bound, self.cache_rounding.dtype)
         set_implementation(self._model, SERVE)
         for phase, logits in self._run_probes(probes, max_model_len).items():
             difference = largest_difference(logits, expected)

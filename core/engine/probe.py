@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core.common.quantization.layers import rounds_inputs
 from core.engine.architecture import max_position
 from core.engine.attention import implementation
 from core.engine.runner import accepted_arguments
@@ -17,10 +18,16 @@ LONG, SHORT = 96, 5
 _BY_LONGEST = ("longrope", "dynamic")
 _ORIGINAL = "original_max_position_embeddings"
 
+Caching = Callable[[], dict[str, Any]]
+"""Returns a new cache as the arguments by which a forward takes it."""
+
 
 def function_bound(model: Any) -> float:
-    """Return the difference that tells functions apart: far above another order of summation, far below lost state."""
-    return 1e-3 if _dtype(model).itemsize >= 4 else 0.1
+    """Return the difference that tells functions apart: far above another order of summation, far below lost state.
+
+    Where layers round their inputs to codes, these have as few digits as half precision.
+    """
+    return 1e-3 if _dtype(model).itemsize >= 4 and not rounds_inputs(model) else 0.1
 
 
 def position_difference(model: Any) -> float:
@@ -69,13 +76,17 @@ def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> 
     return float("nan") if any(value != value for value in each) else max(each)
 
 
-def own_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the logits (2, vocabulary) of the two last tokens of each sequence, by the model's forward uncached."""
-    device = next(model.parameters()).device
-    return [
-        model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False, return_dict=True).logits[0, -2:]
-        for tokens in sequences
-    ]
+def own_logits(model: Any, sequences: Sequence[Sequence[int]], caching: Caching | None = None) -> list[Tensor]:
+    """Return the logits (2, vocabulary) of the two last tokens of each sequence, by the model's forward.
+
+    caching: makes the cache that the keys and values go through; without, the forward runs uncached.
+    """
+    device, rows = next(model.parameters()).device, []
+    for tokens in sequences:
+        ids = torch.tensor([list(tokens)], device=device)
+        arguments = {"use_cache": False} if caching is None else caching()
+        rows.append(model(input_ids=ids, return_dict=True, **arguments).logits[0, -2:])
+    return rows
 
 
 def rounding_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from core.common.config import ModeChoice, Verify
     from core.common.report import ProgramReport
     from core.device import Capabilities, Mode
+    from core.engine.cache_codes import Rounding
     from core.engine.sequence import Sequence as EngineSequence
     from core.engine.step import Step, StepOutput
 
 DEFAULT_MAX_LEN = 2048
+KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_DECODE_BUCKETS = 35
 _COSTLY = ("compile",)
 """Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
@@ -33,13 +35,15 @@ class EngineConfig:
     max_num_seqs: sequences at once. max_model_len: longest context in tokens; None takes the model's own, at most 2048.
     block_size: positions per cache block. decode_buckets: batch sizes; None takes `decode_sizes`. prefill_buckets:
     token counts; None takes powers of four from 32. The largest is the token budget of a step that holds prompts:
-    longer prompts are computed in chunks. sampling: which ways to choose tokens are captured with decode; what is not
+    longer prompts are computed in chunks. kv_cache_dtype: "auto", that of the model's keys and values, or "fp8", codes
+    of half the size, by the scales that attention modules bring (`core.engine.cache_codes`); only on the paged cache.
+    sampling: which ways to choose tokens are captured with decode; what is not
     is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. run_ahead:
     queue a decode step before the host knows the tokens of the one before it, so that the device need not wait for the
     host; None does so where the device computes while the host goes on. mode: as in `core.compile`; None takes the
     device's preferred mode, and for prefill "piecewise" where the device has it and reads lengths on the host.
-    lowering, passes, disable_passes, enable_passes, eager, strict, debug, verify: as in `core.compile`; verification
-    runs on the sequences of the engine's own check.
+    lowering, passes, disable_passes, enable_passes, eager, strict, debug, verify, cache: as in `core.compile`;
+    verification runs on the sequences of the engine's own check.
     """
 
     max_num_seqs: int = 8
@@ -47,6 +51,7 @@ class EngineConfig:
     block_size: int = 16
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    kv_cache_dtype: str = "auto"
     sampling: tuple[Sampling, ...] = ("greedy", "random")
     speculative: int = 0
     run_ahead: bool | None = None
@@ -59,6 +64,7 @@ class EngineConfig:
     strict: bool = False
     debug: bool = False
     verify: Verify = "off"
+    cache: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2), ("speculative", 0)):
@@ -75,6 +81,9 @@ class EngineConfig:
         if self.prefill_buckets is not None and max(self.prefill_buckets) < self.max_num_seqs:
             found = f"a step with prompts also holds one token of each of up to {self.max_num_seqs} sequences"
             raise _refusal("prefill_buckets", self.prefill_buckets, found)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            dtypes = ", ".join(map(repr, KV_CACHE_DTYPES))
+            raise _refusal("kv_cache_dtype", self.kv_cache_dtype, f"the cache dtypes are {dtypes}")
         known = get_args(Sampling)
         once = isinstance(self.sampling, tuple) and len(set(self.sampling)) == len(self.sampling) > 0
         if not (once and set(self.sampling) <= set(known)):
@@ -111,7 +120,7 @@ class EngineConfig:
 
     def compile_options(self, phases: Iterable[str], capabilities: Capabilities) -> dict[str, Any]:
         """Return the keyword arguments of `core.compile` that this configuration decides, for these phases."""
-        names = ("lowering", "passes", "disable_passes", "enable_passes", "eager", "strict", "debug", "verify")
+        names = ("lowering", "passes", "disable_passes", "enable_passes", "eager", "strict", "debug", "verify", "cache")
         return {
             "mode": {phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases},
             "guards": {"decode": {"sampling": self.sampling}},
@@ -146,6 +155,7 @@ class ModelRunner(Protocol):
     """Computes steps and owns the cache. route: "paged" or "static"; reason: why this one.
 
     max_step_tokens: tokens at most in a step that holds prompts. num_drafts: drafts at most behind a pending token.
+    cache_rounding: how the model's own forward gets a cache of the same codes; None where the cache holds no codes.
     """
 
     route: str
@@ -153,6 +163,7 @@ class ModelRunner(Protocol):
     max_num_seqs: int
     max_step_tokens: int
     num_drafts: int
+    cache_rounding: Rounding | None
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Reserve cache for the whole sequence; False if there is none at present."""

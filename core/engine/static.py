@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from core.common.graphs.inputs import InputSpec
+from core.common.quantization.layers import continuous
 from core.common.report import ProgramReport
 from core.compilation import Progress, compile
 from core.device import Device, Mode
@@ -21,6 +22,9 @@ from core.engine.static_cache import cache_name, full_mask, static_cache
 from core.engine.step import Step, StepOutput
 from core.errors import CaptureError, ModelError, TraceError
 from core.program import Program
+
+if TYPE_CHECKING:
+    from core.engine.cache_codes import Rounding
 
 log = logging.getLogger("core.engine")
 NUM_EXAMPLES = 5
@@ -34,6 +38,7 @@ class StaticRunner:
     route = "static"
     max_num_seqs = 1
     num_drafts = 0
+    cache_rounding: Rounding | None = None
     _cache: Any  # a `StaticCache`; None once closed
 
     def __init__(
@@ -172,7 +177,8 @@ class StaticRunner:
             self._cache_name = cache_name(self._model)
             # They spare the model a look at the cache's length, which many can't trace.
             self._positions = counts_from_zero(self._model)
-            self._check_same_function(max_model_len)
+            with continuous(self._model):  # what is compared is the cache, not which side of a step a code falls to
+                self._check_same_function(max_model_len)
         except Exception as error:
             raise ModelError(
                 f"running {type(self._model).__name__}",

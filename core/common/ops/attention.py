@@ -9,21 +9,24 @@ Block 0 is the null block: no sequence owns it, padding tokens write there, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.common.ops.arguments import check
+from core.common.ops.attention_cache import check_scales, read
+from core.common.ops.attention_cache import write_cache as write_cache  # devices' own kernels write by it too
 from core.common.ops.attention_eager import by_sequence
+from core.common.ops.attention_samples import samples
 from core.common.ops.attention_scores import exponentials, soft_capped
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.declaration import CanonicalOp, declare
 
 SCHEMA = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor block_table, Tensor slot_mapping, Tensor seq_lens, Tensor query_starts, *, float scale, int window=0, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, int max_query_len=0) -> Tensor"
+    "float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, int max_query_len=0, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
 )
 
 
@@ -45,6 +48,8 @@ def reference(
     mask: Tensor | None = None,
     causal: bool = True,
     max_query_len: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Write key and value into the cache, then attend; returns (T, H, V) in the query's dtype.
 
@@ -59,9 +64,14 @@ def reference(
     arXiv 2309.17453, as gpt-oss uses it). mask (T, 1 or H, M * P), over the token's own sequence: added to the scores,
     or, if boolean, hides a key position where it is false. max_query_len: upper bound on tokens per sequence in this
     step, 0 if unknown; 1 in decode. Softmax accumulates in fp32 (fp64 for fp64 input).
+
+    k_scale, v_scale: () or (K,) fp32, of caches of float8_e4m3fn, which hold codes (`stored`): value = code * scale;
+    None for 1. All keys and values are read back from the cache, this step's too: a token attends to the same codes
+    whether they were written by its own step, by an earlier one or by another chunk of its prompt.
     """
     check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
-    write_cache(key, value, key_cache, value_cache, slot_mapping)
+    check_scales("attention", key_cache, value_cache, k_scale, v_scale)
+    write_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     num_tokens, num_heads, _ = query.shape
     num_kv_heads = key_cache.shape[2]
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -76,13 +86,13 @@ def reference(
     positions = (seq_lens - query_lens)[:, None] + steps  # (B, Q)
     allowed = visible_positions(positions, seq_lens, keys.shape[1], window=window, causal=causal)  # (B, Q, M * P)
     live = allowed.any(1)
-    scores = torch.einsum("bqkgd,bskd->bkgqs", padded.to(acc), keys.to(acc)) * scale
+    scores = torch.einsum("bqkgd,bskd->bkgqs", padded.to(acc), read(keys, acc, k_scale)) * scale
     scores = soft_capped(scores, softcap)
     scores, allowed = _apply_mask(scores, allowed[:, None, None], mask, rows)
     own_sinks = None if sinks is None else sinks.view(1, num_kv_heads, -1, 1, 1)
     weights, total = exponentials(scores.masked_fill(~allowed, -math.inf), own_sinks)
     # Positions that nobody wrote, or that left the window, may hold NaN, and 0 * NaN is NaN: hide their values too.
-    values = values.to(acc).masked_fill(~live[:, :, None, None], 0.0)
+    values = read(values, acc, v_scale).masked_fill(~live[:, :, None, None], 0.0)
     out = torch.einsum("bkgqs,bskv->bqkgv", weights / total, values).flatten(2, 3)  # (B, Q, H, V)
     return _to_tokens(out, query_starts, num_tokens).to(query.dtype)
 
@@ -90,13 +100,6 @@ def reference(
 def eager(*args: Any, **kwargs: Any) -> Tensor:
     """Do what `reference` does, sequence by sequence, as their lengths say on the host."""
     return by_sequence(reference, *args, **kwargs)
-
-
-def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write this step's key (T, K, D) and value (T, K, V) into the paged caches at slot_mapping (T,), in place."""
-    # `view`, not `flatten`: on a cache it can't view, flatten would copy and the write would be lost.
-    for new, cache in ((key, key_cache), (value, value_cache)):
-        cache.view(-1, *cache.shape[2:]).index_put_((slot_mapping,), new.to(cache.dtype))
 
 
 def visible_positions(positions: Tensor, seq_lens: Tensor, num_keys: int, *, window: int, causal: bool) -> Tensor:
@@ -139,10 +142,11 @@ def fake(
     slot_mapping: Tensor,
     seq_lens: Tensor,
     query_starts: Tensor,
-    **_: Any,
+    **options: Any,
 ) -> Tensor:
     """Check the arguments; return (T, H, V)."""
     check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
+    check_scales("attention", key_cache, value_cache, options.get("k_scale"), options.get("v_scale"))
     return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
 
 
@@ -172,84 +176,6 @@ def check_arguments(
     for name, index in (("seq_lens", seq_lens), ("query_starts", query_starts)):
         whole = index.dtype in (torch.int32, torch.int64)
         check(whole, op, f"{name} must be torch.int32 or torch.int64")
-
-
-def _sample(
-    dtype: torch.dtype,
-    device: torch.device,
-    lens: tuple[tuple[int, int], ...],
-    *,
-    heads: tuple[int, int] = (4, 2),
-    sizes: tuple[int, int] = (16, 16),
-    padding: tuple[int, int] = (0, 0),
-    **options: Any,
-) -> dict[str, Any]:
-    """Build one call: lens gives (query length, sequence length) per sequence, padding extra (tokens, sequences)."""
-    generator = torch.Generator().manual_seed(hash((lens, heads, sizes, padding)) % 2**31)
-    page, num_seqs = 4, len(lens) + padding[1]
-    blocks_each = max((-(-length // page) for _, length in lens), default=1)
-    num_blocks = 1 + len(lens) * blocks_each
-    order = 1 + torch.randperm(num_blocks - 1, generator=generator)
-    table = torch.zeros(num_seqs, blocks_each, dtype=torch.int32)
-    table[: len(lens)] = order.view(len(lens), blocks_each)
-    slots = [
-        int(table[i, p // page]) * page + p % page
-        for i, (new, length) in enumerate(lens)
-        for p in range(length - new, length)
-    ]
-    starts = [0]
-    for new, _ in lens:
-        starts.append(starts[-1] + new)
-    num_tokens = len(slots) + padding[0]
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
-
-    def index(data: list[int], length: int, fill: int, kind: torch.dtype) -> Tensor:
-        return torch.tensor(data + [fill] * (length - len(data)), dtype=kind, device=device)
-
-    return {
-        "query": randn(num_tokens, heads[0], sizes[0]),
-        "key": randn(num_tokens, heads[1], sizes[0]),
-        "value": randn(num_tokens, heads[1], sizes[1]),
-        "key_cache": randn(num_blocks, page, heads[1], sizes[0]),
-        "value_cache": randn(num_blocks, page, heads[1], sizes[1]),
-        "block_table": table.to(device),
-        "slot_mapping": index(slots, num_tokens, 0, torch.int64),
-        "seq_lens": index([length for _, length in lens], num_seqs, 0, torch.int32),
-        "query_starts": index(starts, num_seqs + 1, starts[-1], torch.int32),
-        "scale": sizes[0] ** -0.5,
-        **options,
-    }
-
-
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield calls of every form: decode, prefill, mixed, padded, grouped heads, window, soft-cap, sinks, masks."""
-    cases: dict[str, dict[str, Any]] = {
-        "decode": {"lens": ((1, 7), (1, 1), (1, 13)), "max_query_len": 1},
-        "decode padded": {"lens": ((1, 7), (1, 5)), "padding": (2, 2), "max_query_len": 1},
-        "prefill": {"lens": ((5, 5), (11, 11))},
-        "chunk and mixed": {"lens": ((3, 9), (1, 6), (7, 7)), "padding": (4, 1)},
-        "window 3": {"lens": ((9, 9), (1, 8)), "window": 3},
-        "soft-cap": {"lens": ((6, 6), (1, 4)), "softcap": 2.5},
-        "odd scale, value size 8": {"lens": ((5, 5), (2, 7)), "sizes": (16, 8), "scale": 0.37},
-        "one kv head": {"lens": ((4, 4),), "heads": (6, 1)},
-        "bidirectional": {"lens": ((4, 4), (3, 3)), "causal": False},
-    }
-    for name, case in cases.items():
-        yield Sample(name=name, kwargs=_sample(dtype, device, **case))
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    yield Sample(name="sinks", kwargs={**base, "sinks": torch.linspace(-1, 2, 4, dtype=dtype, device=device)})
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    width = base["block_table"].shape[1] * base["key_cache"].shape[1]
-    grid = torch.arange(6 * width, device=device).view(6, 1, width)
-    yield Sample(name="boolean mask", kwargs={**base, "mask": grid % 3 != 1})
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    bias = torch.linspace(-3, 3, 6 * 4 * width, dtype=dtype, device=device).view(6, 4, width)
-    yield Sample(name="additive mask per head", kwargs={**base, "mask": bias})
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    strided = base["query"].transpose(0, 1).contiguous().transpose(0, 1)
-    yield Sample(name="non-contiguous query", kwargs={**base, "query": strided})
 
 
 ATTENTION = declare(

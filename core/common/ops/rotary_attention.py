@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops import attention
+from core.common.ops import attention, attention_samples
 from core.common.ops.arguments import Draw, at_least_fp32, check
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 from core.common.ops.rotary import STYLES, check_rotary, qk_norm_rotary, rotary
@@ -28,12 +28,13 @@ SCHEMA = (
     "Tensor? query_weight=None, Tensor? key_weight=None, bool normalize=False, float eps=0.0, float offset=0.0, "
     "ScalarType? norm_compute_dtype=None, ScalarType? normed_dtype=None, ScalarType? weight_dtype=None, "
     'str style="half", int rotary_dim=0, ScalarType? compute_dtype=None, ScalarType? out_dtype=None, float scale, '
-    "int window=0, float softcap=0.0, Tensor? sinks=None, int max_query_len=0) -> Tensor"
+    "int window=0, float softcap=0.0, Tensor? sinks=None, int max_query_len=0, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> Tensor"
 )
 # The options by the op that takes them, under the same names.
 _NORM = ("query_weight", "key_weight", "eps", "offset", "norm_compute_dtype", "normed_dtype", "weight_dtype")
 _TURNING = ("style", "rotary_dim", "compute_dtype", "out_dtype")
-_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len")
+_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
 
 
 def reference(
@@ -58,8 +59,8 @@ def reference(
     normalize: whether query and key are normed first, as `core::qk_norm_rotary` does it with query_weight and
     key_weight (D,) or None, eps, offset, norm_compute_dtype, normed_dtype and weight_dtype; else they are only rotated,
     as by `core::rotary`, and none of these may be given. style, rotary_dim, compute_dtype: as in `core::rotary`;
-    out_dtype too, which is then the dtype of the result. scale, window, softcap, sinks, max_query_len: as in
-    `core::attention`.
+    out_dtype too, which is then the dtype of the result. scale, window, softcap, sinks, max_query_len, k_scale,
+    v_scale: as in `core::attention`.
 
     What is rotated is rounded to out_dtype, or the dtype that query and key have, and the key then to that of the
     cache. A kernel may leave the rounding of the query out; the key is read back from the cache.
@@ -146,7 +147,8 @@ def fake(
     """Check the arguments; return (T, H, V)."""
     _check(query, key, cos, sin, options)
     places = (key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
-    return attention.fake(query, key, value, *places).to(options.get("out_dtype") or query.dtype)
+    scales = _named(options, ("k_scale", "v_scale"))
+    return attention.fake(query, key, value, *places, **scales).to(options.get("out_dtype") or query.dtype)
 
 
 def _tables(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -160,17 +162,17 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     """Yield the causal calls of `core::attention` without a mask, each rotated, one of them in every way."""
     calls = {
         sample.name: sample.kwargs
-        for sample in attention.samples(dtype, device)
+        for sample in attention_samples.samples(dtype, device)
         if sample.kwargs.get("mask") is None and sample.kwargs.get("causal", True)
     }
     for name, call in calls.items():
         yield Sample(name=name, kwargs={**call, **_tables(len(call["query"]), 16, dtype, device)})
     for name, width, options in _turns(dtype, device):
         # Each op writes into its caches: no two samples share them.
-        call = next(s.kwargs for s in attention.samples(dtype, device) if s.name == "chunk and mixed")
+        call = next(s.kwargs for s in attention_samples.samples(dtype, device) if s.name == "chunk and mixed")
         tables = _tables(len(call["query"]), width, options.pop("tables", dtype), device)
         yield Sample(name=name, kwargs={**call, **tables, **options})
-    decode = next(s.kwargs for s in attention.samples(dtype, device) if s.name == "decode padded")
+    decode = next(s.kwargs for s in attention_samples.samples(dtype, device) if s.name == "decode padded")
     merged = Draw(dtype, device, seed=22)(len(decode["query"]), 8, 16)
     parts = {"query": merged[:, :4], "key": merged[:, 4:6], "value": merged[:, 6:]}
     yield Sample(name="parts of one tensor", kwargs={**decode, **parts, **_tables(len(merged), 8, dtype, device)})

@@ -72,14 +72,17 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = True,
     max_query_len: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Be `core::attention` by one kernel of Acme; raises `UsageError` for a mask, which the kernel cannot apply."""
-    if mask is not None:
-        raise UsageError(
-            "acme::attention with a mask",
-            found=f"a mask of shape {tuple(mask.shape)}, and the kernel takes none",
-            remedy="ask the implementation's condition first",
-        )
+    """Be `core::attention` by one kernel of Acme; raises `UsageError` for what the kernel cannot do: masks, codes."""
+    for name, given in (("mask", mask), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if given is not None:
+            raise UsageError(
+                f"acme::attention with a {name}",
+                found=f"a {name} of shape {tuple(given.shape)}, and the kernel takes none",
+                remedy="ask the implementation's condition first",
+            )
     paged = (key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
     return PAGED_ATTENTION(query, key, value, *paged, sinks, scale, window, softcap, causal, max_query_len)  # type: ignore[no-any-return]
 

@@ -42,10 +42,12 @@ def rows(*tensors: str) -> Callable[[OpCall], str | None]:
 
 
 def pages(call: OpCall) -> str | None:
-    """Be the condition of attention: no mask, and caches that are one run of memory."""
+    """Be the condition of attention: no mask, and caches of values, not of codes, that are one run of memory."""
     if call.args["mask"] is not None:
         return "it has a mask, and the kernel takes none"
     for name in ("key_cache", "value_cache"):
+        if call.args[name].dtype == torch.float8_e4m3fn:
+            return f"{name} holds codes, and the kernel reads values"
         if not call.args[name].is_contiguous():
             return f"{name} is not contiguous, and the kernel reads whole pages"
     return refused_dtype(call)

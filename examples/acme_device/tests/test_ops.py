@@ -61,6 +61,7 @@ def test_half_precision_is_computed_wide_and_so_differs_from_the_reference(name:
         ("rms_norm", "odd rows", {"compute_dtype": torch.bfloat16}, "computes in torch.float32"),
         ("rms_norm", "odd rows", {"out_dtype": torch.float64}, "out_dtype is torch.float64"),
         ("attention", "boolean mask", {}, "it has a mask"),
+        ("attention", "codes, no scale", {}, "key_cache holds codes"),
         ("attention", "prefill", {"key_cache": torch.zeros(9, 2, 4, 16).mT.mT[:, :, ::2]}, "key_cache is not contig"),
         ("quantize", "int8, token", {"dtype": torch.float8_e5m2}, "none that the device has"),
     ],
@@ -73,6 +74,8 @@ def test_a_refusal_says_why(name: str, which: str, changes: dict[str, Any], reas
 def test_a_mask_is_refused_by_the_kernel_too() -> None:
     with pytest.raises(UsageError, match=r"a mask of shape \(6, 1, "):
         attention.attention(**sample("attention", "boolean mask"))
+    with pytest.raises(UsageError, match=r"a v_scale of shape \(\)"):
+        attention.attention(**sample("attention", "prefill"), v_scale=torch.ones(()))
 
 
 def test_narrow_rows_may_be_computed_wide() -> None:

@@ -20,7 +20,7 @@ from core_cuda.ops import (
     rotary_table,
     sampling,
 )
-from core_cuda.ops.conditions import all_of, code_dtype, computes_in_fp32, dtypes
+from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
 
 __all__ = ["IMPLEMENTATIONS"]
 
@@ -72,6 +72,18 @@ IMPLEMENTATIONS = (
         condition=attention.rotary_attention_condition,
     ),
     OpImplementation(
+        op="core::attention_quantize",
+        name="cuda_attention_quantize",
+        fn=attention.attention_quantize,
+        condition=attention.quantize_condition(attention.attention_condition),
+    ),
+    OpImplementation(
+        op="core::rotary_attention_quantize",
+        name="cuda_rotary_attention_quantize",
+        fn=attention.rotary_attention_quantize,
+        condition=attention.quantize_condition(attention.rotary_attention_condition),
+    ),
+    OpImplementation(
         op="core::rotary_table",
         name="cuda_rotary_table",
         fn=rotary_table.rotary_table,
@@ -94,6 +106,24 @@ IMPLEMENTATIONS = (
     OpImplementation(op="core::argmax", name="cuda_argmax", fn=argmax.argmax, condition=dtypes),
     OpImplementation(
         op="core::quantize", name="cuda_quantize", fn=quantize.quantize, condition=all_of(dtypes, code_dtype)
+    ),
+    OpImplementation(
+        op="core::rms_norm_quantize",
+        name="cuda_rms_norm_quantize",
+        fn=norm.rms_norm_quantize,
+        condition=all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x")),
+    ),
+    OpImplementation(
+        op="core::add_rms_norm_quantize",
+        name="cuda_add_rms_norm_quantize",
+        fn=norm.add_rms_norm_quantize,
+        condition=all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x", "residual")),
+    ),
+    OpImplementation(
+        op="core::gated_activation_quantize",
+        name="cuda_gated_activation_quantize",
+        fn=activation.gated_activation_quantize,
+        condition=all_of(dtypes, code_dtype, code_regions),
     ),
     OpImplementation(
         op="core::quantized_linear",

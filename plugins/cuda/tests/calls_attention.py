@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from core_cuda.ops import decode_attention
 from core_cuda.ops.attention_rotation import take_turning
+from core_cuda.ops.decode_attention import Coding
 
 PAGE, CONTEXT = 16, 2048
 SHAPES = {"8b": (32, 8, 128, 128), "1b": (32, 8, 64, 64), "qwen3-moe": (32, 4, 128, 128), "mqa": (64, 1, 128, 128)}
@@ -36,28 +38,51 @@ def _operands(num_seqs: int, sizes: tuple[int, int, int, int], dtype: torch.dtyp
     }
 
 
-def _rotated(num_seqs: int, sizes: tuple[int, int, int, int], norm: bool) -> Callable[[], object]:
+def _in_codes(args: dict[str, Any], scale: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return the operands with caches of codes and their scales."""
+    args |= {name: args[name].to(torch.float8_e4m3fn) for name in ("key_cache", "value_cache")}
+    return args | {name: torch.empty(scale) for name in ("k_scale", "v_scale")}
+
+
+def _coding(num_tokens: int, sizes: tuple[int, int, int, int]) -> Coding:
+    codes = torch.empty(num_tokens, sizes[0], sizes[3], dtype=torch.float8_e4m3fn)
+    return Coding(codes, torch.empty(()), torch.empty(()))
+
+
+def _rotated(
+    num_seqs: int, sizes: tuple[int, int, int, int], norm: bool, *, codes: bool = False
+) -> Callable[[], object]:
     args, half = _operands(num_seqs, sizes, torch.bfloat16), sizes[2] // 2
+    args = _in_codes(args, (sizes[1],)) if codes else args
     args |= {name: torch.empty(num_seqs, half, dtype=torch.float32) for name in ("cos", "sin")}
     if norm:
         weights = {name: torch.empty(sizes[2], dtype=torch.bfloat16) for name in ("query_weight", "key_weight")}
         args |= {**weights, "normalize": True, "eps": 1e-6, "normed_dtype": torch.bfloat16}
     # Not by the op: that would want a GPU.
     args = dict(ROTARY_ATTENTION.bind((), args).args)
-    return lambda: decode_attention.decode(turning=take_turning(args), **args)
+    coding = _coding(num_seqs, sizes) if codes else None
+    return lambda: decode_attention.decode(turning=take_turning(args), coding=coding, **args)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield (name, call)."""
 
-    def decode(*args: Any, config: Any = None, new: int = 1, **options: Any) -> Callable[[], object]:
-        return lambda: decode_attention.decode(**{**_operands(*args, new=new), **options}, config=config)
+    def decode(
+        *args: Any, config: Any = None, new: int = 1, codes: bool = False, **options: Any
+    ) -> Callable[[], object]:
+        operands = _operands(*args, new=new)
+        operands = (_in_codes(operands) if codes else operands) | options
+        return lambda: decode_attention.decode(**operands, config=config)
 
     for name, sizes in SHAPES.items():
         for num_seqs in (1, 8, 64):
             yield f"{name} decode {num_seqs}", decode(num_seqs, sizes, torch.bfloat16)
     for name, num_seqs, norm in (("1b", 1, False), ("8b", 1, False), ("8b", 64, False), ("qwen3-moe", 1, True)):
         yield f"{name} rotated {num_seqs}", _rotated(num_seqs, SHAPES[name], norm)
+    for name, num_seqs in itertools.product(("8b", "1b"), (1, 8, 64)):
+        yield f"{name} codes {num_seqs}", decode(num_seqs, SHAPES[name], torch.bfloat16, codes=True)
+    yield "8b codes, rotated 8", _rotated(8, SHAPES["8b"], False, codes=True)
+    yield "8b coded 8", decode(8, SHAPES["8b"], torch.bfloat16, coding=_coding(8, SHAPES["8b"]))
     yield "8b drafts 8", decode(8, SHAPES["8b"], torch.bfloat16, new=5)
     yield "8b windowed sinks", decode(8, SHAPES["8b"], torch.bfloat16, window=512, sinks=torch.empty(32))
     yield "mqa drafts 512", decode(8, (16, 1, 512, 512), torch.bfloat16, new=4)

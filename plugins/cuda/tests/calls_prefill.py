@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_cuda.ops.decode_attention import Coding
 from core_cuda.ops.prefill_attention import PrefillShape, candidates, prefill
 
 PAGE = 16
@@ -47,6 +48,16 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, (sizes, build, options) in shapes.items():
         call = arguments(*sizes, **build)
         yield name, lambda call=call, options=options: prefill(**call, scale=0.125, **options)  # type: ignore[misc]
+    for name, sizes in (("8b", (4096, 32, 8, 128)), ("1b", (4096, 32, 8, 64))):
+        call = arguments(*sizes)
+        call |= {cache: call[cache].to(torch.float8_e4m3fn) for cache in ("key_cache", "value_cache")}
+        call |= {scale: torch.empty(()) for scale in ("k_scale", "v_scale")}
+        coding = Coding(torch.empty(sizes[0], sizes[1], sizes[3], dtype=torch.float8_e4m3fn), *torch.empty(2))
+        for coded in (None, coding):
+            yield (
+                f"{name} codes{', coded' if coded else ''}",
+                lambda call=call, coded=coded: prefill(**call, scale=0.125, coding=coded),  # type: ignore[misc]
+            )
     for size in (128, 64):
         tokens, heads, kv_heads = 4096, 32, 8
         shape = PrefillShape(

@@ -64,6 +64,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{name} qk norm {tokens}", lambda call=call: rotary.qk_norm_rotary(**call)  # type: ignore[misc]
             call = {**step(tokens, heads, kv_heads, size), "scale": size**-0.5}
             yield f"{name} attention {tokens}", lambda call=call: prefill_rotary_attention(**call)  # type: ignore[misc]
+            scales = {name: torch.empty(kv_heads) for name in ("k_scale", "v_scale")}
+            caches = {name: call[name].to(torch.float8_e4m3fn) for name in ("key_cache", "value_cache")}
+            for style in ("half", "interleaved"):
+                coded = {**call, **scales, **caches, "style": style}
+                yield f"{name} codes, {style} {tokens}", lambda call=coded: prefill_rotary_attention(**call)  # type: ignore[misc]
             call = {**call, **weights, "normalize": True, "eps": 1e-6, "normed_dtype": torch.bfloat16}
             yield (
                 f"{name} norms and attention {tokens}",

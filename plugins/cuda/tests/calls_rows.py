@@ -10,6 +10,14 @@ import torch
 from core_cuda.ops import activation, argmax, norm, quantize, sampling
 
 BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+CODES = {
+    "token": {"scale": None, "dtype": FP8},
+    "given": {"scale": torch.tensor(0.1), "dtype": FP8, "granularity": "tensor"},
+    "group": {"scale": None, "dtype": FP8, "granularity": "group", "group_size": 128},
+    "int8": {"scale": None, "dtype": torch.int8},
+}
+"""How codes are scaled, for kernels that end in codes."""
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -21,7 +29,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             name = f"{tokens}x{width}"
             yield f"rms_norm {name}", partial(norm.rms_norm, x, weight, 1e-5, **llama)
             yield f"add_rms_norm {name}", partial(norm.add_rms_norm, x, x, weight, 1e-5, **llama)
-            yield f"add_rms_norm_quantize {name}", partial(norm.add_rms_norm_quantize, x, x, weight, 1e-5, **llama)
+            for form, codes in list(CODES.items())[: None if tokens == 1 else 1]:
+                coded = partial(norm.add_rms_norm_quantize, x, x, weight, 1e-5, **codes, **llama)
+                yield f"add_rms_norm_quantize {form} {name}", coded
             yield f"quantize {name}", partial(quantize.quantize, x, None, dtype=torch.float8_e4m3fn)
         for heads, size in ((32, 128), (32, 64)):
             merged = torch.empty(1, tokens, (heads + 16) * size, dtype=BF16)
@@ -31,7 +41,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         for inter in (8192, 14336):
             gate_up = torch.empty(1, tokens, 2 * inter, dtype=BF16)
             yield f"gate {tokens}x{inter}", partial(activation.gated_activation_fused, gate_up, kind="silu")
-            yield f"gate_quantize {tokens}x{inter}", partial(activation.gated_activation_quantize, gate_up, kind="silu")
+            for form, codes in list(CODES.items())[: None if tokens == 1 else 1]:
+                coded = partial(activation.gated_activation_quantize, gate_up, None, kind="silu", **codes)
+                yield f"gate_quantize {form} {tokens}x{inter}", coded
         pairs = torch.empty(1, tokens, 2 * 2880, dtype=BF16)
         gpt_oss = {"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0, "interleaved": True}
         yield f"gate alternating {tokens}", partial(activation.gated_activation_fused, pairs, **gpt_oss)

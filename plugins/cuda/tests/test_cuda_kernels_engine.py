@@ -6,6 +6,7 @@ In Triton's interpreter the recording device stands in for the GPU; what the gra
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.common.quantization.quantize import quantize
 from core.device import Device
 from core.engine.check import compare
 from core.engine.engine import Engine
@@ -72,5 +74,24 @@ def test_a_model_runs_on_the_kernels_alone(name: str, dtype: torch.dtype, kernel
         for trace in engine.report().traces:
             chosen: Counter[Any] = Counter(choice.op for choice in trace.ops if choice.implementation[:5] == "cuda_")
             assert chosen == {**SAME, **(IN_FP32 if dtype == torch.float32 else EXPECTED[name])}, trace.phase
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8-static"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_a_cache_of_codes_is_served_by_the_kernels(scheme: str, kernel_device: torch.device) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config("llama"), torch_device=device.torch_device, dtype=torch.float32)
+    if scheme:
+        quantize(loaded.model, scheme, calibration=[torch.arange(3, 12, device=device.torch_device)[None]])
+    for layer in loaded.model.model.layers:
+        layer.self_attn.k_scale, layer.self_attn.v_scale = 0.0173, torch.tensor([0.0119, 0.0207])
+    with Engine(loaded, device, replace(CONFIG, kv_cache_dtype="fp8")) as engine:
+        for trace in engine.report().traces:
+            chosen: Counter[Any] = Counter(choice.op for choice in trace.ops if choice.implementation[:5] == "cuda_")
+            ops = {"core::rotary_attention": 0, "core::rotary_attention_quantize": 0}
+            ops["core::rotary_attention_quantize" if scheme else "core::rotary_attention"] = LAYERS
+            assert {op: chosen[op] for op in ops} == ops, trace.phase
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed

@@ -10,18 +10,28 @@ import pytest
 import torch
 
 from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from core.common.ops.quantization import quantize as quantize_reference
-from tests.kernel_cases import CODED, CPU, DTYPES, check, code_steps, moved, randn
+from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from tests.kernel_cases import CODED, CPU, DTYPES, check, check_codes, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
+from core_cuda.implementations import IMPLEMENTATIONS
 from core_cuda.ops import norm
 
 OPS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM)
+CODED_OPS = (RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
 HALF = (torch.bfloat16, torch.float16)
 
 
 def kernel_for(op: Any) -> Any:
     return getattr(norm, op.name)
+
+
+def taken(op: Any, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls that the condition of the op's kernel takes; most of them."""
+    (implementation,) = (each for each in IMPLEMENTATIONS if each.op == op.qualified_name)
+    found = [call for call in calls if implementation.condition(op.bind((), call)) is None]
+    assert len(found) > len(calls) // 3
+    return found
 
 
 def call_of(op: Any, x: torch.Tensor, **options: Any) -> dict[str, Any]:
@@ -30,7 +40,7 @@ def call_of(op: Any, x: torch.Tensor, **options: Any) -> dict[str, Any]:
     call = {"x": x, "weight": weight, "eps": 1e-5, **options}
     if op is LAYER_NORM:
         call |= {"bias": randn(width, dtype=x.dtype, seed=8)}
-    if op is ADD_RMS_NORM:
+    if op in (ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE):
         call |= {"residual": randn(*x.shape, dtype=x.dtype, seed=9)}
     return call
 
@@ -56,7 +66,7 @@ def test_rows_too_long_for_registers(op: Any, dtype: torch.dtype, kernel_device:
     check(op, kernel_for(op), [call_of(op, randn(2, 40_000, dtype=dtype, shift=0.5))], kernel_device)
 
 
-def forms(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def forms_of(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield what models slice, split and transpose, and what no two strides lead to."""
     merged = randn(2, 5, 6 * 64, dtype=dtype)
     yield merged[..., : 4 * 64].unflatten(-1, (4, 64))
@@ -74,7 +84,7 @@ def forms(dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_results_lie_in_memory_as_the_references_do(op: Any, kernel_device: torch.device) -> None:
-    calls = [call_of(op, x, **extra) for x in forms(torch.bfloat16) for extra in ({}, {"out_dtype": torch.float32})]
+    calls = [call_of(op, x, **extra) for x in forms_of(torch.bfloat16) for extra in ({}, {"out_dtype": torch.float32})]
     check(op, kernel_for(op), calls, kernel_device)
 
 
@@ -127,33 +137,66 @@ def test_every_configuration_gives_the_same(kernel_device: torch.device) -> None
     configs = list(norm.candidates(37, 96))
     assert len(configs) > 5
     for config in configs[:: 1 if kernel_device.type == "cuda" else 3]:
-        norm.run_norm(
-            {"x": x, "residual": None}, {"out": out.zero_(), "total": None, "scale": None}, options, config=config
-        )
+        norm.run_norm({"x": x, "residual": None}, {"out": out.zero_(), "total": None}, options, config=config)
         torch.testing.assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", CODED_OPS, ids=lambda op: op.name)
+def test_codes_agree_with_the_reference_on_its_samples(
+    op: Any, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    check_codes(op, taken(op, [s.kwargs for s in op.samples(dtype, CPU)]), kernel_for(op), kernel_device)
+
+
 @pytest.mark.parametrize(("dtype", "code"), CODED, ids=str)
-@pytest.mark.parametrize("width", [63, 4096, 40_000])
+@pytest.mark.parametrize("width", [64, 63, 4096, 40_000])
 def test_codes_are_those_of_the_normed_rows(
     width: int, dtype: torch.dtype, code: torch.dtype, kernel_device: torch.device
 ) -> None:
     x, residual, weight = randn(3, width, dtype=dtype), randn(3, width, dtype=dtype, seed=1), randn(width, seed=2)
-    for given in (None, torch.tensor(0.02)):
-        for added in (False, True):
-            options = {"weight": weight.to(dtype), "eps": 1e-6, "normed_dtype": dtype}
-            call = {"x": x, **({"residual": residual} if added else {}), **options}
-            kernel = norm.add_rms_norm_quantize if added else norm.rms_norm_quantize
-            codes, scale, *total = kernel(**moved({**call, "scale": given}, kernel_device), dtype=code)
-            wanted = (ADD_RMS_NORM if added else RMS_NORM).reference(**call)
-            normed = wanted[0] if added else wanted
-            granularity = "token" if given is None else "tensor"
-            right, used = quantize_reference(normed, given, dtype=code, granularity=granularity)
-            assert codes.is_contiguous()
-            assert (codes.shape, scale.shape, scale.dtype) == (right.shape, used.shape, used.dtype)
-            torch.testing.assert_close(scale.cpu(), used, rtol=2e-2 if dtype in HALF else 1e-6, atol=0)
-            steps = code_steps(codes.cpu(), right)
-            assert steps.max() <= 1
-            assert steps.float().mean() < 0.01
-            if added:
-                assert torch.equal(total[0].cpu(), wanted[1])
+    options = {"weight": weight.to(dtype), "eps": 1e-6, "normed_dtype": dtype, "dtype": code}
+    forms: list[dict[str, Any]] = [
+        {"scale": None},
+        {"scale": torch.tensor(0.02), "granularity": "tensor"},
+        {"scale": None, "granularity": "group", "group_size": 32},
+    ]
+    for op in CODED_OPS:
+        tensors = {"x": x} if op is RMS_NORM_QUANTIZE else {"x": x, "residual": residual}
+        calls = [{**tensors, **options, **form} for form in forms[: 2 if width == 63 else 3]]
+        check_codes(op, calls, kernel_for(op), kernel_device)
+
+
+def test_a_given_scale_is_returned_in_memory_of_its_own(kernel_device: torch.device) -> None:
+    for rows in (3, 0):
+        scale = torch.tensor(0.02, device=kernel_device)
+        call = moved(call_of(RMS_NORM, randn(rows, 64)), kernel_device)
+        _, used = norm.rms_norm_quantize(**call, scale=scale, dtype=torch.int8, granularity="tensor")
+        assert used.item() == scale.item() and used.data_ptr() != scale.data_ptr()
+
+
+def test_rows_and_residuals_may_lie_in_memory_in_any_way_before_codes(kernel_device: torch.device) -> None:
+    forms = ({}, {"granularity": "group", "group_size": 16})
+    calls = [
+        {**call_of(op, x), "scale": None, "dtype": torch.int8, **form}
+        for op in (ADD_RMS_NORM_QUANTIZE,)
+        for x in forms_of(torch.bfloat16)
+        for form in forms
+    ]
+    check_codes(ADD_RMS_NORM_QUANTIZE, calls, norm.add_rms_norm_quantize, kernel_device)
+
+
+def test_calls_that_the_kernels_do_not_take_are_refused_with_a_reason() -> None:
+    def reason(**options: Any) -> str | None:
+        (implementation,) = (each for each in IMPLEMENTATIONS if each.op == RMS_NORM_QUANTIZE.qualified_name)
+        call = {**call_of(RMS_NORM, randn(4, 48)), "scale": None, "dtype": torch.int8, **options}
+        return implementation.condition(RMS_NORM_QUANTIZE.bind((), call))
+
+    assert reason() is None
+    assert reason(granularity="group", group_size=16) is None
+    assert reason(granularity="tensor", scale=torch.tensor(0.1)) is None
+    assert reason(granularity="group", group_size=12) == "group_size is 12, and the kernel takes powers of two"
+    assert "no program sees all of them" in str(reason(granularity="tensor"))
+    assert "a scale is given by token" in str(reason(scale=torch.ones(4, 1)))
+    assert "x is torch.float64" in str(reason(x=randn(4, 48, dtype=torch.float64)))
+    assert "compute_dtype is torch.bfloat16" in str(reason(compute_dtype=torch.bfloat16))

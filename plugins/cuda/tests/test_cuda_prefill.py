@@ -23,6 +23,7 @@ from core_cuda.ops.prefill_attention import PrefillConfig, PrefillShape
 Call = dict[str, Any]
 CACHES = ("key_cache", "value_cache")
 NEW = ("query", "key", "value")
+CODES = torch.float8_e4m3fn
 SMALL = PrefillConfig(block_m=32, block_n=16, pack=2, num_warps=4, num_stages=2, tma=False)
 
 ONE_TILE = replace(SMALL, pack=4, block_m=64)  # of a sequence's tokens and heads, as far as the samples go
@@ -39,6 +40,8 @@ def judged(op: Any, kernel: Any, call: Call, device: torch.device, **config: Any
     """Judge a kernel's result and the caches it leaves, block 0 apart, and return the result."""
     ours, eager = ({n: v.clone() if n in CACHES else v for n, v in moved(call, d).items()} for d in (device, CPU))
     wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in call.items()}
+    if call["key_cache"].dtype == CODES:
+        wide |= {n: call[n].clone() for n in CACHES}
     taken = {name: v for name, v in ours.items() if name not in ("max_query_len", "mask")}
     result, expected = kernel(**taken, **config), op.reference(**eager)
     with Fp64Mode():
@@ -50,8 +53,8 @@ def judged(op: Any, kernel: Any, call: Call, device: torch.device, **config: Any
     for name in CACHES:
         left, wanted, true = ours[name].cpu(), eager[name][1:], wide[name][1:]
         assert torch.equal(left[0].view(torch.uint8), call[name][0].view(torch.uint8))  # nobody writes padding
-        left, there = left[1:], ~wanted.isnan()
-        assert torch.equal(there, ~left.isnan())
+        left, there = left[1:], ~wanted.float().isnan()
+        assert torch.equal(there, ~left.float().isnan())
         if op is ATTENTION or name == "value_cache":
             assert torch.equal(left[there], wanted[there])
         else:

@@ -56,7 +56,7 @@ def run(args: dict[str, Any], device: torch.device) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_any_number_of_rows(rows: int, out_dtype: torch.dtype, kernel_device: torch.device) -> None:
     if kernel_device == CPU and rows > 32:
@@ -72,7 +72,7 @@ def test_each_way_of_torch(way: str, kernel_device: torch.device) -> None:
     if kernel_device == CPU:
         pytest.skip("torch's own products of fp8 need a GPU")
     for rows in ROWS:
-        for changes in ({}, {"bias": randn(96, dtype=torch.bfloat16, seed=7)}, {"x_scale": torch.tensor([0.01])}):
+        for changes in ({}, {"bias": randn(96, dtype=torch.bfloat16, seed=7)}, {"x_scale": torch.tensor(0.01)}):
             args = call(rows, **changes)
             there = moved(args, kernel_device)
             scales = (there["x_scale"].reshape(-1), there["w_scale"].reshape(-1))
@@ -108,7 +108,7 @@ def test_leading_dimensions_and_no_tokens(kernel_device: torch.device) -> None:
         ({"w_scale": torch.ones(3, 1)}, "w_scale has 3 rows"),
         ({"x_scale": torch.ones(1, 1)}, "fewer rows"),
         ({"w_codes": codes(90, 256), "w_scale": torch.ones(90, 1)}, "multiples of 16"),
-        ({"out_dtype": torch.float64}, "out_dtype"),
+        ({"out_dtype": torch.float32}, "summed exactly enough for torch.bfloat16, torch.float16 only"),
         ({"x_scale": torch.ones(5, 1, dtype=torch.float64)}, "torch.float64"),
     ],
     ids=str,

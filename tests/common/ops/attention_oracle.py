@@ -15,12 +15,41 @@ Call = dict[str, Any]
 """The op's arguments by name."""
 
 
+SCALES = {"key_cache": "k_scale", "value_cache": "v_scale"}
+
+
 def write(call: Call) -> None:
     """Write key and value where slot_mapping says, one token at a time."""
     for token, slot in enumerate(call["slot_mapping"].tolist()):
         block, offset = divmod(slot, call["key_cache"].shape[1])
-        call["key_cache"][block, offset] = call["key"][token]
-        call["value_cache"][block, offset] = call["value"][token]
+        for new, cache in (("key", "key_cache"), ("value", "value_cache")):
+            row = call[new][token]
+            if call[cache].dtype == torch.float8_e4m3fn:
+                scale = scales(call, cache)
+                row = torch.stack([nearest_codes(head / scale[i]) for i, head in enumerate(row.double())])
+            call[cache][block, offset] = row
+
+
+def scales(call: Call, cache: str) -> Tensor:
+    """Return the scale of each head of a cache (K,), in fp64."""
+    given = call.get(SCALES[cache])
+    return (torch.ones(()) if given is None else given).double().expand(call[cache].shape[2])
+
+
+def nearest_codes(values: Tensor) -> Tensor:
+    """Return the fp8 code next to each value (N,), found among all of them; of two as near, the one with even bits."""
+    bits = torch.arange(256, dtype=torch.uint8)
+    codes = bits.view(torch.float8_e4m3fn)
+    finite = ~codes.double().isnan()
+    bits, codes = bits[finite], codes[finite]
+    distance = (values.double()[:, None] - codes.double()).abs()
+    ties = distance == distance.amin(1, keepdim=True)
+    return codes[(ties * (2 - bits % 2)).argmax(1)]
+
+
+def read(call: Call, cache: str, slot: tuple[int, int], head: int) -> Tensor:
+    """Return what one head of a slot stands for, in fp64."""
+    return call[cache][(*slot, head)].double() * scales(call, cache)[head]
 
 
 def steps(call: Call) -> list[tuple[int, int, int]]:
@@ -58,14 +87,13 @@ def oracle(call: Call) -> Tensor:
         for head in range(num_heads):
             logits, values = [], []
             for position in visible(call, row, head, at, len(slots)):
-                block, offset = slots[position]
-                logit = float(query[row, head] @ call["key_cache"][block, offset, head // group].double())
+                logit = float(query[row, head] @ read(call, "key_cache", slots[position], head // group))
                 logit *= call["scale"]
                 logit = softcap * math.tanh(logit / softcap) if softcap else logit
                 if mask is not None and mask.dtype != torch.bool:
                     logit += float(mask[row, head % mask.shape[1], position])
                 logits.append(logit)
-                values.append(call["value_cache"][block, offset, head // group].double())
+                values.append(read(call, "value_cache", slots[position], head // group))
             total = sum(map(math.exp, logits)) + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
             for logit, value in zip(logits, values, strict=True):
                 out[row, head] += math.exp(logit) / total * value
@@ -79,8 +107,12 @@ def eager(call: Call, acc: torch.dtype) -> Tensor:
     for sequence in {s for s, _, _ in steps(call)}:
         rows, at = zip(*[(row, at) for s, row, at in steps(call) if s == sequence], strict=True)
         blocks, offsets = zip(*slots_of(call, sequence), strict=True)
-        keys = call["key_cache"][list(blocks), list(offsets)].to(acc).repeat_interleave(group, 1)
-        values = call["value_cache"][list(blocks), list(offsets)].to(acc).repeat_interleave(group, 1)
+        keys, values = (
+            (call[cache][list(blocks), list(offsets)].to(acc) * scales(call, cache)[:, None].to(acc)).repeat_interleave(
+                group, 1
+            )
+            for cache in SCALES
+        )
         scores = torch.einsum("qhd,khd->hqk", query[list(rows)], keys) * call["scale"]
         scores = call["softcap"] * torch.tanh(scores / call["softcap"]) if call.get("softcap") else scores
         if call.get("mask") is not None and call["mask"].dtype != torch.bool:

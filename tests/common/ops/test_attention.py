@@ -76,6 +76,9 @@ def test_between_graphs_each_sequence_attends_by_itself(name: str, dtype: torch.
         ("bidirectional", {"causal": True}),
         ("chunk and mixed", {"block_table": sample("chunk and mixed")["block_table"].flip(1)}),
         ("chunk and mixed", {"seq_lens": sample("chunk and mixed")["seq_lens"] - 1}),
+        ("codes, decode", {"k_scale": torch.tensor(0.0235)}),
+        ("codes, a scale per head", {"v_scale": torch.tensor(0.03067)}),
+        ("codes, a scale per head", {"k_scale": sample("codes, a scale per head")["k_scale"].flip(0)}),
     ],
 )
 def test_the_oracle_sees_a_wrong_argument(name: str, wrong: Call) -> None:
@@ -186,6 +189,31 @@ def test_a_prompt_in_two_chunks_equals_one() -> None:
     assert torch.equal(chunks["key_cache"], whole["key_cache"])
 
 
+def test_a_prompt_in_chunks_and_token_by_token_reads_the_same_codes() -> None:
+    whole = copied(sample("codes, no scale", torch.float64))
+    options = {"k_scale": torch.tensor(0.013).double(), "v_scale": torch.tensor([0.03, 0.011]).double(), "window": 0}
+    num_rows = 7
+    last = {name: whole[name][-num_rows:] for name in ("query", "key", "value", "slot_mapping")}
+    whole |= last | options | {"block_table": whole["block_table"][2:3]}
+    chunks, outs = copied(whole), []
+    for rows in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        parts = {name: chunks[name][rows] for name in last}
+        starts = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
+        outs.append(run(chunks | parts | {"seq_lens": torch.tensor([rows.stop]).int(), "query_starts": starts}))
+    whole |= {"seq_lens": torch.tensor([num_rows]).int(), "query_starts": torch.tensor([0, num_rows]).int()}
+    torch.testing.assert_close(torch.cat(outs), run(whole), rtol=0, atol=1e-13)
+    assert torch.equal(*(call["key_cache"].view(torch.uint8) for call in (chunks, whole)))
+
+
+def test_what_a_quantised_cache_costs_is_the_rounding_of_its_codes() -> None:
+    wide = copied(sample("prefill", torch.float64))
+    codes = copied(wide)
+    for cache, scale in (("key_cache", "k_scale"), ("value_cache", "v_scale")):
+        codes |= {cache: wide[cache].to(torch.float8_e4m3fn), scale: torch.tensor(0.01).double()}
+    off = float((run(codes) - run(wide)).norm() / run(wide).norm())
+    assert 2**-7 < off < 2**-3  # half of 2**-3 is how far a code is off at most, relative to it
+
+
 @pytest.mark.parametrize("name", ["decode padded", "window 3", "sinks", "additive mask per head"])
 def test_torch_accepts_the_registration(name: str) -> None:
     call = sample(name)
@@ -212,6 +240,18 @@ NEAR_MISSES: dict[str, tuple[Call, str]] = {
     "int64 blocks": ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, "block_table must be torch.int32"),
     "flat block table": ({"block_table": torch.zeros(6, dtype=torch.int32)}, "block_table must have rank 2"),
     "floating lengths": ({"seq_lens": torch.ones(2)}, "seq_lens must be torch.int32 or torch.int64"),
+    "a scale of no codes": (
+        {"v_scale": torch.ones(())},
+        "v_scale given, and value_cache is torch.float32, no cache of",
+    ),
+    "a scale per token": (
+        {"key_cache": torch.zeros(8, 4, 2, 16, dtype=torch.float8_e4m3fn), "k_scale": torch.ones(16)},
+        r"k_scale must have shape \(\) or \(2,\), one for each head, not \(16,\)",
+    ),
+    "a narrow scale": (
+        {"key_cache": torch.zeros(8, 4, 2, 16, dtype=torch.float8_e4m3fn), "k_scale": torch.ones(2).half()},
+        "k_scale must be torch.float32, not torch.float16",
+    ),
 }
 
 

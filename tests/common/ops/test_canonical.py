@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 
 from core.common.ops.attention import ATTENTION
+from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
 from core.common.ops.dense_attention import DENSE_ATTENTION
 from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from tests.common.ops.canonical_oracle import CPU, every_sample, faked, in_fp64, outputs, run
 
-# test_attention.py, test_dense_attention.py and test_rotary_attention.py hold the ops that write a cache to the same.
-FUNCTIONAL = [op for op in OPS if op not in (ATTENTION, DENSE_ATTENTION, ROTARY_ATTENTION)]
+# test_attention.py, test_dense_attention.py, test_rotary_attention.py and test_attention_quantize.py hold the ops that
+# write a cache to the same.
+WRITING = (ATTENTION, DENSE_ATTENTION, ROTARY_ATTENTION, ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE)
+FUNCTIONAL = [op for op in OPS if op not in WRITING]
 CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in FUNCTIONAL for s in every_sample(op)]
+COLLECTIVES = {
+    *("all_reduce", "reduce_scatter", "all_gather", "all_reduce_rms_norm", "all_reduce_add_rms_norm"),
+    *("all_reduce_add_rms_norm_quantize", "all_reduce_add_rms_norm_quantize_fp4"),
+    *("all_gather_linear", "linear_reduce_scatter"),
+}
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -31,11 +39,11 @@ def tensors(values: Any) -> list[Tensor]:
 
 def test_all_are_declared_once() -> None:
     assert {op.qualified_name: op for op in OPS}.items() <= declared_ops().items()
-    assert len({op.name for op in OPS}) == len(OPS) == 21
+    assert len({op.name for op in OPS}) == len(OPS) == 39
 
 
 def test_only_attention_and_collectives_may_be_cut_at() -> None:
-    cut = {"attention", "dense_attention", "rotary_attention", "all_reduce"}
+    cut = {op.name for op in WRITING} | COLLECTIVES
     assert {op.name for op in OPS if op.break_point} == cut
 
 

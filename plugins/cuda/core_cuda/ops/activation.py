@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.quantize import largest, quantize_rows, scale_of, to_codes
+from core_cuda.ops.quantize import Codes, largest, scale_of, to_codes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, outputs, row_starts
 
@@ -44,18 +45,18 @@ class GateConfig:
     num_warps: int
 
 
-def default_config(num_rows: int, width: int, *, whole_rows: bool = False) -> GateConfig:
+def default_config(num_rows: int, width: int, *, region: int = 0) -> GateConfig:
     """Return how rows of this width are shared out: small blocks where few rows leave multiprocessors idle.
 
-    whole_rows: a program has to see all of a row.
+    region: how many columns a program has to see the whole of, to make a scale of them; 0 for none.
     """
-    if whole_rows:
+    if region == width:
         block = triton.next_power_of_2(width)
         return GateConfig(block=block, num_warps=min(max(block // 512, 1), 16))
     many = num_rows * width >= 4096 * launching.num_multiprocessors()
-    block = min(2048 if many else 512, max(triton.next_power_of_2(width), 32))
+    block = max(min(2048 if many else 512, max(triton.next_power_of_2(width), 32)), region)
     # 16 bytes of half precision to a thread and load; two loads each of gate and up where there is enough to do.
-    return GateConfig(block=block, num_warps=min(max(block // (512 if many else 256), 1), 4))
+    return GateConfig(block=block, num_warps=min(max(block // (512 if many else 256), 1), 4 if block <= 2048 else 16))
 
 
 def candidates(num_rows: int, width: int, *, whole_rows: bool = False) -> Iterator[GateConfig]:
@@ -117,12 +118,13 @@ def _gate_kernel(
     gate, up, out, scale, given, num_rows, inner, gate_outer, gate_inner, up_outer, up_inner, out_outer, out_inner,
     scale_outer, scale_inner, limit, KIND: tl.constexpr, LIMITED: tl.constexpr, UP_OFFSET: tl.constexpr,
     STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GATE_FIRST: tl.constexpr, FLAT: tl.constexpr, OVERLAP: tl.constexpr,
+    GATE_FIRST: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one row of WIDTH. INTERLEAVED: gate and up alternate in `gate`, and up is not read.
 
-    out: the product, rounded to STORED, or its codes, if there is a scale: `given` (), or made of the row, which then
-    is one block, and stored in `scale` (rows, 1).
+    out: the product, rounded to STORED, or its codes, if there is a scale: `given` () and copied to `scale` (), or made
+    and stored in `scale`: of the row, which then is one block, (rows, 1), or of GROUP neighbours, a power of two that
+    divides WIDTH and BLOCK, (rows, WIDTH / GROUP).
     """
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks
@@ -144,7 +146,16 @@ def _gate_kernel(
         result = gate_product(first, second, limit, KIND, LIMITED, UP_OFFSET)
     result = result.to(STORED).to(tl.float32)
     if given is not None:
-        result = to_codes(result, tl.load(given).to(tl.float32), out.dtype.element_ty)
+        whole = tl.load(given).to(tl.float32)
+        tl.store(scale, whole, mask=tl.program_id(0) == 0)
+        result = to_codes(result, whole, out.dtype.element_ty)
+    elif GROUP > 0:
+        groups = (tl.program_id(0) % blocks) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        result = tl.reshape(tl.where(mask, result, 0.0), (BLOCK // GROUP, GROUP))
+        each = scale_of(largest(result), out.dtype.element_ty)
+        scale_row = scale + row_starts(row, inner, scale_outer, scale_inner, FLAT)
+        tl.store(scale_row + groups, each, mask=groups < WIDTH // GROUP)
+        result = tl.reshape(to_codes(result, each[:, None], out.dtype.element_ty), (BLOCK,))
     elif scale is not None:
         used = scale_of(largest(tl.where(mask, result, 0.0), 0), out.dtype.element_ty)
         tl.store(scale + row_starts(row, inner, scale_outer, scale_inner, FLAT), used)
@@ -189,37 +200,38 @@ def gated_activation_fused(
     return out
 
 
+@kernel_of(GATED_ACTIVATION_QUANTIZE)
 def gated_activation_quantize(
-    gate_up: Tensor,
-    scale: Tensor | None = None,
+    gate: Tensor,
+    up: Tensor | None,
+    scale: Tensor | None,
     *,
     kind: str,
+    dtype: torch.dtype,
+    granularity: str = "token",
+    group_size: int = 0,
     gate_first: bool = True,
     interleaved: bool = False,
     limit: float = 0.0,
     up_offset: float = 0.0,
-    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """Return `core::quantize` of `core::gated_activation_fused`, codes (..., I) and scale fp32 (..., 1), in one launch.
-
-    scale: one for the whole tensor, (), returned as it is; None to make one for each row. dtype: of the codes. Rows
-    over `MAX_ROW` take a second launch, if a scale is to be made.
-    """
-    gate = Gate(kind, gate_first, limit, up_offset, interleaved)
-    shape, width = gate_up.shape[:-1], gate_up.shape[-1] // 2
-    codes = torch.empty((*shape, width), dtype=dtype, device=gate_up.device)
-    parts = _parts(gate_up, gate)
-    if scale is not None:
-        run_gate(*parts, codes, gate, given=scale)
-        return codes, scale
-    made = torch.empty((*shape, 1), dtype=torch.float32, device=gate_up.device)
-    if width <= MAX_ROW:
-        run_gate(*parts, codes, gate, scale=made)
+    """Apply the gate and quantise in one launch; regions over `MAX_ROW` that need a scale take one more."""
+    options = Gate(kind, gate_first, limit, up_offset, interleaved)
+    told: dict[str, Any] = {"gate": gate, "up": up, "scale": scale, "kind": kind}
+    told |= {"gate_first": gate_first, "interleaved": interleaved}
+    told |= {"dtype": dtype, "granularity": granularity, "group_size": group_size}
+    codes, used = outputs(GATED_ACTIVATION_QUANTIZE, told, gate.device)
+    ends = Codes(scale, used, group_size)
+    parts = _parts(gate, options) if up is None else (gate, up)
+    if scale is not None or (group_size or codes.shape[-1]) <= MAX_ROW:
+        run_gate(*parts, codes, options, codes=ends)
+        ends.fill(codes)
     else:
-        product = torch.empty_like(codes, dtype=gate_up.dtype)
-        run_gate(*parts, product, gate)
-        quantize_rows(product, None, codes, made)
-    return codes, made
+        stored = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+        product = torch.empty_like(codes, dtype=stored)
+        run_gate(*parts, product, options)
+        ends.quantize(product, codes)
+    return codes, used
 
 
 def _parts(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor | None]:
@@ -236,17 +248,16 @@ def run_gate(
     out: Tensor,
     options: Gate,
     *,
-    scale: Tensor | None = None,
-    given: Tensor | None = None,
+    codes: Codes | None = None,
     config: GateConfig | None = None,
 ) -> None:
-    """Launch the kernel; `out` (..., I) takes the product, or its codes if there is a scale, as `_gate_kernel` says."""
+    """Launch the kernel; `out` (..., I) takes the product, or its codes if there are any, as `_gate_kernel` says."""
+    codes = codes or Codes()
     width = out.shape[-1]
-    rows = as_rows({"gate": gate, "up": up}, {"out": out, "scale": scale})
-    config = config or default_config(rows.count, width, whole_rows=scale is not None)
+    rows = as_rows({"gate": gate, "up": up}, {"out": out, "scale": codes.made})
+    config = config or default_config(rows.count, width, region=0 if codes.made is None else codes.group or width)
     stored = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
     arguments: dict[str, Any] = {
-        "given": given,
         "limit": options.limit,
         "KIND": options.kind,
         "LIMITED": options.limit > 0,
@@ -256,7 +267,8 @@ def run_gate(
         "BLOCK": config.block,
         "INTERLEAVED": options.interleaved,
         "GATE_FIRST": options.gate_first,
+        **codes.arguments,
     }
     grid = (rows.count * triton.cdiv(width, config.block),)
-    launching.launch(_gate_kernel, grid, **rows.arguments, **arguments, num_warps=config.num_warps)
+    launching.launch(_gate_kernel, grid, **{**rows.arguments, **arguments}, num_warps=config.num_warps)
     rows.flush()

@@ -1,19 +1,37 @@
-"""Attention, plain and behind a rotation: one kernel where sequences bring few new tokens, one for prompts."""
+"""Attention, plain and behind a rotation: one kernel where sequences bring few new tokens, one for prompts.
+
+Each may end in codes of one scale that is given. A scale made of the result would be made of all heads of a token, and
+a program has one key/value head.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.common.ops.attention import ATTENTION
-from core.common.ops.implementation import OpCall
+from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.declaration import CanonicalOp
+from core.common.ops.implementation import Condition, OpCall
 from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from core_cuda.ops import attention_rotation, decode_attention, prefill_attention
+from core_cuda.ops.conditions import code_dtype
+from core_cuda.ops.decode_attention import Coding
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rotary import rotate
 
-__all__ = ["attention", "attention_condition", "rotary_attention", "rotary_attention_condition"]
+__all__ = [
+    "attention",
+    "attention_condition",
+    "attention_quantize",
+    "quantize_condition",
+    "rotary_attention",
+    "rotary_attention_condition",
+    "rotary_attention_quantize",
+]
 
 _TURNED_APART = 1
 """Tokens up to which decode turns query and key by a kernel of its own. Each program that shares a sequence turns its
@@ -21,7 +39,7 @@ queries again, and with one sequence that is what all wait for: on an H200 two k
 layer of 1 and 8 billion parameters, at 8 sequences 1.8 and 5.3 us more."""
 _ATTENTION = (
     *("key_cache", "value_cache", "block_table", "slot_mapping", "seq_lens", "query_starts"),
-    *("scale", "window", "softcap", "sinks", "max_query_len"),
+    *("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale", "coding"),
 )
 
 
@@ -35,7 +53,16 @@ def attention_condition(call: OpCall) -> str | None:
 @kernel_of(ATTENTION)
 def attention(*operands: Tensor, **options: Any) -> Tensor:
     """Do what `core::attention` does, for calls that `attention_condition` lets pass; returns (T, H, V), contiguous."""
-    args = dict(ATTENTION.bind(operands, options).args)
+    return _attend(dict(ATTENTION.bind(operands, options).args))
+
+
+@kernel_of(ATTENTION_QUANTIZE)
+def attention_quantize(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Do what `core::attention_quantize` does, for calls that `quantize_condition` lets pass."""
+    return _in_codes(ATTENTION_QUANTIZE, _attend, operands, options)
+
+
+def _attend(args: dict[str, Any]) -> Tensor:
     del args["mask"]
     if _is_decode(**args):
         del args["causal"]
@@ -54,7 +81,16 @@ def rotary_attention_condition(call: OpCall) -> str | None:
 @kernel_of(ROTARY_ATTENTION)
 def rotary_attention(*operands: Tensor, **options: Any) -> Tensor:
     """Do what `core::rotary_attention` does, for calls that `rotary_attention_condition` lets pass."""
-    args = dict(ROTARY_ATTENTION.bind(operands, options).args)
+    return _turn_and_attend(dict(ROTARY_ATTENTION.bind(operands, options).args))
+
+
+@kernel_of(ROTARY_ATTENTION_QUANTIZE)
+def rotary_attention_quantize(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Do what `core::rotary_attention_quantize` does, for calls that `quantize_condition` lets pass."""
+    return _in_codes(ROTARY_ATTENTION_QUANTIZE, _turn_and_attend, operands, options)
+
+
+def _turn_and_attend(args: dict[str, Any]) -> Tensor:
     if _is_decode(**args):
         if args["query"].shape[0] <= _TURNED_APART:
             return _turned_apart(**args)
@@ -65,9 +101,37 @@ def rotary_attention(*operands: Tensor, **options: Any) -> Tensor:
 
 
 def _turned_apart(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
-    attention = {name: options.pop(name) for name in _ATTENTION}
+    attention = {name: options.pop(name) for name in _ATTENTION if name in options}
     query, key = rotate(query, key, cos, sin, **options)
     return decode_attention.decode(query, key, value, **attention)
+
+
+def quantize_condition(condition: Condition) -> Condition:
+    """Return the condition of an attention that ends in codes; condition: of the attention."""
+
+    def refusal(call: OpCall) -> str | None:
+        scale = call.args["out_scale"]
+        if call.args["granularity"] != "tensor" or scale is None:
+            return "its scale is made of all heads, and a program of the kernel has one key/value head"
+        if scale.dtype != torch.float32:
+            return f"out_scale is {scale.dtype}, and the kernel computes in torch.float32"
+        return code_dtype(call) or condition(call)
+
+    return refusal
+
+
+def _in_codes(
+    op: CanonicalOp, attend: Callable[..., Tensor], operands: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the codes (T, H * V) of an attention's result, and their scale, in a tensor of its own."""
+    args = dict(op.bind(operands, options).args)
+    del args["granularity"]
+    scale, query, size = args.pop("out_scale"), args["query"], args["value"].shape[2]
+    shape = (query.shape[0], query.shape[1], size)
+    codes = torch.empty(shape, dtype=args.pop("dtype"), device=query.device)
+    coding = Coding(codes, scale, torch.empty((), dtype=torch.float32, device=query.device))
+    attend(args | {"coding": coding})
+    return codes.flatten(1), coding.used
 
 
 def _is_decode(*, query: Tensor, key: Tensor, max_query_len: int, causal: bool = True, **_: Any) -> bool:

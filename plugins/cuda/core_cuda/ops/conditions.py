@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.common.ops.implementation import Condition, OpCall
 
-__all__ = ["CODES", "DTYPES", "all_of", "code_dtype", "computes_in_fp32", "dtypes"]
+__all__ = ["CODES", "DTYPES", "all_of", "code_dtype", "code_regions", "computes_in_fp32", "dtypes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What kernels over rows read and write; they compute in fp32."""
@@ -60,6 +60,18 @@ def code_dtype(call: OpCall) -> str | None:
     """Refuse formats of code that the kernels do not make."""
     dtype = call.args["dtype"]
     return None if dtype in CODES else f"dtype is {dtype}, and the kernel makes codes of {_listed(CODES)}"
+
+
+def code_regions(call: OpCall) -> str | None:
+    """Refuse scales that a kernel cannot make, or take, in the launch that makes the values."""
+    granularity, given, size = (call.args[name] for name in ("granularity", "scale", "group_size"))
+    if granularity == "tensor":
+        return None if given is not None else "one scale of all rows is to be made, and no program sees all of them"
+    if given is not None:
+        return f"a scale is given by {granularity}, and the kernel takes one for the whole tensor"
+    if granularity == "group" and size & (size - 1):
+        return f"group_size is {size}, and the kernel takes powers of two"
+    return None
 
 
 def _listed(dtypes: Sequence[torch.dtype]) -> str:

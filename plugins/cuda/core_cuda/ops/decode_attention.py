@@ -14,6 +14,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
 from core_cuda.ops.attention_rotation import Rotation, Turning
+from core_cuda.ops.cache_write import head_stride, refused_dtypes
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.decode_kernel import decode_kernel
 from core_cuda.ops.workspace import counters
@@ -75,6 +76,15 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 4
     fetch: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Codes that a result becomes. codes (T, H, V): to be written; scale () fp32: theirs; used () fp32: gets it."""
+
+    codes: Tensor
+    scale: Tensor
+    used: Tensor
 
 
 def choose(shape: DecodeShape) -> DecodeConfig:
@@ -143,9 +153,8 @@ def refuses(call: OpCall) -> str | None:
     query, sinks = args["query"], args["sinks"]
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
-    for name in ("key", "value", "key_cache", "value_cache"):
-        if args[name].dtype != query.dtype:
-            return f"{name} is {args[name].dtype} and query {query.dtype}, and the kernel takes one dtype"
+    if reason := refused_dtypes(call):
+        return reason
     if sinks is not None and sinks.dtype not in DTYPES:
         return f"sinks are {sinks.dtype}, and the kernel computes in torch.float32"
     for name in ("key_cache", "value_cache"):
@@ -170,7 +179,8 @@ def shape_of(
         head_size=head_size,
         value_size=value.shape[2],
         num_positions=min(positions, window + max_query_len) if window else positions,
-        itemsize=query.itemsize,
+        # Codes are half as wide as what they become for the products of half precision; fp32 has none to speak of.
+        itemsize=key_cache.itemsize if query.itemsize <= 2 else query.itemsize,
     )
 
 
@@ -190,19 +200,25 @@ def decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_query_len: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     turning: Turning | None = None,
+    coding: Coding | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """Write key and value into the cache and attend, as `core::attention` says; returns (T, H, V), contiguous.
 
     For calls that `serves` accepts; padding tokens are not written to the cache. turning: the norm and rotation of
-    `core::rotary_attention`, done where query and key are read. config defaults to `choose`. One launch.
+    `core::rotary_attention`, done where query and key are read. coding: the codes that the result becomes, and is
+    returned as. config defaults to `choose`. One launch.
     """
     num_tokens, num_heads, _ = query.shape
     num_kv_heads, value_size = value.shape[1:]
-    out = query.new_empty((num_tokens, num_heads, value_size))
+    out = query.new_empty((num_tokens, num_heads, value_size)) if coding is None else coding.codes
     num_seqs = block_table.shape[0]
     if num_seqs == 0 or num_tokens == 0:
+        if coding is not None:
+            coding.used.copy_(coding.scale)
         return out.zero_()
     query, key, value, block_table = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
@@ -221,7 +237,8 @@ def decode(
         (num_kv_heads, programs, num_seqs),
         *(query, key, value, key_cache, value_cache, block_table),
         *(x.contiguous() for x in (slot_mapping, seq_lens, query_starts)),
-        *(*optional, turn.cos, turn.sin, out, partial, stats, arrived),
+        *(*optional, turn.cos, turn.sin, out, partial, stats, arrived, k_scale, v_scale),
+        *((None, None) if coding is None else (coding.scale, coding.used)),
         *(num_tokens, num_seqs, key_cache.shape[0], block_table.shape[1]),
         *(scale if softcap else scale * math.log2(math.e), window, turn.eps, turn.offset),
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
@@ -234,6 +251,8 @@ def decode(
         SINKS=sinks is not None,
         FETCH=config.fetch,
         ROTATION=turn.rotation,
+        K_SCALE=head_stride(k_scale),
+        V_SCALE=head_stride(v_scale),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -6,7 +6,8 @@ are joined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2
 and head comes last, in the order of the shares. Within a share the softmax runs online (Dao et al., arXiv 2205.14135).
 
 This step's keys and values come from the operands, never from the cache: the program of the last share takes them in,
-and writes them to the cache. Scores are powers of two: log2(e) is part of their scale.
+and writes them to the cache. Scores are powers of two: log2(e) is part of their scale. A cache of codes is read as
+numbers; the scale of keys is part of that of the scores, and the scale of values is left for the end.
 """
 
 # Triton reads annotations as types of its own.
@@ -18,7 +19,9 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops.attention_rotation import rotated_rows
+from core_cuda.ops.cache_write import codes_of
 from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
+from core_cuda.ops.quantize import to_codes
 
 __all__ = ["decode_kernel"]
 
@@ -112,9 +115,14 @@ def joined(places, stat_places, num_parts, num_rows, PARTS: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def finish(out, sinks, head, first, num_new, top, total, acc, GROUP: tl.constexpr, V: tl.constexpr,
-           BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
-    """Divide by the softmax's denominator, sinks included, and write the rows of the new tokens."""
+def finish(out, sinks, v_scale, out_scale, head, first, num_new, top, total, acc, GROUP: tl.constexpr,
+           V: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
+           DTYPE: tl.constexpr):  # fmt: skip
+    """Divide by the softmax's denominator, sinks included, and write the rows of the new tokens.
+
+    v_scale: where this head's scale of values stands, or None. out_scale: of the codes that are written, or None; what
+    becomes codes is rounded to DTYPE first.
+    """
     rows, v = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_V)
     steps, heads = rows // GROUP, head * GROUP + rows % GROUP
     if SINKS:
@@ -124,6 +132,10 @@ def finish(out, sinks, head, first, num_new, top, total, acc, GROUP: tl.constexp
         total = total * kept + tl.exp2(logits - base)
         acc = acc * kept[:, None]
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    if v_scale is not None:
+        result *= tl.load(v_scale)
+    if out_scale is not None:
+        result = to_codes(result.to(DTYPE).to(tl.float32), tl.load(out_scale), out.dtype.element_ty)
     tokens = (first + steps).to(tl.int64)
     places = out + (tokens * (tl.num_programs(0) * GROUP) + heads)[:, None] * V + v[None, :]
     tl.store(places, result.to(out.dtype.element_ty), mask=inside(steps < num_new, v, V, BLOCK_V))
@@ -143,7 +155,7 @@ def zero_padding(out, real, num_tokens, head, seq, num_seqs, GROUP: tl.constexpr
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_width", "table_stride"])
 def decode_kernel(
     query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
-    sinks, query_weight, key_weight, cos, sin, out, partial, stats, counters,
+    sinks, query_weight, key_weight, cos, sin, out, partial, stats, counters, k_scale, v_scale, out_scale, used_scale,
     num_tokens, num_seqs, num_blocks, table_width, scale, window, eps, offset,
     query_stride, query_head, key_stride, key_head, value_stride, value_head,
     key_block, key_slot, key_cache_head, value_block, value_slot, value_cache_head,
@@ -152,7 +164,8 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr, APART: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, ROTATION: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
+    SINKS: tl.constexpr, ROTATION: tl.constexpr, FETCH: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Serve (key/value head, share, sequence); the first ten arguments are those of `core::attention`.
 
@@ -160,10 +173,19 @@ def decode_kernel(
     APART: whether a program of its own takes these in. ROTATION: how query and key are normed and rotated on the way
     (`Rotation`), by the tables and weights. FETCH: whether the first tile is fetched into the L2 cache while the kernel
     before this one still runs. What that reads is a guess, since the kernel may just be writing it: it is read again.
+    k_scale, v_scale: of a cache of codes, None for 1; K_SCALE and V_SCALE apart for two heads. out_scale: of the codes
+    that out is to hold, None where it holds numbers; used_scale gets it.
     """
     head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k_head, v_head = key_cache + head.to(tl.int64) * key_cache_head, value_cache + head.to(tl.int64) * value_cache_head
     table = block_table + seq * table_stride
+    CODES: tl.constexpr = key_cache.dtype.element_ty.is_fp8()
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    if k_scale is not None:
+        k_scale = tl.load(k_scale + head * K_SCALE)
+        scale *= k_scale
+    if v_scale is not None:
+        v_scale += head * V_SCALE
     if FETCH and OVERLAP:
         _, _, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N, WINDOWED,
                                              ".cg")  # fmt: skip
@@ -188,6 +210,9 @@ def decode_kernel(
     if split == 0:
         real = tl.load(query_starts + num_seqs).to(tl.int32)
         zero_padding(out, real, num_tokens, head, seq, num_seqs, GROUP, V, BLOCK_GROUP, BLOCK_V)
+        if out_scale is not None:  # noqa: SIM102  # what is not there is no part of a tensor's condition
+            if head + seq == 0:
+                tl.store(used_scale, tl.load(out_scale))
     if (num_new > 0) & (split < num_shares):
         start = begin + own_share * share
         end = tl.minimum(start + share, num_old)
@@ -227,8 +252,16 @@ def decode_kernel(
             slots = tl.load(slot_mapping + new_tokens, mask=there, other=0)
             k_slots = k_head + slots // PAGE * key_block + slots % PAGE * key_slot
             v_slots = v_head + slots // PAGE * value_block + slots % PAGE * value_slot
+            if CODES:
+                k, v = codes_of(k.to(tl.float32), k_scale, key_cache.dtype.element_ty), v.to(tl.float32)
+                if v_scale is None:
+                    v = codes_of(v, None, value_cache.dtype.element_ty)
+                else:
+                    v = codes_of(v, tl.load(v_scale), value_cache.dtype.element_ty)
             tl.store(k_slots[:, None] + d[None, :], k, mask=k_mask)
             tl.store(v_slots[:, None] + v_columns[None, :], v, mask=v_mask)
+            if CODES:
+                k, v = k.to(DTYPE), v.to(DTYPE)
             visible = there[None, :] & (new[None, :] <= steps[:, None])
             if WINDOWED:
                 visible = visible & (new[None, :] > steps[:, None] - window)
@@ -243,13 +276,16 @@ def decode_kernel(
             k = tl.load(k_places, mask=inside(there, d, D, BLOCK_D), other=0.0)
             v_places = v_head + (block * value_block + in_block * value_slot)[:, None] + v_columns[None, :]
             v = tl.load(v_places, mask=inside(there, v_columns, V, BLOCK_V), other=0.0)
+            if CODES:
+                k, v = k.to(DTYPE), v.to(DTYPE)
             visible = there[None, :]
             if WINDOWED:
                 visible = visible & (positions[None, :] > (num_old - window + steps)[:, None])
             top, total, acc = absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP)
 
         if num_shares == 1:
-            finish(out, sinks, head, first, num_new, top, total, acc, GROUP, V, BLOCK_M, BLOCK_V, SINKS)
+            finish(out, sinks, v_scale, out_scale, head, first, num_new, top, total, acc, GROUP, V, BLOCK_M, BLOCK_V,
+                   SINKS, DTYPE)  # fmt: skip
         else:
             ROWS: tl.constexpr = MAX_NEW * GROUP
             pair = seq * tl.num_programs(0) + head
@@ -266,6 +302,6 @@ def decode_kernel(
                 tl.debug_barrier()
                 whole_top, whole_total, whole = joined(places, stat_places, num_shares, num_new * GROUP, PARTS, ROWS,
                                                        V, BLOCK_ROWS, BLOCK_V)  # fmt: skip
-                finish(out, sinks, head, first, num_new, whole_top, whole_total, whole, GROUP, V, BLOCK_ROWS, BLOCK_V,
-                       SINKS)  # fmt: skip
+                finish(out, sinks, v_scale, out_scale, head, first, num_new, whole_top, whole_total, whole, GROUP, V,
+                       BLOCK_ROWS, BLOCK_V, SINKS, DTYPE)  # fmt: skip
                 tl.store(counters + pair, 0)  # as the next launch expects it

@@ -11,9 +11,10 @@ import triton
 from torch import Tensor
 
 from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core_cuda.ops import launching
 from core_cuda.ops.norm_kernel import long_norm_kernel, norm_kernel
-from core_cuda.ops.quantize import quantize_rows
+from core_cuda.ops.quantize import Codes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, outputs
 
@@ -80,16 +81,17 @@ def run_norm(
     writes: Mapping[str, Tensor | None],
     options: Mapping[str, Any],
     *,
-    given: Tensor | None = None,
+    codes: Codes | None = None,
     config: NormConfig | None = None,
 ) -> None:
     """Launch the kernel of a norm.
 
-    reads: x and residual (..., D). writes: out, with a residual total (..., D), with a scale to be made scale (..., 1).
-    All are named, and None where absent. options: weight and bias (D,), eps, OFFSET, CENTER and the dtypes of the
-    kernel. given: a scale (). Rows over `MAX_WIDTH` end in no codes.
+    reads: x and residual (..., D). writes: out, with a residual total (..., D). All are named, and None where absent.
+    options: weight and bias (D,), eps, OFFSET, CENTER and the dtypes of the kernel. codes: None where out is what the
+    op stores; rows over `MAX_WIDTH` end in no codes.
     """
-    rows = as_rows(reads, writes)
+    codes = codes or Codes()
+    rows = as_rows(reads, {**writes, "scale": codes.made})
     width = rows.arguments["x"].shape[-1]
     block = triton.next_power_of_2(width)
     config = config or default_config(rows.count, width)
@@ -98,7 +100,7 @@ def run_norm(
         del arguments["scale"], arguments["scale_outer"], arguments["scale_inner"]
         launching.launch(long_norm_kernel, (rows.count,), **arguments, BLOCK=_LONG_BLOCK)
     else:
-        arguments |= {"BLOCK": block, "ROWS": config.rows, "EARLY": config.early, "given": given}
+        arguments |= {"BLOCK": block, "ROWS": config.rows, "EARLY": config.early, **codes.arguments}
         launching.launch(norm_kernel, (triton.cdiv(rows.count, config.rows),), **arguments)
     rows.flush()
 
@@ -136,7 +138,7 @@ def rms_norm(
     dtypes = (normed_dtype, weight_dtype, out_dtype)
     (out,) = outputs(RMS_NORM, _arguments({"x": x}, weight, eps, dtypes), x.device)
     options = options_of(weight, eps, offset, x.dtype, dtypes)
-    run_norm({"x": x, "residual": None}, {"out": out, "total": None, "scale": None}, options)
+    run_norm({"x": x, "residual": None}, {"out": out, "total": None}, options)
     return out
 
 
@@ -158,12 +160,12 @@ def add_rms_norm(
     reads = {"x": x, "residual": residual}
     out, total = outputs(ADD_RMS_NORM, _arguments(reads, weight, eps, dtypes), x.device)
     options = options_of(weight, eps, offset, total.dtype, dtypes)
-    run_norm(reads, {"out": out, "total": total, "scale": None}, options)
+    run_norm(reads, {"out": out, "total": total}, options)
     return out, total
 
 
 def _arguments(
-    tensors: Mapping[str, Tensor], weight: Tensor | None, eps: float, dtypes: Sequence[Dtype]
+    tensors: Mapping[str, Tensor | None], weight: Tensor | None, eps: float, dtypes: Sequence[Dtype]
 ) -> dict[str, Any]:
     """Return the arguments of an RMSNorm on which the layout of its results depends."""
     names = ("normed_dtype", "weight_dtype", "out_dtype")
@@ -185,77 +187,80 @@ def layer_norm(
     (out,) = outputs(LAYER_NORM, {**arguments, "compute_dtype": compute_dtype, "out_dtype": out_dtype}, x.device)
     options = options_of(weight, eps, 0.0, x.dtype, (None, compute_dtype or torch.float32, out_dtype))
     options |= {"bias": None if bias is None else bias.contiguous(), "CENTER": True}
-    run_norm({"x": x, "residual": None}, {"out": out, "total": None, "scale": None}, options)
+    run_norm({"x": x, "residual": None}, {"out": out, "total": None}, options)
     return out
 
 
+@kernel_of(RMS_NORM_QUANTIZE)
 def rms_norm_quantize(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
-    scale: Tensor | None = None,
+    scale: Tensor | None,
     *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype,
+    granularity: str = "token",
+    group_size: int = 0,
     offset: float = 0.0,
+    compute_dtype: Dtype = None,
     normed_dtype: Dtype = None,
     weight_dtype: Dtype = None,
     out_dtype: Dtype = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `core::quantize` of `core::rms_norm`, codes (..., D) and scale fp32 (..., 1), in one launch.
+    """Normalise and quantise in one launch; rows over `MAX_WIDTH` take one more."""
+    dtypes = (normed_dtype, weight_dtype, out_dtype)
+    told = _arguments({"x": x, "scale": scale}, None, eps, dtypes)
+    told |= {"dtype": dtype, "granularity": granularity, "group_size": group_size}
+    codes, used = outputs(RMS_NORM_QUANTIZE, told, x.device)
+    options = options_of(weight, eps, offset, x.dtype, dtypes)
+    ends = Codes(scale, used, group_size)
+    _norm_codes({"x": x, "residual": None}, {"out": codes, "total": None}, options, ends, out_dtype or x.dtype)
+    return codes, used
 
-    scale: one for the whole tensor, (), returned as it is; None to make one for each row. dtype: of the codes.
-    """
-    codes, scale, _ = _norm_codes(
-        {"x": x, "residual": None}, weight, eps, scale, dtype, offset, (normed_dtype, weight_dtype, out_dtype)
-    )
-    return codes, scale
 
-
+@kernel_of(ADD_RMS_NORM_QUANTIZE)
 def add_rms_norm_quantize(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
     eps: float,
-    scale: Tensor | None = None,
+    scale: Tensor | None,
     *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype,
+    granularity: str = "token",
+    group_size: int = 0,
     offset: float = 0.0,
+    compute_dtype: Dtype = None,
     normed_dtype: Dtype = None,
     weight_dtype: Dtype = None,
     out_dtype: Dtype = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `core::quantize` of the normed result of `core::add_rms_norm`, codes and scale, then the sum.
-
-    scale and dtype are as in `rms_norm_quantize`.
-    """
+    """Add, store the sum, normalise it and quantise in one launch; rows over `MAX_WIDTH` take one more."""
     dtypes = (normed_dtype, weight_dtype, out_dtype)
-    codes, scale, total = _norm_codes({"x": x, "residual": residual}, weight, eps, scale, dtype, offset, dtypes)
-    assert total is not None
-    return codes, scale, total
+    reads: dict[str, Tensor | None] = {"x": x, "residual": residual}
+    told = _arguments({**reads, "scale": scale}, None, eps, dtypes)
+    told |= {"dtype": dtype, "granularity": granularity, "group_size": group_size}
+    codes, used, total = outputs(ADD_RMS_NORM_QUANTIZE, told, x.device)
+    options = options_of(weight, eps, offset, total.dtype, dtypes)
+    ends = Codes(scale, used, group_size)
+    _norm_codes(reads, {"out": codes, "total": total}, options, ends, out_dtype or total.dtype)
+    return codes, used, total
 
 
 def _norm_codes(
-    reads: dict[str, Tensor | None],
-    weight: Tensor | None,
-    eps: float,
-    given: Tensor | None,
-    dtype: torch.dtype,
-    offset: float,
-    dtypes: Sequence[Dtype],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, residual = reads["x"], reads["residual"]
-    assert x is not None
-    total = None
-    if residual is not None:
-        total = outputs(ADD_RMS_NORM, _arguments({"x": x, "residual": residual}, None, eps, dtypes), x.device)[1]
-    options = options_of(weight, eps, offset, x.dtype if total is None else total.dtype, dtypes)
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    used = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if given is None else given
-    made = used if given is None else None
-    if triton.next_power_of_2(x.shape[-1]) <= MAX_WIDTH:
-        run_norm(reads, {"out": codes, "total": total, "scale": made}, options, given=given)
-    else:
-        normed = torch.empty_like(codes, dtype=dtypes[-1] or (x if total is None else total).dtype)
-        run_norm(reads, {"out": normed, "total": total, "scale": None}, options)
-        quantize_rows(normed, given, codes, used if given is None else torch.empty_like(given))
-    return codes, used, total
+    reads: Mapping[str, Tensor | None],
+    writes: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+    ends: Codes,
+    stored: torch.dtype,
+) -> None:
+    """Write the codes of a norm to `out`. stored: what the norm rounds to before they are made."""
+    codes, total = writes["out"], writes["total"]
+    assert codes is not None
+    if triton.next_power_of_2(codes.shape[-1]) <= MAX_WIDTH:
+        run_norm(reads, writes, options, codes=ends)
+        ends.fill(codes)
+        return
+    normed = torch.empty_like(codes, dtype=stored)
+    run_norm(reads, {"out": normed, "total": total}, options)
+    ends.quantize(normed, codes)

@@ -65,12 +65,13 @@ def norm_kernel(
     residual_inner, out_outer, out_inner, total_outer, total_inner, scale_outer, scale_inner, eps,
     OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
     NORMED: tl.constexpr, FACTOR: tl.constexpr, PRODUCT: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr,
-    FLAT: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, FLAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of WIDTH up to BLOCK, held in registers. EARLY: the weight is read with the rows, not after them.
 
     residual (rows, WIDTH): None, or added to x first, the sum going to `total`. CENTER: layer norm. out: what the op
-    stores, or codes, if there is a scale: `given` (), or made of each row and stored in `scale` (rows, 1).
+    stores, or codes, if there is a scale: `given` () and copied to `scale` (), or made and stored in `scale`: of each
+    row, (rows, 1), or of GROUP neighbours, a power of two that divides WIDTH, (rows, WIDTH / GROUP).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -107,7 +108,16 @@ def norm_kernel(
             shift = _per_column(bias, columns, inside, 0.0, FACTOR)
     result = _scaled(values * deviation[:, None], factor, shift, NORMED, PRODUCT, STORED)
     if given is not None:
-        result = to_codes(result, tl.load(given).to(tl.float32), out.dtype.element_ty)
+        whole = tl.load(given).to(tl.float32)
+        tl.store(scale, whole, mask=tl.program_id(0) == 0)
+        result = to_codes(result, whole, out.dtype.element_ty)
+    elif GROUP > 0:
+        groups = tl.arange(0, BLOCK // GROUP)
+        result = tl.reshape(tl.where(mask, result, 0.0), (ROWS, BLOCK // GROUP, GROUP))
+        each = scale_of(largest(result, 2), out.dtype.element_ty)
+        scale_at = row_starts(row, inner, scale_outer, scale_inner, FLAT)[:, None] + groups[None, :]
+        tl.store(scale + scale_at, each, mask=present[:, None] & (groups < WIDTH // GROUP)[None, :])
+        result = tl.reshape(to_codes(result, each[:, :, None], out.dtype.element_ty), (ROWS, BLOCK))
     elif scale is not None:
         used = scale_of(largest(tl.where(mask, result, 0.0)), out.dtype.element_ty)
         tl.store(scale + row_starts(row, inner, scale_outer, scale_inner, FLAT), used, mask=present)

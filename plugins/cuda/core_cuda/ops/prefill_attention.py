@@ -17,7 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching, rotary
-from core_cuda.ops.cache_write import refused_cache, write_cache
+from core_cuda.ops.cache_write import head_stride, refused_cache, refused_dtypes, write_cache
+from core_cuda.ops.decode_attention import Coding
 from core_cuda.ops.prefill_kernel import Spec, prefill_kernel
 from core_cuda.ops.rotary import RotaryConfig, rotate_and_write
 from core_cuda.tuned import winner
@@ -37,7 +38,15 @@ __all__ = [
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 512
 _VALUE_PART = 256  # features of a value that a program's registers hold
-_OPTIONS = ("scale", "window", "softcap", "sinks")  # of `core::rotary_attention`, those of the attention
+_OPTIONS = (
+    "scale",
+    "window",
+    "softcap",
+    "sinks",
+    "k_scale",
+    "v_scale",
+    "coding",
+)  # of `core::rotary_attention`, those of the attention
 _LOG2_E = 1 / math.log(2)
 _TMA_BYTES = 16  # alignment of what a tensor descriptor describes
 
@@ -126,9 +135,8 @@ def refuses(call: OpCall) -> str | None:
     query = args["query"]
     if query.dtype not in _DTYPES:
         return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, _DTYPES))}"
-    for name in ("key", "value", "key_cache", "value_cache"):
-        if args[name].dtype != query.dtype:
-            return f"{name} is {args[name].dtype} and query {query.dtype}, and the kernel takes one dtype"
+    if reason := refused_dtypes(call):
+        return reason
     if args["sinks"] is not None and args["sinks"].dtype == torch.float64:
         return "sinks are torch.float64, and the kernel computes in torch.float32"
     size, value_size = args["query"].shape[2], args["value"].shape[2]
@@ -159,14 +167,20 @@ def prefill(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    coding: Coding | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """Write key and value into the cache and attend: `core::attention` of calls that `refuses` lets pass.
 
-    Arguments and result (T, H, V) as there; config overrides the configuration chosen by shape.
+    Arguments and result (T, H, V) as there; coding: the codes that the result becomes, and is returned as. config
+    overrides the configuration chosen by shape.
     """
-    write_cache(key, value, key_cache, value_cache, slot_mapping, query_starts)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    key, value = write_cache(key, value, key_cache, value_cache, slot_mapping, query_starts, **scales)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "causal": causal}
+    options |= {**scales, "coding": coding}
     return attend(
         query, key, value, key_cache, value_cache, block_table, seq_lens, query_starts, **options, config=config
     )
@@ -187,9 +201,15 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    coding: Coding | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
-    """Return what `prefill` returns without writing the cache, of which it reads only what earlier steps wrote."""
+    """Return what `prefill` returns without writing the cache, of which it reads only what earlier steps wrote.
+
+    Where the cache holds codes, so do key and value, as numbers.
+    """
     query, key, value, block_table = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
     )
@@ -208,8 +228,10 @@ def attend(
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, _VALUE_PART)))
     tma = config.tma and _can_describe(key) and _can_describe(value)
     group, pack = num_heads // num_kv_heads, config.pack
-    out = query.new_empty((num_tokens, num_heads, value_size))
+    out = query.new_empty((num_tokens, num_heads, value_size)) if coding is None else coding.codes
     if num_tokens == 0:
+        if coding is not None:
+            coding.used.copy_(coding.scale)
         return out
     spec = Spec(
         causal=causal,
@@ -227,6 +249,8 @@ def attend(
         block_v=block_v,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         stages=config.num_stages,
+        k_scale=head_stride(k_scale),
+        v_scale=head_stride(v_scale),
     )
     launching.launch(
         prefill_kernel,
@@ -245,6 +269,9 @@ def attend(
         query_starts,
         sinks,
         out,
+        k_scale,
+        v_scale,
+        *((None, None) if coding is None else (coding.scale, coding.used)),
         num_tokens,
         num_seqs,
         scale / softcap if softcap else scale * _LOG2_E,
@@ -293,11 +320,13 @@ def prefill_rotary_attention(
     """Turn, write the cache and attend: `core::rotary_attention` of calls that `refuses_rotary` lets pass.
 
     Arguments, but for max_query_len, and result (T, H, V) as there; config and rotary_config override those chosen by
-    shape. Two launches: the second reads the turned key where the first has left it for this, not from the cache.
+    shape; coding as for `prefill`. Two launches: the second reads the turned key where the first has left it for this,
+    not from the cache.
     """
     attention = {name: options.pop(name) for name in _OPTIONS if name in options}
     new = (key_cache, value_cache, slot_mapping, query_starts)
-    query, key = rotate_and_write(query, key, value, cos, sin, *new, config=rotary_config, **options)
+    options |= {name: attention.get(name) for name in ("k_scale", "v_scale")}
+    query, key, value = rotate_and_write(query, key, value, cos, sin, *new, config=rotary_config, **options)
     old = (key_cache, value_cache, block_table, seq_lens, query_starts)
     return attend(query, key, value, *old, **attention, config=config)
 

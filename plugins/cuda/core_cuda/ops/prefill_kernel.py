@@ -14,6 +14,7 @@ import triton.language as tl
 
 from core_cuda.ops.cache_write import write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.quantize import to_codes
 
 __all__ = ["Spec", "prefill_kernel"]
 
@@ -25,7 +26,8 @@ class Spec(NamedTuple):
     """What the kernel is compiled for: what a call asks for, sizes, and the tiles that it is cut into.
 
     group: query heads of a key/value head, of which a tile holds `pack`. d, v: head sizes; v, of the part of a value
-    that a program sums. precision: of products. stages: of the loops' pipelines.
+    that a program sums. precision: of products. stages: of the loops' pipelines. k_scale, v_scale: how far the scales
+    of two heads lie apart, of a cache of codes.
     """
 
     causal: bool
@@ -43,6 +45,8 @@ class Spec(NamedTuple):
     block_v: int
     precision: str
     stages: int
+    k_scale: int = 0
+    v_scale: int = 0
 
 
 @triton.jit
@@ -124,7 +128,7 @@ def _attend(
         kept = (at >= low) & (at < stop)
         if CACHED:
             slots = _slots(table, at, kept, MASKED, SPEC.page)
-            k = _load(keys + slots * stride_k, kept, MASKED, SPEC.d, SPEC.block_d)
+            k = _load(keys + slots * stride_k, kept, MASKED, SPEC.d, SPEC.block_d).to(q.dtype)
         else:
             # By TMA a tile holds rows of others too: scores hide what is wrong in keys, even NaN, but not in values.
             k = _own_rows(
@@ -150,7 +154,7 @@ def _attend(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         if CACHED:
-            v = _load(values + slots * stride_v, kept, MASKED, SPEC.v, SPEC.block_v)
+            v = _load(values + slots * stride_v, kept, MASKED, SPEC.v, SPEC.block_v).to(q.dtype)
         else:
             v = _own_rows(values, base, start, head, column, stride_v, kept, MASKED, TMA, SPEC.v, N, SPEC.block_v)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SPEC.precision)
@@ -208,19 +212,24 @@ def _find_tile(query_starts, seq_lens, num_tokens, num_seqs, TOKENS: tl.constexp
 
 @triton.jit
 def prefill_kernel(
-    query, keys, values, key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out, num_tokens, num_seqs,
-    scale, softcap, window, stride_query_t, stride_query_h, stride_key_t, stride_key_h, stride_value_t, stride_value_h,
-    stride_key_slot, stride_key_head, stride_value_slot, stride_value_head, stride_table, stride_out_h,
-    SPEC: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
+    query, keys, values, key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out, k_scale, v_scale,
+    out_scale, used_scale, num_tokens, num_seqs, scale, softcap, window, stride_query_t, stride_query_h, stride_key_t,
+    stride_key_h, stride_value_t, stride_value_h, stride_key_slot, stride_key_head, stride_value_slot,
+    stride_value_head, stride_table, stride_out_h, SPEC: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile of rows: `pack` heads of one key/value head for each of some tokens of one sequence.
 
     Grid: (K * parts of a group of heads, tiles, parts of V). Arguments as in `core::attention`; keys and values are
     pointers to (T, K, D or V) or, with TMA, descriptors of (K, T, D or V). scale: of the scores, in units of log2, but
     with a soft-cap scale / softcap, where softcap is in units of log2. out: rows of H heads; those of padding become 0.
+    k_scale, v_scale: None but for a cache of codes; keys and values hold codes then too, as numbers. out_scale: of the
+    codes that out is to hold, None where it holds numbers; used_scale gets it.
     """
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    if out_scale is not None:  # noqa: SIM102  # what is not there is no part of a tensor's condition
+        if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+            tl.store(used_scale, tl.load(out_scale))
     PACK: tl.constexpr = SPEC.pack
     M: tl.constexpr = SPEC.block_m
     BLOCK_V: tl.constexpr = SPEC.block_v
@@ -232,6 +241,8 @@ def prefill_kernel(
         return
 
     kv_head = (tl.program_id(0) // PARTS).to(tl.int64)
+    if k_scale is not None:
+        scale *= tl.load(k_scale + kv_head * SPEC.k_scale)
     rows = tl.arange(0, M)
     tokens = first + rows // PACK
     members = tl.program_id(0) % PARTS * PACK + rows % PACK
@@ -265,6 +276,11 @@ def prefill_kernel(
         tokens, first, last, stop, num_seen, scale, softcap, window, False, SPEC,
     )  # fmt: skip
 
-    result = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    if v_scale is not None:
+        result *= tl.load(v_scale + kv_head * SPEC.v_scale)
+    result = result.to(query.dtype.element_ty)
+    if out_scale is not None:
+        result = to_codes(result.to(tl.float32), tl.load(out_scale), out.dtype.element_ty)
     num_heads = tl.num_programs(0) // PARTS * SPEC.group
     write_rows(result, out + (places * num_heads + heads) * stride_out_h + column, real, SPEC.v, BLOCK_V)

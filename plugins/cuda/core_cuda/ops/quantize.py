@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, row_starts
 
 __all__ = [
+    "Codes",
     "QuantizeConfig",
     "candidates",
     "default_config",
@@ -169,12 +171,45 @@ def quantize(
     shape = {"token": (*x.shape[:-1], 1), "tensor": (), "group": (*x.shape[:-1], x.shape[-1] // max(group_size, 1))}
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     used = torch.empty(shape[granularity], dtype=torch.float32, device=x.device)
-    if granularity == "group":
-        regions = (x.unflatten(-1, (-1, group_size)), codes.unflatten(-1, (-1, group_size)))
-        quantize_rows(regions[0], None if scale is None else scale[..., None], regions[1], used[..., None])
-    else:
-        quantize_rows(x, scale, codes, used)
+    Codes(scale, used, group_size).quantize(x, codes)
     return codes, used
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The scales of codes in which a kernel ends. given: to be used; used: where those used go. Both None: no codes.
+
+    group: how many neighbours in a row share one, 0 for none.
+    """
+
+    given: Tensor | None = None
+    used: Tensor | None = None
+    group: int = 0
+
+    @property
+    def made(self) -> Tensor | None:
+        """Where a kernel puts the scales that it makes of rows or groups; None where it makes none."""
+        return self.used if self.given is None else None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What kernels that end in codes are told of scales, beside the rows of those that they make."""
+        return {"given": self.given, "GROUP": self.group} | ({} if self.given is None else {"scale": self.used})
+
+    def fill(self, codes: Tensor) -> None:
+        """Copy a given scale where no kernel has been launched, there being no rows."""
+        if self.given is not None and self.used is not None and not codes.numel():
+            self.used.copy_(self.given)
+
+    def quantize(self, x: Tensor, codes: Tensor) -> None:
+        """Write the codes of x (..., D) to `codes` (..., D), in launches of their own."""
+        assert self.used is not None
+        if self.group:
+            rows = [t.unflatten(-1, (-1, self.group)) for t in (x, codes)]
+            given = None if self.given is None else self.given[..., None]
+            quantize_rows(rows[0], given, rows[1], self.used[..., None])
+        else:
+            quantize_rows(x, self.given, codes, self.used)
 
 
 def quantize_rows(

@@ -14,6 +14,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall
 from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from core_cuda.ops import launching
+from core_cuda.ops.cache_write import CODES, head_stride
 from core_cuda.ops.conditions import dtypes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rotary_kernel import rotary_kernel
@@ -144,18 +145,24 @@ def rotate_and_write(
     *,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     config: RotaryConfig | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Norm if asked and turn query (T, H, D) and key (T, K, D), and write key and value (T, K, V) into the caches.
 
     cos and sin (T, R or R / 2). options: normalize and those of the norm and of the rotation, as in
-    `core::rotary_attention`. Returns the new query in out_dtype and the new key in the cache's dtype, both contiguous.
-    Tokens from the last entry of query_starts (B + 1,) on are padding and are not written; caches as `refused_cache`
-    lets pass.
+    `core::rotary_attention`. Tokens from the last entry of query_starts (B + 1,) on are padding and are not written;
+    caches as `refused_cache` lets pass. k_scale, v_scale: of caches of codes, () or (K,), None for 1.
+
+    Returns the new query in out_dtype, and the key and value to attend to: the new key in the cache's dtype and value
+    itself; or, where the cache holds codes, new tensors of the codes as numbers, in the dtypes of key and value.
     """
+    codes = key_cache.dtype == CODES
     turned = torch.empty(query.shape, dtype=options.get("out_dtype") or query.dtype, device=query.device)
-    turned_key = torch.empty(key.shape, dtype=key_cache.dtype, device=key.device)
+    turned_key = torch.empty(key.shape, dtype=key.dtype if codes else key_cache.dtype, device=key.device)
+    rounded = torch.empty(value.shape, dtype=value.dtype, device=value.device) if codes else None
     _run(
         (query, turned, query_weight),
         (key, turned_key, key_weight),
@@ -163,9 +170,10 @@ def rotate_and_write(
         sin[:, None],
         options,
         places=(value, key_cache, value_cache, slot_mapping, query_starts),
+        coding=(k_scale, v_scale, rounded),
         config=config,
     )
-    return turned, turned_key
+    return turned, turned_key, value if rounded is None else rounded
 
 
 _Turning = tuple[Tensor, Tensor, Tensor | None]  # what is turned, where it goes, the weight of its norm
@@ -179,9 +187,13 @@ def _run(
     options: Mapping[str, Any],
     *,
     places: tuple[Tensor, ...] = (),
+    coding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     config: RotaryConfig | None = None,
 ) -> None:
-    """Launch the kernel; places: value, the two caches, slot_mapping, query_starts, where the cache is written."""
+    """Launch the kernel; places: value, the two caches, slot_mapping, query_starts, where the cache is written.
+
+    coding: scales of keys and values, and where to leave the codes of the values as numbers; of caches of codes.
+    """
     size, dtype = query[0].shape[-1], query[0].dtype
     turned = options.get("rotary_dim") or size
     compute = options.get("compute_dtype")
@@ -217,6 +229,9 @@ def _run(
         key_strides=second[2],
         **writing,
         query_starts=starts,
+        k_scale=coding[0],
+        v_scale=coding[1],
+        rounded=coding[2],
         num_seqs=num_seqs,
         eps=options.get("eps", 0.0),
         offset=options.get("offset", 0.0),
@@ -231,6 +246,8 @@ def _run(
         PROMOTED=TYPES[promoted],
         WRITE=bool(places),
         VALUE_SIZE=value_size,
+        K_SCALE=head_stride(coding[0]),
+        V_SCALE=head_stride(coding[1]),
         ROWS=config.rows,
         BLOCK=triton.next_power_of_2(turned // 2),
         TAIL=triton.next_power_of_2(max(size - turned, 1)),

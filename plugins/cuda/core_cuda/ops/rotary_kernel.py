@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.cache_write import write_rows
+from core_cuda.ops.cache_write import codes_of, write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 
 __all__ = ["rotary_kernel"]
@@ -79,12 +79,15 @@ def _normed(x, deviation, factor, offset, NORM: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit
 def _turn(
-    program, tensors, extent, strides, cache, slot_mapping, num_own, eps, offset,
+    program, tensors, extent, strides, cache, slot_mapping, k_scale, num_own, eps, offset, K_SCALE: tl.constexpr,
     STYLE: tl.constexpr, PER_PAIR: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, TABLE: tl.constexpr, PROMOTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Turn ROWS rows of one tensor; with WRITE, store them in a cache (pointer, slot and head stride) too."""
+    """Turn ROWS rows of one tensor; with WRITE, store them in a cache (pointer, slot and head stride) too.
+
+    Of a cache of codes, what both get are the codes, as numbers in the rows.
+    """
     x, out, cos, sin, weight = tensors
     count, middle, inner = extent
     row = program * ROWS + tl.arange(0, ROWS)
@@ -131,43 +134,66 @@ def _turn(
     a, b = a.to(tl.float32), b.to(tl.float32)
     first = (a * cos_a - b * sin_a).to(PROMOTED)
     second = (b * cos_b + a * sin_b).to(PROMOTED)
+    CODES: tl.constexpr = WRITE and cache[0].dtype.element_ty.is_fp8()
+    if CODES:
+        if k_scale is not None:
+            k_scale = tl.load(k_scale + at[2] * K_SCALE, mask=live, other=1.0)[:, None]
+        KEY: tl.constexpr = to_rows.dtype.element_ty
+        CODE: tl.constexpr = cache[0].dtype.element_ty
+        first = codes_of(first.to(KEY).to(tl.float32), k_scale, CODE)
+        second = codes_of(second.to(KEY).to(tl.float32), k_scale, CODE)
     _store_pairs(to_rows, live, first, second, STYLE == "interleaved", PAIRS, BLOCK)
     if TURNED < SIZE:
         tail = tail.to(to_rows.dtype.element_ty)
+        if CODES:
+            codes = codes_of(tail.to(tl.float32), k_scale, CODE)
+            tail = codes.to(to_rows.dtype.element_ty)
         tl.store(to_rows[:, None] + TURNED + columns[None, :], tail, mask=tail_mask)
     if WRITE:
         _store_pairs(cached_rows, written, first, second, STYLE == "interleaved", PAIRS, BLOCK)
         if TURNED < SIZE:
             tail_mask = _inside(written, columns, SIZE - TURNED, TAIL)
-            tail = tail.to(cached_rows.dtype.element_ty)
+            tail = codes if CODES else tail.to(cached_rows.dtype.element_ty)
             tl.store(cached_rows[:, None] + TURNED + columns[None, :], tail, mask=tail_mask)
 
 
 @triton.jit
-def _write_values(program, value, count, num_heads, cache, slot_mapping, num_own, ROWS, SIZE, BLOCK):
-    """Write ROWS rows of value (pointer, token stride, head stride) into its cache."""
+def _write_values(
+    program, value, count, num_heads, cache, slot_mapping, v_scale, rounded, num_own, V_SCALE, ROWS, SIZE, BLOCK
+):  # fmt: skip
+    """Write ROWS rows of value (pointer, token stride, head stride) into its cache.
+
+    rounded: None, or, where that holds codes, where to write these as numbers, (T, K, V).
+    """
     row = program * ROWS + tl.arange(0, ROWS)
     token, head, v = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64), tl.arange(0, BLOCK)
     written = (row < count) & (token < num_own)
     rows = value[0] + token * value[1] + head * value[2]
     values = tl.load(rows[:, None] + v[None, :], mask=_inside(written, v, SIZE, BLOCK), other=0.0)
     slots = tl.load(slot_mapping + token, mask=written, other=0)
+    if rounded is not None:
+        if v_scale is not None:
+            v_scale = tl.load(v_scale + head * V_SCALE, mask=written, other=1.0)[:, None]
+        values = codes_of(values.to(tl.float32), v_scale, cache[0].dtype.element_ty)
+        write_rows(values, rounded + row.to(tl.int64) * SIZE, written, SIZE, BLOCK)
     write_rows(values, cache[0] + head * cache[2] + slots * cache[1], written, SIZE, BLOCK)
 
 
 @triton.jit
 def rotary_kernel(
     query, query_extent, query_strides, key, key_extent, key_strides, value, key_cache, value_cache, slot_mapping,
-    query_starts, num_seqs, eps, offset, STYLE: tl.constexpr, PER_PAIR: tl.constexpr, SIZE: tl.constexpr,
-    TURNED: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, COMPUTE: tl.constexpr, TABLE: tl.constexpr,
-    PROMOTED: tl.constexpr, WRITE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    query_starts, k_scale, v_scale, rounded, num_seqs, eps, offset, STYLE: tl.constexpr, PER_PAIR: tl.constexpr,
+    SIZE: tl.constexpr, TURNED: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, COMPUTE: tl.constexpr,
+    TABLE: tl.constexpr, PROMOTED: tl.constexpr, WRITE: tl.constexpr, VALUE_SIZE: tl.constexpr, K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn query, then key; with WRITE, write key and value at slot_mapping (tokens,) too, as `write_cache` does.
 
     query, key: (x, out, cos, sin, weight), with extents (rows, middle, inner) and strides in elements of outer, middle
     and inner for each of x, out, cos and sin. Norms: None or the dtypes (computed, normed, weight or None, product).
     COMPUTE: x is rounded to it, unless None, and the tables to TABLE. Grid: programs of ROWS rows of query, key, value.
+    k_scale, v_scale, rounded: of caches of codes, as `rotate_and_write` has them.
     """
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
@@ -178,16 +204,16 @@ def rotary_kernel(
         num_own = tl.load(query_starts + num_seqs).to(tl.int32)
     if program < num_query:
         _turn(
-            program, query, query_extent, query_strides, key_cache, slot_mapping, num_own, eps, offset, STYLE, PER_PAIR,
-            SIZE, TURNED, QUERY_NORM, COMPUTE, TABLE, PROMOTED, ROWS, BLOCK, TAIL, False,
+            program, query, query_extent, query_strides, key_cache, slot_mapping, None, num_own, eps, offset, 0, STYLE,
+            PER_PAIR, SIZE, TURNED, QUERY_NORM, COMPUTE, TABLE, PROMOTED, ROWS, BLOCK, TAIL, False,
         )  # fmt: skip
     elif program < num_query + num_key:
         _turn(
-            program - num_query, key, key_extent, key_strides, key_cache, slot_mapping, num_own, eps, offset, STYLE,
-            PER_PAIR, SIZE, TURNED, KEY_NORM, COMPUTE, TABLE, PROMOTED, ROWS, BLOCK, TAIL, WRITE,
+            program - num_query, key, key_extent, key_strides, key_cache, slot_mapping, k_scale, num_own, eps, offset,
+            K_SCALE, STYLE, PER_PAIR, SIZE, TURNED, KEY_NORM, COMPUTE, TABLE, PROMOTED, ROWS, BLOCK, TAIL, WRITE,
         )  # fmt: skip
     elif WRITE:
         _write_values(
-            program - num_query - num_key, value, key_extent[0], key_extent[2], value_cache, slot_mapping, num_own,
-            ROWS, VALUE_SIZE, BLOCK_V,
+            program - num_query - num_key, value, key_extent[0], key_extent[2], value_cache, slot_mapping, v_scale,
+            rounded, num_own, V_SCALE, ROWS, VALUE_SIZE, BLOCK_V,
         )  # fmt: skip

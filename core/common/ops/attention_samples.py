@@ -1,0 +1,115 @@
+"""Calls of `core::attention` worth testing, of every form that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.common.ops.arguments import at_least_fp32
+from core.common.ops.attention_cache import stored
+from core.common.ops.declaration import Sample
+
+
+def _sample(
+    dtype: torch.dtype,
+    device: torch.device,
+    lens: tuple[tuple[int, int], ...],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (16, 16),
+    padding: tuple[int, int] = (0, 0),
+    **options: Any,
+) -> dict[str, Any]:
+    """Build one call: lens gives (query length, sequence length) per sequence, padding extra (tokens, sequences)."""
+    generator = torch.Generator().manual_seed(hash((lens, heads, sizes, padding)) % 2**31)
+    page, num_seqs = 4, len(lens) + padding[1]
+    blocks_each = max((-(-length // page) for _, length in lens), default=1)
+    num_blocks = 1 + len(lens) * blocks_each
+    order = 1 + torch.randperm(num_blocks - 1, generator=generator)
+    table = torch.zeros(num_seqs, blocks_each, dtype=torch.int32)
+    table[: len(lens)] = order.view(len(lens), blocks_each)
+    slots = [
+        int(table[i, p // page]) * page + p % page
+        for i, (new, length) in enumerate(lens)
+        for p in range(length - new, length)
+    ]
+    starts = [0]
+    for new, _ in lens:
+        starts.append(starts[-1] + new)
+    num_tokens = len(slots) + padding[0]
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    def index(data: list[int], length: int, fill: int, kind: torch.dtype) -> Tensor:
+        return torch.tensor(data + [fill] * (length - len(data)), dtype=kind, device=device)
+
+    return {
+        "query": randn(num_tokens, heads[0], sizes[0]),
+        "key": randn(num_tokens, heads[1], sizes[0]),
+        "value": randn(num_tokens, heads[1], sizes[1]),
+        "key_cache": randn(num_blocks, page, heads[1], sizes[0]),
+        "value_cache": randn(num_blocks, page, heads[1], sizes[1]),
+        "block_table": table.to(device),
+        "slot_mapping": index(slots, num_tokens, 0, torch.int64),
+        "seq_lens": index([length for _, length in lens], num_seqs, 0, torch.int32),
+        "query_starts": index(starts, num_seqs + 1, starts[-1], torch.int32),
+        "scale": sizes[0] ** -0.5,
+        **options,
+    }
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield calls of every form: decode, prefill, mixed, padded, grouped heads, window, soft-cap, sinks, masks."""
+    cases: dict[str, dict[str, Any]] = {
+        "decode": {"lens": ((1, 7), (1, 1), (1, 13)), "max_query_len": 1},
+        "decode padded": {"lens": ((1, 7), (1, 5)), "padding": (2, 2), "max_query_len": 1},
+        "prefill": {"lens": ((5, 5), (11, 11))},
+        "chunk and mixed": {"lens": ((3, 9), (1, 6), (7, 7)), "padding": (4, 1)},
+        "window 3": {"lens": ((9, 9), (1, 8)), "window": 3},
+        "soft-cap": {"lens": ((6, 6), (1, 4)), "softcap": 2.5},
+        "odd scale, value size 8": {"lens": ((5, 5), (2, 7)), "sizes": (16, 8), "scale": 0.37},
+        "one kv head": {"lens": ((4, 4),), "heads": (6, 1)},
+        "bidirectional": {"lens": ((4, 4), (3, 3)), "causal": False},
+    }
+    for name, case in cases.items():
+        yield Sample(name=name, kwargs=_sample(dtype, device, **case))
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    yield Sample(name="sinks", kwargs={**base, "sinks": torch.linspace(-1, 2, 4, dtype=dtype, device=device)})
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    width = base["block_table"].shape[1] * base["key_cache"].shape[1]
+    grid = torch.arange(6 * width, device=device).view(6, 1, width)
+    yield Sample(name="boolean mask", kwargs={**base, "mask": grid % 3 != 1})
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    bias = torch.linspace(-3, 3, 6 * 4 * width, dtype=dtype, device=device).view(6, 4, width)
+    yield Sample(name="additive mask per head", kwargs={**base, "mask": bias})
+    base = _sample(dtype, device, ((5, 5), (1, 7)))
+    strided = base["query"].transpose(0, 1).contiguous().transpose(0, 1)
+    yield Sample(name="non-contiguous query", kwargs={**base, "query": strided})
+    yield from _samples_of_codes(dtype, device)
+
+
+def _samples_of_codes(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """Yield calls with caches of codes: one scale, one for each head, none, and values beyond their range.
+
+    No scale is a fraction of small numbers: values of half precision over it would lie right between two codes.
+    """
+    mixed, wide = ((3, 9), (1, 6), (7, 7)), at_least_fp32(dtype)
+
+    def sample(name: str, lens: tuple[tuple[int, int], ...], k: list[float], v: list[float], **more: Any) -> Sample:
+        call = _sample(dtype, device, lens, **more)
+        for cache, scale, numbers in (("key_cache", "k_scale", k), ("value_cache", "v_scale", v)):
+            given = torch.tensor(numbers, dtype=wide, device=device)
+            call[scale] = (given if len(numbers) > 1 else given[0]) if numbers else None
+            call[cache] = stored(call[cache], torch.float8_e4m3fn, call[scale])
+        return Sample(name=name, kwargs=call)
+
+    yield sample("codes, decode", ((1, 7), (1, 1), (1, 13)), [0.02137], [0.01291], padding=(1, 1), max_query_len=1)
+    yield sample(
+        "codes, a scale per head", mixed, [0.02079, 0.11231], [0.03067, 0.00717], padding=(4, 1), sizes=(16, 8)
+    )
+    yield sample("codes, no scale", mixed, [], [], window=3)
+    yield sample("codes, beyond the range", mixed, [0.00311], [0.00419, 0.02043], softcap=2.5)
