@@ -1,0 +1,133 @@
+"""Fuse an all-reduce with what normalises its sum: `core::all_reduce_rms_norm` and its kind, up to codes of fp4.
+
+The walk starts at each all-reduce and takes as much of what follows as there is an op for. The sum must be read by the
+norm alone, else the tensor would be reduced twice. What the norm gives may go on to other readers than a quantisation:
+then the op ends before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from core.common.ops.collective import ALL_REDUCE
+from core.common.ops.collective_norm import (
+    ALL_REDUCE_ADD_RMS_NORM,
+    ALL_REDUCE_ADD_RMS_NORM_QUANTIZE,
+    ALL_REDUCE_ADD_RMS_NORM_QUANTIZE_FP4,
+    ALL_REDUCE_RMS_NORM,
+)
+from core.common.ops.declaration import CanonicalOp, find_op
+from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE
+from core.common.ops.quantization import QUANTIZE
+from core.common.ops.quantize_fp4 import QUANTIZE_FP4
+from core.common.passes import view
+from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.lift.quantize_calls import arguments, name_results, read_quantize, results
+from core.common.passes.rewrite import Site, fuse, near_miss
+
+_FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
+    {
+        RMS_NORM.name: ALL_REDUCE_RMS_NORM,
+        ADD_RMS_NORM.name: ALL_REDUCE_ADD_RMS_NORM,
+        ADD_RMS_NORM_QUANTIZE.name: ALL_REDUCE_ADD_RMS_NORM_QUANTIZE,
+    }
+)
+"""Name of what follows an all-reduce -> the op that is both."""
+_SEVERAL = (ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE, QUANTIZE, QUANTIZE_FP4)
+
+
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return an all-reduce with the norm of its sum, and the quantisation of that."""
+    reduced = call_of(node, ALL_REDUCE)
+    if reduced is None:
+        return None
+    x, group = reduced["x"], str(reduced["group"])
+    norm = view.only_user(node)
+    if norm is None:
+        return near_miss(node, f"{node} is read by {', '.join(user.name for user in node.users) or 'nothing'}")
+    op = find_op(norm.target)
+    given = arguments(norm, op) if op is not None and op.name in _FUSED else {}
+    if op is None or node not in (given.get("x"), given.get("residual")):
+        return near_miss(node, f"{norm}, which alone reads {node}, is no norm of it")
+    reason = refused_group(context, group) or refused_bytes(context, group, x)
+    if reason:
+        return near_miss(node, reason)
+    if "residual" in given:
+        residual = given["x"] if given["residual"] is node else given["residual"]
+        if residual is node:
+            return near_miss(node, f"{norm} adds {node} to itself")
+        if view.dtype(residual) != view.dtype(node) or not view.same_shape(residual, node):
+            return near_miss(node, f"{residual} and {node} differ in shape or dtype")
+        given["residual"] = residual
+    given |= {"x": x, "group": group}
+    return _quantized(node, norm, given) if op is ADD_RMS_NORM else _site(_FUSED[op.name], given, (node, norm))
+
+
+def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site:
+    """Return the site of a norm whose result may be read by a quantisation alone."""
+    found = results(norm)
+    normed, total = found[0], found[1]
+    last = view.only_user(normed)
+    op = find_op(last.target) if last is not None else None
+    interior = (node, norm, normed)
+    if last is not None and op is QUANTIZE:
+        quantize = read_quantize(last)
+        if quantize is not None and quantize.x is normed and not quantize.unknown:
+            given |= {"scale": quantize.scale, **quantize.options}
+            return _site(ALL_REDUCE_ADD_RMS_NORM_QUANTIZE, given, (*interior, last), further=(total,))
+    if last is not None and op is QUANTIZE_FP4:
+        given["scale"] = arguments(last, QUANTIZE_FP4).get("scale")
+        return _site(ALL_REDUCE_ADD_RMS_NORM_QUANTIZE_FP4, given, (*interior, last), further=(total,))
+    return _site(ALL_REDUCE_ADD_RMS_NORM, given, (node, norm))
+
+
+def _site(
+    fused: CanonicalOp, given: dict[str, Any], interior: tuple[fx.Node, ...], *, further: tuple[fx.Node, ...] = ()
+) -> Site:
+    """Return the site of an op whose results are those of the last node of its interior, and further ones."""
+    positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
+    last = interior[-1]
+    found = results(last) if find_op(last.target) in _SEVERAL else {0: last}
+    outputs = (*(found[index] for index in sorted(found)), *further)
+    return Site(
+        anchor=outputs[0],
+        target=fused.overload,
+        args=tuple(given.get(name) for name in positional),
+        kwargs={name: value for name, value in given.items() if name not in positional},
+        interior=(*interior, *outputs),
+        outputs=outputs,
+    )
+
+
+def run(context: PassContext) -> PassResult:
+    """Fuse every all-reduce with the norm of its sum."""
+    name_results(context, _SEVERAL)
+    return fuse(context, find)
+
+
+FUSE_ALL_REDUCE_NORM = Pass(
+    name="fuse_all_reduce_norm",
+    run=run,
+    after=(
+        *("lift_collectives", "lift_rms_norm", "fuse_add_rms_norm", "eliminate_common_subexpressions"),
+        *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize", "sequence_parallel"),
+    ),
+    guards=Guards(world_size=(2, None)),
+    reads_content=False,
+    # Kernels that exchange in one step send all to all, which pays less the more processes there are. An implementation
+    # knows its own limits besides, and says so in its condition: the nodes that it does not take are put back.
+    params=MappingProxyType(
+        {
+            "most_bytes_of_2": 64 << 20,
+            "most_bytes_of_4": 32 << 20,
+            "most_bytes_of_8": 8 << 20,
+        }
+    ),
+)
