@@ -1,8 +1,9 @@
 """From a Dynamo graph to a graph of ATen ops, canonical and other custom ops kept whole, in-place writes kept in place.
 
-Not functionalised: a functional graph would copy whole caches at every write until a later pass proves that it need
-not, and the analyses here (core/common/passes/writes.py) handle writes as they are. Nothing is decomposed further than
-torch's own composite ops are, so that what no pass takes runs on the kernels it would run on in eager mode.
+Not functionalised unless passes ask for it: a functional graph copies whole caches at every write until a later pass
+proves that it need not, and the analyses here (core/common/passes/writes.py) handle writes as they are. Nothing is
+decomposed further than torch's own composite ops are, so that what no pass takes runs on the kernels it would run on in
+eager mode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from core.common.passes.effects import value_of
+from core.common.functional import functionalized, wrapping
+from core.common.passes.common.reinplace_plan import WAS_IN_PLACE
+from core.common.passes.declaration import Form
+from core.common.passes.effects import value_of, written_args
 from core.common.passes.sites import MADE_BY
 from core.errors import TraceError
 
@@ -33,6 +37,21 @@ def to_aten(module: fx.GraphModule) -> fx.GraphModule:
     module: a graph whose placeholders hold fake values (`meta["example_value"]`); it stays as it is. The new nodes hold
     theirs under `meta["val"]`. Sizes that are symbolic stay so. Raises `TraceError` with the op that fails.
     """
+    return _lowered(module, None)
+
+
+def to_functional(module: fx.GraphModule, form: Form = "v2") -> fx.GraphModule:
+    """Return the same in ATen ops that write nothing: each update gives a new value, copied into its input at the end.
+
+    As AOTAutograd does. form: which wrapper, `auto_functionalized` (v1) or `auto_functionalized_v2`, custom ops that
+    write get. Nodes that were in-place calls are marked by `WAS_IN_PLACE`. `reinplace` is the way back. Raises
+    `TraceError` too for an op that cannot be functionalised, and for inputs that share written memory.
+    """
+    with wrapping(form):
+        return _lowered(module, form)
+
+
+def _lowered(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     constants = list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"))
     examples = [value_of(node) for node in inputs]
@@ -47,14 +66,17 @@ def to_aten(module: fx.GraphModule) -> fx.GraphModule:
     attributes = [_attribute(module, name) for name in constants]
     with _tracing(mode):
         fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in attributes]
-        interpreter = _Interpreter(module, dict(zip(constants, fakes, strict=True)))
+        interpreter = _Interpreter(module, dict(zip(constants, fakes, strict=True)), functional=form is not None)
 
         def run(*args: Any) -> Any:
             interpreter.attributes = dict(zip(constants, args[len(inputs) :], strict=True))
             return interpreter.run(*args[: len(inputs)])
 
         try:
-            graph: fx.GraphModule = make_fx(run, tracing_mode="real")(*examples, *fakes)
+            traced = run if form is None else functionalized(run, [*(node.name for node in inputs), *constants])
+            graph: fx.GraphModule = make_fx(traced, tracing_mode="real")(*examples, *fakes)
+        except TraceError:
+            raise
         except Exception as error:
             node = interpreter.current
             raise TraceError(
@@ -68,10 +90,11 @@ def to_aten(module: fx.GraphModule) -> fx.GraphModule:
 class _Interpreter(fx.Interpreter):
     """Runs the graph under the tracer and carries the passes' marks over to the nodes that each node becomes."""
 
-    def __init__(self, module: fx.GraphModule, attributes: dict[str, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, attributes: dict[str, Any], *, functional: bool) -> None:
         super().__init__(module)
         self.attributes = attributes
         self.current: fx.Node | None = None
+        self._functional = functional
 
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
@@ -79,11 +102,14 @@ class _Interpreter(fx.Interpreter):
         traced = None if mode is None else mode.tracer.graph
         last = None if traced is None else next(iter(reversed(traced.nodes)), None)
         result = super().run_node(n)
-        if traced is not None and any(mark in n.meta for mark in _MARKS):
+        marks = {mark: n.meta[mark] for mark in _MARKS if mark in n.meta}
+        if self._functional and written_args(n):
+            marks[WAS_IN_PLACE] = True
+        if traced is not None and marks:
             for node in reversed(traced.nodes):
                 if node is last:
                     break
-                node.meta.update({mark: n.meta[mark] for mark in _MARKS if mark in n.meta})
+                node.meta.update(marks)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

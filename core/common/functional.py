@@ -1,0 +1,123 @@
+"""Functionalisation: running a graph so that what is traced writes nothing but, at the very end, its inputs.
+
+torch's own (`FunctionalTensorMode`), as AOTAutograd uses it. What AOTAutograd leaves to its run-time wrappers is done
+here in the graph, since nothing wraps ours: an output that lies in the memory of a written input is given as a view of
+that input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from core.common.passes.common.reinplace_memory import Area, same, same_layout
+from core.common.passes.declaration import Form
+from core.errors import TraceError
+
+
+@contextmanager
+def wrapping(form: Form) -> Iterator[None]:
+    """Let torch wrap custom ops that write in the nodes of this form; it reads that from Inductor's configuration."""
+    import torch._inductor.config as inductor_config  # brings Inductor and Dynamo: not for programs without this stage
+
+    config: Any = inductor_config
+    with config.patch(enable_auto_functionalized_v2=form == "v2"), FunctionalTensorMode():
+        yield
+
+
+def functionalized(run: Callable[..., Any], names: Sequence[str]) -> Callable[..., list[Any]]:
+    """Return `run` with its updates made functional; to be traced within `wrapping`.
+
+    names: of the arguments, for errors. The outputs come as a flat list.
+    """
+
+    def functional(*args: Any) -> list[Any]:
+        wrapped: list[Any] = []
+        for index, value in enumerate(args):
+            twin = _twin(value, args[:index])
+            wrapped.append(to_fun(value) if twin is None else wrapped[twin])
+        outputs = _flat(run(*wrapped))
+        written = [index for index, value in enumerate(wrapped) if _is_written(value, wrapped[:index])]
+        for index in written:
+            _refuse_alias(index, args, names)
+        homes = {wrapped[index].untyped_storage()._cdata: args[index] for index in written}
+        given = [_home(output, homes) for output in outputs]
+        values = [from_fun(output) for output in outputs]
+        for index in written:
+            new: Any = from_fun(wrapped[index])
+            _refuse_reshaping(names[index], args[index], new)
+            args[index].copy_(new)
+        return [
+            value if home is None else _view_of(home, output)
+            for value, home, output in zip(values, given, outputs, strict=True)
+        ]
+
+    return functional
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _twin(value: Any, earlier: Sequence[Any]) -> int | None:
+    """Return which earlier argument is the very same tensor: same memory, read the same way."""
+    if not isinstance(value, Tensor):
+        return None
+    for index, other in enumerate(earlier):
+        shares = isinstance(other, Tensor) and _storage(other) == _storage(value)
+        if shares and same_layout(other, value) and same(other.storage_offset(), value.storage_offset()):
+            return index
+    return None
+
+
+def _is_written(value: Any, earlier: Sequence[Any]) -> bool:
+    return isinstance(value, Tensor) and not any(value is other for other in earlier) and has_data_mutation(value)
+
+
+def _storage(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _refuse_alias(index: int, args: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise where another argument shows a part of what is written: a functional graph would not show it."""
+    written = args[index]
+    area = Area.of(written)
+    for other, name in zip(args, names, strict=True):
+        if not isinstance(other, Tensor) or other is written or _storage(other) != _storage(written):
+            continue
+        there = Area.of(other)
+        if area is None or there is None or not (area.is_apart(there) or area.is_same(there)):
+            raise TraceError(
+                f"functionalising a graph that writes {names[index]}",
+                found=f"{name} shares a part of its memory, and would not show the write",
+                remedy="give the graph tensors that do not overlap, or disable the passes of stage functional",
+            )
+
+
+def _refuse_reshaping(name: str, old: Tensor, new: Tensor) -> None:
+    if len(old.shape) != len(new.shape) or not all(map(same, old.shape, new.shape)):
+        raise TraceError(
+            f"functionalising a graph that writes {name}",
+            found=f"it changes the shape in place, from {tuple(old.shape)} to {tuple(new.shape)}",
+            remedy="write into memory of a fixed shape, or disable the passes of stage functional",
+        )
+
+
+def _home(output: Any, homes: dict[int, Tensor]) -> Tensor | None:
+    """Return the written input in whose memory an output lies."""
+    return homes.get(_storage(output)) if isinstance(output, Tensor) else None
+
+
+def _view_of(home: Tensor, output: Tensor) -> Tensor:
+    """Return the output as a view of the input, once that holds its new value."""
+    if same_layout(home, output) and same(home.storage_offset(), output.storage_offset()):
+        return home
+    return torch.as_strided(home, output.shape, output.stride(), output.storage_offset())

@@ -1,0 +1,79 @@
+"""Fix functionalisation: let a functional graph write in place again, with a copy only where an old value is needed.
+
+The counterpart of core/common/functional.py, and good for any functional ATen graph: what an op writes is read off its
+schema, never off its name.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import fx
+
+from core.common.passes.common.reinplace_calls import renew_views, rewrite_updates
+from core.common.passes.common.reinplace_plan import plan_updates
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.rewrite import remove_dead
+from core.common.passes.sites import near_miss
+
+log = logging.getLogger("core.passes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reinplaced:
+    """What became of a graph's updates. functionalized: how many there were. sites: of those that run in place now.
+
+    clones: a copy that is left, each with its reason: of a value before the op that writes it, or of an update that
+    still gives its result in memory of its own. num_moved: nodes that read an old value, moved before its update.
+    """
+
+    functionalized: int
+    sites: tuple[str, ...]
+    clones: tuple[NearMiss, ...]
+    num_moved: int
+
+    def summary(self) -> str:
+        """Return the counts in one line."""
+        return (
+            f"{self.functionalized} updates functionalised, {len(self.sites)} in place again, "
+            f"{len(self.clones)} copies kept, {self.num_moved} nodes moved before an update"
+        )
+
+
+def reinplace(module: fx.GraphModule, *, move_readers: bool = True) -> Reinplaced:
+    """Let every update of a functional ATen graph run in place, with a copy where its old value is still needed.
+
+    module: a graph of ATen and custom ops with fake values (`meta["val"]`), functionalised by AOTAutograd, Inductor or
+    `to_functional`; changed in place and recompiled. An input is written only if the graph copies a value into it.
+    move_readers: move who reads an old value before its update, rather than copy the value. Not for a graph that
+    Inductor is about to lower: it may compute such a read after the op's write (torch 2.13, and 2.11).
+    """
+    renew_views(module.graph)  # a pass that replaced a node may have left the views of it as they were
+    plan = plan_updates(module, move_readers=move_readers)
+    misses = tuple(near_miss(node, reason) for node, reason in plan.kept)
+    sites = rewrite_updates(module.graph, plan)
+    remaining = {miss.node for miss in misses} & {node.name for node in module.graph.nodes}
+    remove_dead(module.graph)
+    module.recompile()
+    return Reinplaced(
+        functionalized=len(sites) + len(remaining), sites=tuple(sites), clones=misses, num_moved=plan.moved
+    )
+
+
+def run(context: PassContext) -> PassResult:
+    """Let what functionalisation made a copy of be written in place, but where the old value is needed."""
+    done = reinplace(context.module, move_readers=context.params["move_readers"] is True)
+    log.info("pass %s: %s", context.name, done.summary())
+    return PassResult(matched=len(done.sites), sites=done.sites, near_misses=done.clones)
+
+
+FIX_FUNCTIONALIZATION = Pass(
+    name="fix_functionalization",
+    run=run,
+    stage="functional",
+    closes=True,
+    params={"move_readers": True},
+    reads_content=False,
+)

@@ -1,0 +1,52 @@
+"""The forms of a graph after the passes on Dynamo's ops: functional where passes ask for it, then plain ATen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from core.common.aten import to_aten, to_functional
+from core.common.passes.declaration import Form, Pass, Stage
+from core.errors import TraceError
+
+_FORMS: tuple[Form, ...] = ("v1", "v2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """A graph as the passes of a stage want it. refused: why it cannot have that form; module is then as before."""
+
+    stage: Stage
+    form: Form
+    module: fx.GraphModule
+    refused: TraceError | None = None
+
+
+def later_stages(
+    passes: Sequence[Pass], module: fx.GraphModule, prepare: Callable[[fx.GraphModule], object]
+) -> Iterator[Staged]:
+    """Yield the graph for each stage after `torch` that one of the passes has; the caller rewrites it before the next.
+
+    prepare: puts back the canonical ops that a device lacks, in place, before a graph is lowered: patterns on ATen then
+    see them as the model wrote them. Functional graphs come first, one for each form asked for, and leave a graph of
+    ATen ops that writes in place. One that cannot be functionalised says why; a failing `to_aten` raises.
+    """
+    asked = {declared.stage for declared in passes}
+    if asked <= {"torch"}:
+        return
+    prepare(module)
+    is_aten = False
+    forms = {declared.form for declared in passes if declared.stage == "functional" and not declared.closes}
+    for form in _FORMS if "functional" in asked else ():
+        if form not in (forms or {"v2"}):
+            continue
+        try:
+            module, is_aten = to_functional(module, form), True
+        except TraceError as error:
+            yield Staged(stage="functional", form=form, module=module, refused=error)
+        else:
+            yield Staged(stage="functional", form=form, module=module)
+    if "aten" in asked:
+        yield Staged(stage="aten", form="v2", module=module if is_aten else to_aten(module))
