@@ -1,0 +1,170 @@
+"""The compile cache of one program: the graphs that its entry gives, and the entry that a compile leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from core.common.cache import graphs
+from core.common.cache.code import is_foreign_code
+from core.common.cache.digests import changed_contents, encode_contents
+from core.common.cache.inventory import Inventory
+from core.common.cache.literals import Targets
+from core.common.cache.reports import decode_report, encode_report
+from core.common.cache.store import Damaged, Store, Untrusted, each_line, key_of
+from core.common.cache.uncacheable import Uncacheable
+from core.common.report import CacheReport, TraceReport
+from core.common.traced import TracedGraph
+from core.factors import Subject, factors_of, plugin_packages
+
+if TYPE_CHECKING:
+    from core.device import Mode
+
+log = logging.getLogger("core.cache")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedGraph:
+    """A graph as a phase runs it, with its account. breaks: at how many places a piecewise mode cuts it.
+
+    contents: tensors of which a pass may have read the content.
+    """
+
+    traced: TracedGraph
+    report: TraceReport
+    breaks: int
+    contents: tuple[Tensor, ...] = ()
+
+
+class ProgramCache:
+    """The entry of one program. Tells what it did by `report`; nothing that fails here fails the compile."""
+
+    def __init__(self, subject: Subject) -> None:
+        """Read the factors off the program and look for its entry."""
+        self._table = subject.table
+        self._packages = plugin_packages(subject.device)
+        self._targets = Targets(subject.device.ops, self._packages)
+        self._store = Store.of_user()
+        self._made: dict[tuple[str, str], list[CachedGraph]] = {}
+        self._found: dict[tuple[str, str], list[CachedGraph]] = {}
+        self._inventory = Inventory(subject.models, whole=self._packages)
+        self._factors = factors_of(subject, self._inventory, self._packages)
+        self.report = CacheReport(state="miss", key=key_of(self._factors), folder=str(self._store.folder))
+        if self._inventory.refusals:
+            self._refuse("; ".join(each_line(self._inventory.refusals, most=3)))
+        else:
+            self._look()
+
+    def load(self, phase: str, mode: Mode) -> list[CachedGraph] | None:
+        """Return the graphs of a phase in a mode; None where the entry has none."""
+        return self._found.get((phase, mode))
+
+    def keep(self, phase: str, mode: Mode, made: Sequence[CachedGraph]) -> None:
+        """Note the graphs of a phase that were made now, for `save`."""
+        self._made[phase, mode] = list(made)
+
+    def save(self) -> None:
+        """Write the entry, if anything was made; say why where it can't be."""
+        if not self._made or self.report.state in ("refused", "off"):
+            return
+        try:
+            text = self._encode()
+            path = self._store.write(self.report.key, self._factors, text)
+        except Uncacheable as reason:
+            self._refuse(str(reason))
+        except Exception as error:  # the program is made: what can't be kept of it is no reason to lose it
+            self._refuse(f"the entry can't be written: {type(error).__name__}: {error}")
+        else:
+            log.info("compile cache: wrote %s", path)
+
+    def _refuse(self, reason: str) -> None:
+        log.warning("compile cache: not used for this program: %s", reason)
+        self.report = replace(self.report, state="refused", reason=reason)
+
+    def _look(self) -> None:
+        try:
+            text = self._store.read(self.report.key, self._factors)
+            if text is None:
+                self._explain_miss()
+                return
+            self._found = self._decode(text)
+        except Untrusted as refusal:
+            self._refuse(str(refusal))
+            return
+        except Exception as error:  # whatever an entry holds, the way without it is open
+            wrong = isinstance(error, (Damaged, Uncacheable))
+            reason = str(error) if wrong else f"it can't be read: {type(error).__name__}: {error}"
+            log.warning("compile cache: entry %s is not used and made anew: %s", self.report.key[:12], reason)
+            self._found = {}
+            self._store.discard(self.report.key)
+            self.report = replace(self.report, reason=reason)
+            return
+        num_graphs = sum(map(len, self._found.values()))
+        log.info("compile cache: hit %s, %d graphs from %s", self.report.key[:12], num_graphs, self._store.folder)
+        self.report = replace(self.report, state="hit")
+
+    def _explain_miss(self) -> None:
+        nearest = self._store.nearest(self._factors)
+        if nearest is None:
+            log.info("compile cache: miss, there is no entry of this model yet")
+            self.report = replace(self.report, reason="no entry of this model yet")
+            return
+        key, found = nearest
+        log.info("compile cache: miss; nearest is %s, %d factors differ:", key[:12], len(found))
+        for line in each_line(found):
+            log.info("compile cache:   %s", line)
+        reason = f"{len(found)} factors differ from {key[:12]}: {'; '.join(each_line(found, most=2))}"
+        self.report = replace(self.report, reason=reason, differences=tuple(found))
+
+    def _encode(self) -> dict[str, Any]:
+        phases = []
+        for (phase, mode), made in {**self._found, **self._made}.items():
+            texts = [self._encode_one(each) for each in made]
+            phases.append({"phase": phase, "mode": mode, "graphs": texts})
+        return {"phases": phases}
+
+    def _encode_one(self, made: CachedGraph) -> dict[str, Any]:
+        failed = [each.name for each in made.report.passes if each.error]
+        if failed:
+            raise Uncacheable(f"passes were undone: {', '.join(failed)}")
+        for code in made.traced.code:
+            if not self._inventory.covers(code) and is_foreign_code(code, self._packages):
+                where = f"{code.co_filename}:{code.co_firstlineno}"
+                raise Uncacheable(f"the trace ran through {code.co_qualname} ({where}), to which no factor leads")
+        text = graphs.encode_graph(made.traced, self._targets, self._inventory.path_of)
+        # Through JSON, as a later process reads it.
+        again = graphs.decode_graph(json.loads(json.dumps(text)), self._targets, self._inventory.tensors)
+        if _without_places(graphs.encode_graph(again, self._targets, self._inventory.path_of)) != _without_places(text):
+            raise Uncacheable(f"the graph of {made.report.phase} does not read back as itself")
+        contents = encode_contents(made.contents, self._inventory.path_of)
+        return {
+            "breaks": made.breaks,
+            "report": encode_report(made.report),
+            "contents": contents,
+            "graph": text,
+        }
+
+    def _decode(self, text: Mapping[str, Any]) -> dict[tuple[str, str], list[CachedGraph]]:
+        tensors, known = self._inventory.tensors, [key for keys in self._table.phases.values() for key in keys]
+        found: dict[tuple[str, str], list[CachedGraph]] = {}
+        for each in text["phases"]:
+            made = found[each["phase"], each["mode"]] = []
+            for one in each["graphs"]:
+                changed = changed_contents(one["contents"], tensors)
+                if changed:
+                    raise Uncacheable(f"a pass read the content of {', '.join(changed)}, which has changed")
+                traced = graphs.decode_graph(one["graph"], self._targets, tensors)
+                report = decode_report(one["report"], known)
+                made.append(CachedGraph(traced=traced, report=report, breaks=one["breaks"]))
+        return found
+
+
+def _without_places(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what stands there for the reader alone."""
+    nodes = [{key: value for key, value in node.items() if key != "module"} for node in text["nodes"]]
+    return json.loads(json.dumps({**text, "nodes": nodes}))  # type: ignore[no-any-return]

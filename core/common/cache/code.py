@@ -1,0 +1,185 @@
+"""Code as a factor of the cache: what a function does, which names it uses, and the source of whole packages."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+from core.common.passes.identity import bytecode
+
+_BEGAN = time.time()
+# Counted by version, or by the text of the whole package: their functions are not followed.
+_WHOLE = frozenset({"torch", "torchgen", "functorch", "numpy", "triton", "sympy", "core"}) | sys.stdlib_module_names
+# Nothing that runs when a model is called, or the same for all classes.
+_NEVER_CALLED = frozenset(
+    {"__repr__", "__str__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__", "__copy__"}
+    | {"__init_subclass__", "__class_getitem__", "__del__", "__dir__", "__format__", "__sizeof__", "__subclasshook__"}
+    | {"__annotate__", "__annotate_func__"}
+)
+_VALUES = (str, int, float, bool, bytes, tuple, list, dict, set, frozenset, type(None))
+
+
+def is_whole(package: str, more: frozenset[str] = frozenset()) -> bool:
+    """Tell whether a package's code is a factor as a whole; `__main__` is a module of the standard library by name."""
+    return (package in _WHOLE and package != "__main__") or package in more
+
+
+def package_of(value: Any) -> str:
+    """Return the top package in which a function's code, or a class, was written; wrappers copy other names.
+
+    Modules that log count as one of the standard library's: no result depends on them.
+    """
+    found = value.__globals__.get("__name__") if isinstance(value, types.FunctionType) else value.__module__
+    module = str(found or "")
+    return "logging" if module.endswith(".logging") else module.partition(".")[0]
+
+
+def name_of(value: Any) -> str:
+    """Return `module:qualified.name` of a function or class."""
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+@lru_cache(maxsize=16384)
+def digest_of(code: types.CodeType) -> str:
+    """Return a digest of what a code object does, and of how it takes its arguments."""
+    parameters = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return hashlib.sha256(repr((bytecode(code)[0], parameters, names)).encode()).hexdigest()[:16]
+
+
+def unwrapped(member: Any) -> list[types.FunctionType]:
+    """Return the functions behind a member of a class: a method, a property, a class method."""
+    if isinstance(member, types.FunctionType):
+        return [member]
+    if isinstance(member, (staticmethod, classmethod)):
+        return unwrapped(member.__func__)
+    if isinstance(member, property):
+        return [each for each in (member.fget, member.fset) if isinstance(each, types.FunctionType)]
+    if isinstance(member, cached_property):
+        return unwrapped(member.func)
+    return unwrapped(member.__wrapped__) if hasattr(member, "__wrapped__") else []
+
+
+def members(owner: type, more: frozenset[str] = frozenset()) -> dict[str, tuple[type, Any]]:
+    """Return what a class has by name, each with the class that it is from; what is followed only.
+
+    Methods that are never called with a model, and those that make one, are left out.
+    """
+    import torch
+
+    found: dict[str, tuple[type, Any]] = {}
+    skipped = _NEVER_CALLED | ({"__init__"} if issubclass(owner, torch.nn.Module) else set())
+    for base in reversed(owner.__mro__):
+        whole = is_whole(package_of(base), more)
+        for name, member in vars(base).items():
+            found.pop(name, None)
+            kept = bool(unwrapped(member)) or (isinstance(member, _VALUES) and not name.startswith("__"))
+            if kept and not whole and name not in skipped:
+                found[name] = (base, member)
+    return found
+
+
+def names_of(function: types.FunctionType) -> tuple[str, ...]:
+    """Return the names that a function uses, of globals and of attributes alike, and texts that may be such."""
+    return _names_in(function.__code__)
+
+
+@lru_cache(maxsize=16384)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    consts = (const for each in nested(code) for const in each.co_consts)
+    texts = {const for const in consts if isinstance(const, str) and const.isidentifier()}  # getattr(x, "name")
+    return tuple(sorted(texts.union(bytecode(code)[1])))
+
+
+def is_dunder(name: str) -> bool:
+    """Tell whether Python calls a method of that name by itself."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def callables_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function closes over, by name; empty cells (names that are bound later) are left out."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
+
+
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and those within it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from nested(const)
+
+
+def is_foreign_code(code: types.CodeType, more: frozenset[str] = frozenset()) -> bool:
+    """Tell whether code lies outside of the packages that count as a whole; more: further such packages."""
+    if code.co_filename.startswith("<frozen "):  # modules of the standard library
+        return False
+    path = os.path.abspath(code.co_filename)
+    return not any(path.startswith(folder) for folder in _folders(more))
+
+
+@lru_cache(maxsize=16)
+def _folders(more: frozenset[str]) -> tuple[str, ...]:
+    """Return the folders of all loaded packages that count as a whole; of the standard library, its modules."""
+    found: set[str] = set()
+    for package in [name for name in sys.modules if "." not in name and is_whole(name, more)]:
+        module = sys.modules[package]
+        file = getattr(module, "__file__", None)
+        found.update(os.path.join(os.path.abspath(path), "") for path in getattr(module, "__path__", ()))
+        if file and not hasattr(module, "__path__"):
+            found.add(os.path.abspath(file))
+    return tuple(found)
+
+
+def is_code(value: Any) -> bool:
+    """Tell whether a value is called rather than read."""
+    return isinstance(value, (types.FunctionType, types.MethodType, partial, type)) or hasattr(value, "__wrapped__")
+
+
+def environment_of(function: types.FunctionType) -> Iterator[tuple[str, str]]:
+    """Yield the environment variables that a function may read: any text in it that is the name of one."""
+    if not {"environ", "getenv"} & set(names_of(function)):
+        return
+    waiting = [function.__code__]
+    while waiting:
+        for const in waiting.pop().co_consts:
+            if isinstance(const, types.CodeType):
+                waiting.append(const)
+            elif isinstance(const, str) and const.isidentifier() and const.isupper():
+                yield const, os.environ.get(const, "(unset)")
+
+
+@lru_cache(maxsize=64)
+def source_digest(package: str) -> str:
+    """Return a digest of all Python source of an importable package; "" where it has none on disk.
+
+    A file that was changed since this process began may not be the code that runs here: then no other process gets the
+    same digest.
+    """
+    module = sys.modules.get(package)
+    folders = list(getattr(module, "__path__", ()))
+    try:
+        files = [inspect.getsourcefile(module)] if module is not None and not folders else []
+    except TypeError:
+        files = []
+    for folder in folders:
+        for at, inner, names in os.walk(folder):
+            inner[:] = sorted(name for name in inner if name != "__pycache__")
+            files += [os.path.join(at, name) for name in sorted(names) if name.endswith(".py")]
+    digest = hashlib.sha256()
+    for path in filter(None, files):
+        with open(path, "rb") as file:
+            digest.update(os.path.basename(path).encode() + b"\0" + file.read())
+            if os.fstat(file.fileno()).st_ctime > _BEGAN:
+                digest.update(f"{os.getpid()} {_BEGAN}".encode())
+    return digest.hexdigest()[:16] if any(files) else ""

@@ -1,0 +1,62 @@
+"""The account of a graph as JSON, and back: what passes did to it when it was made, and what its ops became."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from core.common.cache.literals import decode, encode
+from core.common.graphs.backend import GraphKey
+from core.common.ops.lower import OpChoice
+from core.common.passes.declaration import NearMiss
+from core.common.passes.report import PassReport
+from core.common.report import TraceReport
+
+
+def encode_report(report: TraceReport) -> dict[str, Any]:
+    """Return a report as JSON-ready values."""
+    return {
+        "phase": report.phase,
+        "num_nodes": report.num_nodes,
+        "reason": report.reason,
+        "trace_of": report.trace_of,
+        "buckets": [encode_key(key) for key in report.buckets],
+        "passes": [asdict(each) for each in report.passes],
+        "ops": [each.to_json() for each in report.ops],
+    }
+
+
+def decode_report(text: Mapping[str, Any], known: Collection[GraphKey]) -> TraceReport:
+    """Return a report marked as from the cache, its times 0; raise `ValueError` for a bucket that is not known."""
+    keys = tuple(decode_key(each) for each in text["buckets"])
+    if not set(keys) <= set(known):
+        raise ValueError(f"the graph serves {', '.join(map(str, keys))}")
+    return TraceReport(
+        phase=text["phase"],
+        num_nodes=text["num_nodes"],
+        trace_s=0.0,
+        passes_s=0.0,
+        passes=tuple(_pass(each) for each in text["passes"]),
+        ops=tuple(OpChoice(**{**each, "refused": tuple(map(tuple, each["refused"]))}) for each in text["ops"]),
+        buckets=keys,
+        reason=text["reason"],
+        trace_of=text["trace_of"],
+        cached=True,
+    )
+
+
+def _pass(text: Mapping[str, Any]) -> PassReport:
+    misses = tuple(NearMiss(**each) for each in text["near_misses"])
+    return PassReport(**{**text, "elapsed_ms": 0.0, "sites": tuple(text["sites"]), "near_misses": misses})
+
+
+def encode_key(key: GraphKey) -> dict[str, Any]:
+    """Return the key of a bucket as JSON-ready values."""
+    return {"phase": key.phase, "dims": list(key.dims), "guards": [[name, encode(value)] for name, value in key.guards]}
+
+
+def decode_key(text: Mapping[str, Any]) -> GraphKey:
+    """Return the key that `encode_key` wrote."""
+    guards = tuple((name, decode(value, {})) for name, value in text["guards"])
+    return GraphKey(text["phase"], tuple(text["dims"]), guards)

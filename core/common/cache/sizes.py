@@ -1,0 +1,122 @@
+"""Symbolic sizes as text: expressions over sizes of declared inputs, and the conditions that a trace has on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+
+from core.common.cache.uncacheable import Uncacheable
+
+_KINDS = ("Add", "Mul", "Pow", "Mod", "Max", "Min", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")
+_NAMES = {"Equality": "Eq", "Unequality": "Ne", "StrictLessThan": "Lt", "LessThan": "Le"} | {
+    "StrictGreaterThan": "Gt",
+    "GreaterThan": "Ge",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGuard:
+    """A condition on sizes; expr: a relation that must come out true."""
+
+    expr: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """The largest value that a symbol may have."""
+
+    upper: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShapes:
+    """What is left of a trace's shape environment: all that is asked of it after the passes."""
+
+    guards: tuple[StoredGuard, ...]
+    var_to_range: Mapping[Any, StoredRange]
+    replacements: Mapping[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expression:
+    expr: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """A symbolic size; reads like a `torch.SymInt`."""
+
+    node: _Expression
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOutput:
+    """The shape of a graph's output, in place of the fake tensor."""
+
+    shape: tuple[int | StoredSize, ...]
+
+
+def encode_expression(expression: Any) -> Any:
+    """Return a sympy expression as JSON: a number, `{"size": name}` or `[function, arguments…]`."""
+    if expression is sympy.true or expression is sympy.false or isinstance(expression, bool):
+        return bool(expression)
+    if isinstance(expression, (int, sympy.Integer)):
+        return int(expression)
+    if isinstance(expression, sympy.Rational):
+        return ["Rational", int(expression.p), int(expression.q)]
+    if isinstance(expression, sympy.Symbol):
+        return {"size": expression.name}
+    kind = type(expression).__name__
+    kind = _NAMES.get(kind, kind)
+    if not expression.args or (kind not in _KINDS and _function(kind) is None):
+        raise Uncacheable(f"a size is {expression}, which holds a {kind}")
+    return [kind, *map(encode_expression, expression.args)]
+
+
+def decode_expression(text: Any, symbols: Mapping[str, Any]) -> Any:
+    """Return the expression that `encode_expression` wrote, over these symbols."""
+    if isinstance(text, bool):
+        return sympy.true if text else sympy.false
+    if isinstance(text, int):
+        return sympy.Integer(text)
+    if isinstance(text, dict):
+        return symbols[text["size"]]
+    kind, *arguments = text
+    if kind == "Rational":
+        return sympy.Rational(*arguments)
+    function = getattr(sympy, kind) if kind in _KINDS and _function(kind) is None else _function(kind)
+    if function is None:
+        raise ValueError(f"no function {kind!r} of sizes")
+    return function(*(decode_expression(each, symbols) for each in arguments))
+
+
+def checked_expression(expression: Any, symbols: Mapping[str, Any]) -> Any:
+    """Encode an expression; raise `Uncacheable` unless it reads back as the same."""
+    text = encode_expression(expression)
+    if decode_expression(text, symbols) != expression:
+        raise Uncacheable(f"the size {expression} does not read back as itself")
+    return text
+
+
+def _function(kind: str) -> Any:
+    from torch.utils._sympy import functions
+
+    return getattr(functions, kind, None) if kind in functions.__all__ else None
+
+
+def encode_symbol(symbol: Any) -> dict[str, Any]:
+    """Return a symbol with what is assumed of it."""
+    return {key: value for key, value in sorted(symbol.assumptions0.items()) if key in ("integer", "positive")}
+
+
+def make_symbol(name: str, assumptions: Mapping[str, bool]) -> Any:
+    """Return the symbol of that name."""
+    return sympy.Symbol(name, **assumptions)
+
+
+def stored_size(size: Any) -> int | StoredSize:
+    """Return a size of an output that `TracedGraph.crop` can read."""
+    return size if isinstance(size, int) else StoredSize(_Expression(size))

@@ -1,0 +1,292 @@
+"""The folder of the compile cache: entries written at once or not at all, and read only if every byte is as written.
+
+An entry is a folder named after the digest of its factors: `factors.json`, `graphs.json` and `checksums.json`. No lock
+is taken: a writer makes the folder under another name and renames it; of two writers one is first, and both go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.common.settings import Settings
+
+FORMAT = 1
+_FACTORS, _GRAPHS, _CHECKSUMS = "factors.json", "graphs.json", "checksums.json"
+KERNEL_FOLDERS = {"triton": "TRITON_CACHE_DIR", "inductor": "TORCHINDUCTOR_CACHE_DIR"}
+"""Folders of compilers of kernels, each with the environment variable that tells its compiler."""
+_TEMPORARY = ".writing-"
+_STALE_S = 3600.0
+Factors = Mapping[str, Mapping[str, str]]
+"""Groups of factors by name, in each group texts by name."""
+
+
+class Damaged(Exception):
+    """An entry that is not what was written; the text says how."""
+
+
+def default_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where a user's caches lie by the custom of the system: XDG on Linux."""
+    values = os.environ if environ is None else environ
+    home = Path(values.get("HOME") or os.path.expanduser("~"))
+    if sys.platform == "win32":
+        base = Path(values.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = Path(values.get("XDG_CACHE_HOME") or home / ".cache")
+    return base / "core"
+
+
+class Untrusted(Exception):
+    """A folder whose entries are not to be read: somebody else may have written them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One entry as it lies there. problem: why it can't be used, "" if it can. age_s: since it was written."""
+
+    key: str
+    path: Path
+    num_bytes: int
+    age_s: float
+    model: str = ""
+    device: str = ""
+    problem: str = ""
+
+
+class Store:
+    """The entries below one folder, and beside them what compilers of kernels keep where `keep_kernels` was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.kernels = {name: folder / name for name in KERNEL_FOLDERS}
+        self.folder = folder / f"graphs-{FORMAT}"
+
+    @classmethod
+    def of_user(cls) -> Store:
+        """Return the store that programs use: in `CORE_CACHE_DIR`, else in the user's own cache folder."""
+        return cls(Settings.from_environment().cache_dir or default_folder())
+
+    def factors(self, key: str) -> Factors:
+        """Return the factors of an entry; raise `Damaged` where they can't be read."""
+        return self._load_one(self.folder / key, _FACTORS)
+
+    def read(self, key: str, factors: Factors) -> dict[str, Any] | None:
+        """Return the graphs of an entry; None where there is none. Raises `Damaged` for one that is not as written."""
+        path = self.folder / key
+        if not path.is_dir():
+            return None
+        self._refuse_foreign_folder()
+        stored, graphs = self._load(path)
+        if stored != json.loads(_text(factors)):
+            raise Damaged("it was made for other factors than its name says")
+        return graphs
+
+    def write(self, key: str, factors: Factors, graphs: Mapping[str, Any]) -> Path:
+        """Write an entry, whole or not at all, in place of one that is damaged; raise `OSError` where that can't be."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._refuse_foreign_folder()
+        self._remove_stale()
+        made = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{key[:8]}-", dir=self.folder))
+        try:
+            texts = {_FACTORS: _text(factors), _GRAPHS: _text(graphs)}
+            sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+            for name, text in (*texts.items(), (_CHECKSUMS, _text(sums))):
+                with open(made / name, "w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+            return self._put(made, self.folder / key)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _put(self, made: Path, path: Path) -> Path:
+        for _ in range(3):
+            try:
+                os.rename(made, path)
+                return path
+            except OSError:
+                if not path.exists():
+                    raise
+            # Somebody else's of the same factors is as good, unless it is damaged.
+            try:
+                self._load(path)
+                return path
+            except Damaged:
+                aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
+                with suppress(OSError):
+                    os.rename(path, aside / "damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(f"{path} can't be replaced")
+
+    def discard(self, key: str) -> None:
+        """Put an entry that can't be used out of the way, so that another may be written."""
+        with suppress(OSError):
+            aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
+            with suppress(OSError):
+                os.rename(self.folder / key, aside / "discarded")
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[str]] | None:
+        """Return the key of the readable entry of the same model that differs least, with the differences; or None."""
+        best: tuple[int, str, list[str]] | None = None
+        for entry in self.entries()[:most]:
+            with suppress(Damaged):
+                if entry.problem:
+                    continue
+                stored = self._load_one(entry.path, _FACTORS)
+                if not {*stored.get("model", {}).values()} & {*factors.get("model", {}).values()}:
+                    continue
+                found = differences(stored, factors)
+                if best is None or len(found) < best[0]:
+                    best = (len(found), entry.key, found)
+        return best[1:] if best is not None else None
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, the latest first; damaged ones with what is wrong."""
+        paths = [path for path in self._folders() if not path.name.startswith(_TEMPORARY)]
+        return sorted(map(self._entry, paths), key=lambda entry: entry.age_s)
+
+    def keep_kernels(self) -> None:
+        """Have this process's compilers of kernels keep theirs here too, where the environment names no other place."""
+        for name, variable in KERNEL_FOLDERS.items():
+            os.environ.setdefault(variable, str(self.kernels[name]))
+
+    def kernel_bytes(self) -> dict[str, int]:
+        """Return the bytes that each compiler of kernels keeps here."""
+        return {name: _size(path) for name, path in self.kernels.items()}
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all entries, kernels, and whatever was left half-written; return how many entries, and bytes."""
+        count = num_bytes = 0
+        for path in [*self._folders(), *(path for path in self.kernels.values() if path.is_dir())]:
+            num_bytes += _size(path)
+            count += path.parent == self.folder and not path.name.startswith(_TEMPORARY)
+            shutil.rmtree(path)
+        return count, num_bytes
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()]
+        except OSError:
+            return []
+
+    def _entry(self, path: Path) -> Entry:
+        model = device = problem = ""
+        age_s = 0.0
+        try:
+            age_s = max(0.0, time.time() - path.stat().st_mtime)
+            factors, _ = self._load(path)
+            model = ", ".join(sorted(set(factors["model"].values())))
+            device = factors["device"]["name"]
+        except (Damaged, OSError, KeyError, AttributeError) as error:
+            problem = str(error) or type(error).__name__
+        return Entry(
+            key=path.name,
+            path=path,
+            num_bytes=_size(path),
+            age_s=age_s,
+            model=model,
+            device=device,
+            problem=problem,
+        )
+
+    def _load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._load_one(path, _FACTORS), self._load_one(path, _GRAPHS)
+
+    def _load_one(self, path: Path, name: str) -> dict[str, Any]:
+        try:
+            sums = json.loads((path / _CHECKSUMS).read_bytes())
+            data = (path / name).read_bytes()
+            wanted = sums[name]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{name} or its checksum can't be read ({type(error).__name__}: {error})") from None
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise Damaged(f"{name} is not what was written: its checksum differs")
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise Damaged(f"{name} is no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise Damaged(f"{name} holds a {type(found).__name__}")
+        return found
+
+    def _refuse_foreign_folder(self) -> None:
+        """Refuse a folder that others may write: an entry says which functions are called."""
+        if not hasattr(os, "getuid"):
+            return
+        status = self.folder.stat()
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise Untrusted(f"others may write to {self.folder}; make it the user's own, with mode 0700")
+
+    def _remove_stale(self) -> None:
+        """Remove what a writer left that did not live to rename it."""
+        for path in self._folders():
+            with suppress(OSError):
+                if path.name.startswith(_TEMPORARY) and time.time() - path.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def key_of(factors: Factors) -> str:
+    """Return the name of the entry for these factors."""
+    return hashlib.sha256(_text(factors).encode()).hexdigest()[:32]
+
+
+def differences(old: Factors, new: Factors) -> list[str]:
+    """Return one line per factor that differs: its name, what it was, and what it is."""
+    lines = []
+    for group in sorted({*old, *new}):
+        was, now = old.get(group, {}), new.get(group, {})
+        for name in sorted({*was, *now}):
+            if was.get(name) != now.get(name):
+                lines.append(f"{group}: {name}: {_short(was.get(name))} -> {_short(now.get(name))}")
+    return lines
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "(none)"
+    text = " ".join(str(text).split())
+    return text if len(text) <= 60 else f"{text[:40]}…{text[-16:]}"
+
+
+def _text(value: Any) -> str:
+    return _json(value, 0) + "\n"
+
+
+def _json(value: Any, depth: int) -> str:
+    """Return JSON with one line for what is small: a node, a factor."""
+    if not isinstance(value, (Mapping, list)) or not value or depth == 5:
+        return json.dumps(value, sort_keys=depth < 2, allow_nan=False)
+    end, step = "\n" + " " * depth, "\n" + " " * (depth + 1)
+    if isinstance(value, list):
+        return "[" + ",".join(step + _json(item, depth + 1) for item in value) + end + "]"
+    items = sorted(value.items()) if depth < 2 else value.items()
+    return "{" + ",".join(f"{step}{json.dumps(name)}: {_json(item, depth + 1)}" for name, item in items) + end + "}"
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for at, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(at, name)).st_size
+    return total
+
+
+def each_line(lines: list[str], *, most: int = 8) -> Iterator[str]:
+    """Yield the first lines, and how many more there are."""
+    yield from lines[:most]
+    if len(lines) > most:
+        yield f"and {len(lines) - most} more"

@@ -1,0 +1,93 @@
+"""The factors of one program: everything that its finished graphs depend on, as text by group and name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from core.common.cache import factors
+from core.common.cache.code import name_of
+from core.common.cache.inventory import Inventory
+from core.common.cache.reports import encode_key
+from core.common.cache.store import Factors
+from core.common.graphs.inputs import BucketTable, InputSpec
+from core.common.shared import SharedTrace
+from core.device import Device
+
+if TYPE_CHECKING:
+    from core.common.config import CompileOptions
+    from core.rewriting import Rewriter
+
+_NO_FACTORS = frozenset({"verify", "debug", "eager"})
+"""Options that change nothing of a traced graph; with `verify` the cache is not used at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What a compile was given, and has resolved."""
+
+    models: Mapping[str, Callable[..., Any]]
+    device: Device
+    inputs: Mapping[str, InputSpec]
+    bound: Mapping[str, Tensor]
+    table: BucketTable
+    options: CompileOptions
+    rewriter: Rewriter
+    shared: SharedTrace | None
+
+
+def plugin_packages(device: Device) -> frozenset[str]:
+    """Return the top packages of a device's plugin: their source counts as a whole."""
+    owners = [device.plugin.entry_point, *(str(getattr(each.fn, "__module__", "")) for each in device.ops)]
+    found = frozenset(owner.partition(":")[0].partition(".")[0] for owner in owners)
+    return found - {"", "torch", "core", "builtins", "__main__", "None"}
+
+
+def factors_of(subject: Subject, inventory: Inventory, packages: frozenset[str]) -> Factors:
+    """Return the factors of a program; inventory: what its callables reach; packages: those of its device's plugin."""
+    device, options, table = subject.device, subject.options, subject.table
+    chosen = {item.name: getattr(options, item.name) for item in fields(options) if item.name not in _NO_FACTORS}
+    capabilities = {item.name: getattr(device.capabilities, item.name) for item in fields(device.capabilities)}
+    named = {"name": device.name, "plugin": device.plugin, "torch device": device.torch_device}
+    shared = subject.shared
+    return {
+        "model": {phase: _model_name(inventory, phase, model) for phase, model in subject.models.items()},
+        "versions": factors.version_factors(device.plugin.distribution),
+        "source": factors.source_factors(packages),
+        "device": factors.as_text(named | capabilities),
+        "torch": factors.torch_factors(device.torch_device),
+        "inputs": {name: _input(spec, subject.bound.get(name)) for name, spec in subject.inputs.items()},
+        "buckets": {phase: json.dumps([encode_key(key) for key in keys]) for phase, keys in table.phases.items()},
+        "guards": {phase: _guards(guards) for phase, guards in table.guards.items()},
+        "options": factors.as_text({**chosen, "lowering": device.lowerings.resolve(options.lowering)[0]}),
+        "shared": {} if shared is None else {shared.op: f"{shared.argument} {dict(shared.values)}"},
+        "passes": factors.pass_factors(subject.rewriter.manager.passes, packages),
+        "implementations": {
+            f"{number:02} {each.op}": factors.implementation_factor(each, packages)
+            for number, each in enumerate(device.ops)
+        },
+        "values": inventory.facts,
+        "code": inventory.code,
+    }
+
+
+def _input(spec: InputSpec, bound: Tensor | None) -> str:
+    where = "" if bound is None else f", bound with strides {tuple(bound.stride())} on {bound.device}"
+    return f"{spec}{where}"
+
+
+def _guards(guards: Mapping[str, Any]) -> str:
+    return str([(name, [(type(v).__name__, v) for v in values]) for name, values in sorted(guards.items())])
+
+
+def _model_name(inventory: Inventory, phase: str, model: Callable[..., Any]) -> str:
+    """Return the class of the first module that a phase reaches, or what its callable is."""
+    own = (path for path in inventory.modules if path.partition(".")[0] == phase)
+    first = next(own, None) or next(iter(inventory.modules), None)
+    if first is not None:
+        return inventory.facts[first]
+    return name_of(model if hasattr(model, "__qualname__") else type(model))

@@ -1,0 +1,125 @@
+"""A second start of the engine: nothing is traced, no pass runs, no kernel is compiled, and not a bit differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.common.report import ProgramReport
+from core.engine.config import SamplingParams
+from core.engine.engine import Engine
+from core.engine.loading import LoadedModel, build_model
+from core.engine.runner import EngineConfig
+from core.engine.tiny import tiny_config
+from core.host import select_device
+
+NOTHING = {"traces": 0, "passes": 0, "kernels": 0, "captures": 2}
+PROMPTS = [[5, 6, 7, 8], [9, 10]]
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 8, "sampling": ("greedy",)}
+SMALL |= {"decode_buckets": (2,), "prefill_buckets": (32,), "lowering": "inline", "enable_passes": ("merge_linears",)}
+
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+
+def tiny(model_type: str, **changes: Any) -> LoadedModel:
+    config = tiny_config(model_type, **changes)
+    return build_model(config, torch_device=torch.device("cpu"), dtype=torch.float32)
+
+
+def start(loaded: LoadedModel, **options: Any) -> tuple[ProgramReport, list[Tensor]]:
+    """Return the report of an engine and the logits of a short generation."""
+    config = EngineConfig(**{**SMALL, **options})
+    with Engine(loaded, select_device("cpu"), config) as engine:
+        params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+        completions = engine.generate(PROMPTS, params, collect_logits=True)
+        return engine.report(), [each.logits for each in completions if each.logits is not None]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma3_text", "mamba"])
+def test_a_warm_start_makes_nothing_and_gives_the_same_bits(model_type: str) -> None:
+    cold, expected = start(tiny(model_type))
+    warm, logits = start(tiny(model_type))
+    assert cold.cache.state == "miss", cold.cache
+    assert cold.num_traces == 1 and cold.num_passes > 10
+    assert warm.cache.state == "hit" and warm.counters == NOTHING | {"captures": cold.num_captures}, warm.cache
+    assert len(logits) == 2 and all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    told = [(each.phase, each.buckets, [(p.name, p.matched) for p in each.passes]) for each in cold.traces]
+    assert [(each.phase, each.buckets, [(p.name, p.matched) for p in each.passes]) for each in warm.traces] == told
+    assert all(each.cached for each in warm.traces)
+
+
+def test_what_the_engine_is_asked_for_is_a_factor() -> None:
+    start(tiny("llama"))
+    report, _ = start(tiny("llama"), speculative=2)
+    assert report.cache.state == "miss" and any("buckets: verify" in line for line in report.cache.differences)
+    report, _ = start(tiny("llama"), cache=False, mode="off")
+    assert report.cache.state == "off"
+
+
+def test_what_the_model_is_is_a_factor() -> None:
+    start(tiny("llama"))
+    report, _ = start(tiny("llama", rms_norm_eps=1e-3))
+    assert report.cache.state == "miss"
+    assert any("variance_epsilon" in line and "0.001" in line for line in report.cache.differences)
+
+
+SCRIPT = [
+    "-m",
+    "core",
+    "run",
+    "--device",
+    "cpu",
+    "--lowering",
+    "inline",
+    "--max-new-tokens",
+    "8",
+    "--no-check",
+    "--json",
+]
+
+
+def test_a_process_of_its_own_starts_warm() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, *SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=300
+        )
+        runs.append(json.loads(run.stdout))
+    cold, warm = runs
+    assert cold["program"]["cache"]["state"] == "miss" and cold["program"]["counters"]["traces"] == 1
+    assert warm["program"]["cache"]["state"] == "hit", warm["program"]["cache"]
+    assert warm["program"]["counters"] == NOTHING
+    assert cold["completions"] == warm["completions"]
+    seconds = [each["compile_time_s"] for each in (cold, warm)]
+    print(f"\ncompile: cold {seconds[0]:.2f} s, warm {seconds[1]:.2f} s, ratio {seconds[1] / seconds[0]:.2f}")  # noqa: T201
+
+
+def test_a_run_may_leave_the_cache_out(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    from core.cli import main
+
+    class Stopped(Exception):
+        """Ends a run before anything is compiled."""
+
+    def stop(loaded: LoadedModel, device: object, config: EngineConfig, **_: object) -> None:
+        assert config.cache is wanted
+        raise Stopped
+
+    monkeypatch.setattr("core.engine.engine.Engine", stop)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for wanted, arguments in ((False, ["--no-cache"]), (True, [])):
+        assert main(["run", "--device", "cpu", *arguments]) == 1
+        assert (os.environ.get("TRITON_CACHE_DIR") == str(cache_folder / "triton")) is wanted

@@ -1,0 +1,245 @@
+"""core/caching.py: a second start takes everything from disk, or says why not, and trusts nothing it did not write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import core
+from core.common.cache.store import Store
+from core.common.ops.implementation import OpImplementation
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Guards, Pass, PassResult
+from tests.cached_model import NONE, ROWS, Model, X, assert_miss, assert_warm, cache_of, counts, look, start
+from tests.recording import acme
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+
+def test_a_second_start_runs_no_trace_and_no_pass() -> None:
+    cold, warm = start(), start()
+    assert cache_of(cold).state == "miss" and counts(cold)["traces"] == 1 and counts(cold)["passes"] > 5
+    assert_warm(warm)
+    assert warm.report().num_captures == cold.report().num_captures == 2
+    for size in (1, 3, 4, 7, 8):
+        x = torch.randn(size, 8)
+        ours, theirs = warm(x=x), cold(x=x)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_the_report_still_tells_what_passes_did() -> None:
+    cold, warm = start().report(), start().report()
+    assert [trace.cached for trace in warm.traces] == [True]
+    for ours, theirs in zip(warm.traces[0].passes, cold.traces[0].passes, strict=True):
+        assert (ours.name, ours.matched, ours.sites, ours.near_misses) == (
+            *(theirs.name, theirs.matched, theirs.sites, theirs.near_misses),
+        )
+    assert {each.name: each.matched for each in warm.traces[0].passes}["merge_linears"] == 1
+    assert warm.traces[0].ops == cold.traces[0].ops and warm.traces[0].buckets == cold.traces[0].buckets
+    assert "from the cache" in str(warm) and "hit" in str(warm)
+    document = json.loads(json.dumps(warm.to_json()))
+    assert document["counters"] == {**NONE, "captures": 2} and document["cache"]["state"] == "hit"
+
+
+def test_weights_of_a_warm_start_are_its_own() -> None:
+    start()
+    other = Model().eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    expected = {key: value.clone() for key, value in other(X).items()}
+    warm = start(other)
+    assert_warm(warm)
+    torch.testing.assert_close(warm(x=X)["y"], expected["y"])
+    with torch.no_grad():
+        other.blocks[0].left.weight.zero_()  # bound, and joined: still seen by the graph
+    torch.testing.assert_close(warm(x=X)["y"], other(X)["y"])
+    assert other.blocks[0].left.weight.untyped_storage().data_ptr() == (
+        other.blocks[0].right.weight.untyped_storage().data_ptr()
+    )
+
+
+def test_a_graph_in_pieces_is_cut_at_the_same_places() -> None:
+    options: dict[str, Any] = {"inputs": ROWS, "buckets": [4], "mode": "piecewise", "cache": True}
+    cold, warm = (
+        core.compile(Model().eval(), acme(), break_at=("torch.nn.functional.silu",), **options) for _ in range(2)
+    )
+    assert_warm(warm)
+    (ours,), (theirs,) = warm.report().buckets, cold.report().buckets
+    assert ours.num_graphs == theirs.num_graphs and ours.eager == theirs.eager == ("torch.nn.functional.silu",)
+    assert torch.equal(warm(x=X)["y"], cold(x=X)["y"])
+
+
+def test_inductors_kernels_come_from_its_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    cold, warm = (start(lowering="inductor", buckets=[4]) for _ in range(2))
+    assert counts(cold)["kernels"] == 1
+    assert_warm(warm)
+    assert torch.equal(warm(x=X)["y"], cold(x=X)["y"])
+
+
+def test_off_reads_and_writes_nothing(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_of(start(cache=False)).state == "off"
+    monkeypatch.setenv("CORE_CACHE", "0")
+    assert cache_of(start()).state == "off"
+    monkeypatch.setenv("CORE_CACHE", "1")
+    assert cache_of(start(mode="off")).state == "off"
+    assert cache_of(start(verify="sample", examples=[{"x": X}])).state == "off"
+    assert not cache_folder.exists()
+
+
+def test_a_content_that_a_pass_has_read_is_a_factor() -> None:
+    """A pass that folds a weight's value into the graph serves equal weights only."""
+
+    def fold(context: PassContext) -> PassResult:
+        assert context.constants is not None
+        for node in list(context.graph.nodes):
+            value = context.constants.value(node)
+            if value is not None and value.numel() == 1:
+                node.replace_all_uses_with(float(value))  # type: ignore[arg-type]
+                return PassResult(matched=1)
+        return PassResult(matched=0)
+
+    class Scaled(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.register_buffer("by", torch.tensor(by))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.by
+
+    device = {"passes": (Pass(name="fold", run=fold, guards=Guards(constants=True), owner="acme 1"),)}
+    assert torch.equal(start(Scaled(2.0), device)(x=X), X * 2)
+    assert_warm(start(Scaled(2.0), device))
+    other = start(Scaled(3.0), device)
+    assert torch.equal(other(x=X), X * 3)
+    assert counts(other)["traces"] == 1 and "by, which has changed" in cache_of(other).reason
+
+
+def test_what_can_not_be_written_down_is_not_cached(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def computed(context: PassContext) -> PassResult:
+        assert context.constants is not None
+        linear = next(node for node in context.graph.nodes if "linear" in str(node.target))
+        weight = context.constants.value(linear.args[1])
+        assert weight is not None
+        linear.args = (linear.args[0], context.constants.add(context.graph, "twice", weight * 2, linear.args[1]))
+        return PassResult(matched=1)
+
+    device = {"passes": (Pass(name="twice", run=computed, guards=Guards(constants=True), reads_content=False),)}
+    for _ in range(2):
+        program = start(nn.Linear(8, 8, bias=False).eval(), device, inputs={"input": ROWS["x"]})
+        assert cache_of(program).state == "refused" and counts(program)["traces"] == 1
+        assert "none of the model's" in cache_of(program).reason
+    assert "not used for this program" in caplog.text and not Store(cache_folder).entries()
+
+
+def test_state_that_can_not_be_read_is_refused() -> None:
+    model = Model().eval()
+    model.blocks[0].generator = torch.Generator()
+    report = look(model)
+    assert report.state == "refused" and "generator is a torch" in report.reason
+
+
+def test_an_implementation_of_an_op_is_a_factor_and_kept() -> None:
+    def act(gate: Tensor, up: Tensor, **_: Any) -> Tensor:
+        return F.silu(gate) * up
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.gate(x)) * self.up(x)
+
+    ops = (OpImplementation(op="core::gated_activation", name="own", fn=act),)
+    options = {"disable_passes": ("merge_linears",), "enable_passes": ()}
+    cold, warm = (start(Gated().eval(), {"ops": ops}, **options) for _ in range(2))
+    assert_warm(warm)
+    assert [choice.implementation for choice in warm.report().traces[0].ops] == ["own"]
+    assert warm.report().traces[0].ops == cold.report().traces[0].ops
+    assert_miss(look(Gated().eval(), {"ops": ()}, **options), "implementations")
+
+
+def damage_factors(entry: Path) -> None:
+    data = bytearray((entry / "factors.json").read_bytes())
+    data[len(data) // 2] ^= 1
+    (entry / "factors.json").write_bytes(data)
+
+
+def damage_graphs(entry: Path) -> None:
+    data = bytearray((entry / "graphs.json").read_bytes())
+    data[len(data) // 2] ^= 1
+    (entry / "graphs.json").write_bytes(data)
+
+
+def truncate(entry: Path) -> None:
+    path = entry / "graphs.json"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def half_written(entry: Path) -> None:
+    (entry / "checksums.json").unlink()
+
+
+def emptied(entry: Path) -> None:
+    for path in entry.iterdir():
+        path.unlink()
+
+
+def foreign(entry: Path) -> None:
+    """Put a whole, valid entry of another program under this name."""
+    other = Store(entry.parent.parent)
+    path = other.write("f" * 32, {"model": {"main": "another"}}, {"phases": []})
+    for file in path.iterdir():
+        os.replace(file, entry / file.name)
+
+
+def nonsense(entry: Path) -> None:
+    """Write what has the right checksums and factors, and is no graph."""
+    store = Store(entry.parent.parent)
+    factors = store.factors(entry.name)
+    half_written(entry)
+    store.write(entry.name, factors, {"phases": [{"phase": "main", "mode": "compile", "graphs": [{}]}]})
+
+
+@pytest.mark.parametrize("damage", [damage_factors, damage_graphs, truncate, half_written, emptied, foreign, nonsense])
+def test_an_entry_that_is_not_as_written_is_made_anew(
+    damage: Callable[[Path], None], made_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (entry,) = Store(made_cache).entries()
+    damage(entry.path)
+    report = look()
+    assert report.state == "miss" and report.reason and "is not used and made anew" in caplog.text
+
+
+def test_an_entry_is_made_anew_once(made_cache: Path) -> None:
+    (entry,) = Store(made_cache).entries()
+    truncate(entry.path)
+    again = start()
+    assert counts(again)["traces"] == 1
+    warm = start()
+    assert_warm(warm)
+    assert torch.equal(again(x=X)["y"], warm(x=X)["y"])
+
+
+def test_a_folder_that_can_not_be_written_costs_only_the_cache(cache_folder: Path) -> None:
+    cache_folder.write_text("a file where the folder should be")
+    program = start()
+    assert cache_of(program).state == "refused" and "can't be written" in cache_of(program).reason
+    assert program(x=X)["y"].shape == (3, 16)
+
+
+def test_a_folder_that_others_may_write_is_not_trusted(made_cache: Path) -> None:
+    (made_cache / "graphs-1").chmod(0o777)
+    assert look().state == "refused" and "others may write" in look().reason
+    (made_cache / "graphs-1").chmod(0o700)
+    assert look().state == "hit"

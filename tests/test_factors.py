@@ -1,0 +1,226 @@
+"""core/factors.py and core/common/cache/inventory.py: each thing that a graph depends on, changed alone, is named."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core import InputSpec
+from tests import cached_model
+from tests.cached_model import TABLE, Block, Model, X, assert_miss, cache_of, counts, look, start
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+
+def change_shift(model: Model) -> None:
+    model.blocks[0].shift = 2.5
+
+
+def change_class_constant(_: Model) -> None:
+    Block.factor = 0.25
+
+
+def change_method(_: Model) -> None:
+    def scaled(self: Block, y: Tensor) -> Tensor:
+        return y * cached_model.SCALE - self.shift
+
+    Block.scaled = scaled  # type: ignore[method-assign]
+
+
+def change_forward_of_one(model: Model) -> None:
+    def forward(self: Block, x: Tensor) -> Tensor:
+        return self.left(x) - self.right(x)
+
+    model.blocks[0].forward = MethodType(forward, model.blocks[0])
+
+
+def change_global(_: Model) -> None:
+    cached_model.SCALE = 3.0
+
+
+def change_function(_: Model) -> None:
+    cached_model.helper = torch.exp  # type: ignore[assignment]
+
+
+def change_registry(_: Model) -> None:
+    TABLE["act"] = torch.tanh
+
+
+def change_hook(model: Model) -> None:
+    model.blocks[0].left.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def change_torch_function(_: Model) -> None:
+    F.silu = F.gelu
+
+
+def change_dtype(model: Model) -> None:
+    model.blocks[0].offset = model.blocks[0].offset.to(torch.float64)
+
+
+def change_tie(model: Model) -> None:
+    model.blocks[0].right.weight = model.blocks[0].left.weight
+
+
+def change_layout(model: Model) -> None:
+    weight = model.blocks[0].left.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def change_submodule(model: Model) -> None:
+    model.blocks[0].right = nn.Sequential(nn.Linear(8, 16), nn.Identity())
+
+
+def change_mode(model: Model) -> None:
+    model.blocks[0].left.train()
+    model.eval()
+    model.blocks[0].left.training = True
+
+
+def change_attribute_tensor(model: Model) -> None:
+    model.blocks[0].more = torch.ones(2)
+
+
+CHANGES: dict[Callable[[Model], None], str] = {
+    change_shift: "blocks.0.shift: 1.5 -> 2.5",
+    change_class_constant: "Block.factor",
+    change_method: "Block.scaled",
+    change_forward_of_one: "blocks.0.forward",
+    change_global: "SCALE: 2.0 -> 3.0",
+    change_function: "helper",
+    change_registry: "TABLE",
+    change_hook: "_forward_hooks",
+    change_torch_function: "silu",
+    change_dtype: "blocks.0.offset",
+    change_tie: "blocks.0.right.weight",
+    change_layout: "blocks.0.left.weight",
+    change_submodule: "blocks.0.right",
+    change_mode: "blocks.0.left.training: False -> True",
+    change_attribute_tensor: "blocks.0.more",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.usefixtures("made_cache")
+def test_whatever_the_model_reads_makes_a_miss(
+    change: Callable[[Model], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Block, "factor", Block.factor)  # each is put back after the test
+    monkeypatch.setattr(Block, "scaled", Block.scaled)
+    monkeypatch.setitem(TABLE, "act", TABLE["act"])
+    monkeypatch.setattr(cached_model, "SCALE", cached_model.SCALE)
+    monkeypatch.setattr(cached_model, "helper", cached_model.helper)
+    monkeypatch.setattr(F, "silu", F.silu)
+    assert look().state == "hit"
+    model = Model().eval()
+    change(model)
+    with caplog.at_level(logging.INFO, logger="core.cache"):
+        report = look(model)
+    assert_miss(report, CHANGES[change])
+    assert "factors differ" in caplog.text and len(report.differences) < 24
+    assert look(model).key == report.key
+
+
+@pytest.mark.usefixtures("made_cache")
+@pytest.mark.parametrize("change", [change_forward_of_one, change_hook, change_tie])
+def test_a_changed_model_computes_what_it_does(change: Callable[[Model], None]) -> None:
+    model = Model().eval()
+    change(model)
+    expected = model(X)["y"]
+    program = start(model)
+    assert counts(program)["traces"] == 1
+    torch.testing.assert_close(program(x=X)["y"], expected)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "buckets": ({"buckets": [4, 8, 16]}, "buckets: main"),
+    "inputs": ({"inputs": {"x": InputSpec(("n", 8), torch.float32, padding="edge")}}, "inputs: x"),
+    "passes": ({"disable_passes": ("merge_linears",)}, "passes: "),
+    "strict": ({"strict": True}, "options: strict"),
+    "guards": ({"guards": {"flag": (True, False)}}, "guards: main"),
+    "device": ({"device": {"name": "acme"}}, "device: name"),
+    "lowering": ({"lowering": "inductor"}, "options: lowering: inline -> inductor"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.usefixtures("made_cache")
+def test_each_setting_is_a_factor(name: str) -> None:
+    options, named = SETTINGS[name]
+    if name == "lowering":  # its compiler has no say here
+        from core.common import lowerings
+
+        both = lowerings.Lowerings(
+            available={"inline": lowerings.inline, "inductor": lowerings.inline}, default="inline"
+        )
+        options = {**options, "device": {"lowerings": both}}
+    assert_miss(look(**options), named)
+
+
+@pytest.mark.usefixtures("made_cache")
+def test_torchs_own_state_and_versions_are_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if before != "medium" else "highest")
+    try:
+        assert_miss(look(), "torch: matmul precision")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_miss(look(), "torch: autocast: off -> torch.bfloat16")
+    assert look().state == "hit"
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert_miss(look(), "versions: torch")
+
+
+@pytest.mark.usefixtures("made_cache")
+def test_the_source_of_core_and_of_the_plugin_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core.common.cache import factors
+
+    digest = factors.source_digest
+    monkeypatch.setattr(factors, "source_digest", lambda package: digest(package) + "edited")
+    assert_miss(look(), "source: core")
+    assert any("source: core_cpu" in line for line in look().differences)
+
+
+def test_an_edited_forward_misses(tmp_path: Path) -> None:
+    code = "from torch import nn\nclass Edited(nn.Module):\n    def forward(self, x):\n        return x * {}\n"
+
+    def load(number: int) -> nn.Module:
+        space: dict[str, Any] = {"__name__": "edited_model"}
+        exec(compile(code.format(number), "edited_model.py", "exec"), space)
+        module: nn.Module = space["Edited"]()
+        return module
+
+    start(load(2), buckets=[4])
+    assert look(load(2), buckets=[4]).state == "hit"
+    program = start(load(3), buckets=[4])
+    assert_miss(cache_of(program), "code: edited_model:Edited.forward")
+    assert torch.equal(program(x=X), X * 3)
+
+
+def test_what_a_function_closes_over_is_a_factor() -> None:
+    def scaled_by(number: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * number
+
+    start(scaled_by(2.0))
+    assert look(scaled_by(2.0)).state == "hit"
+    program = start(scaled_by(3.0))
+    assert_miss(cache_of(program), "number: 2.0 -> 3.0")
+    assert torch.equal(program(x=X), X * 3)
+
+
+def test_arguments_of_a_partial_are_factors() -> None:
+    def scaled(x: Tensor, *, by: float) -> Tensor:
+        return x * by
+
+    start(functools.partial(scaled, by=2.0))
+    assert_miss(look(functools.partial(scaled, by=3.0)), "keywords['by']: 2.0 -> 3.0")
