@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
     from core.common.graphs.breaks import eager_break
     from core.common.graphs.inputs import InputSpec
+    from core.common.quantization.quantize import quantize
     from core.compilation import capture, compile
     from core.device import Device
     from core.errors import CoreError
@@ -32,6 +33,7 @@ _EXPORTS = {
     "compile": "core.compilation",
     "eager_break": "core.common.graphs.breaks",
     "list_devices": "core.host",
+    "quantize": "core.common.quantization.quantize",
     "select_device": "core.host",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "compile",
     "eager_break",
     "list_devices",
+    "quantize",
     "select_device",
 ]
 

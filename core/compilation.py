@@ -52,6 +52,7 @@ def compile(
     reset: Callable[[], None] | None = None,
     examples: AnyExamples | None = None,
     shared: SharedTrace | None = None,
+    cache: bool = False,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model for a device and return the `Program` that runs it.
@@ -66,9 +67,10 @@ def compile(
     it, to undo what these wrote into state. examples: sets of inputs by name, per phase or for a single phase, on which
     `verify` judges the passes and on which captures without a trace are checked. A bucket dimension named "tokens"
     tells passes with a token range how many tokens a graph serves. shared: phases that one trace may serve, since their
-    models differ in one argument of one op only. progress: called as `progress(what, done, total)`
-    before each capture and once after the last, on the first rank only. Lowering "inductor" takes minutes for whole
-    models, where "inline" takes seconds.
+    models differ in one argument of one op only. cache: keep the finished graphs on disk, and take them from there
+    where nothing has changed that they depend on (docs/cache.md); `CORE_CACHE=0` overrules it. progress: called as
+    `progress(what, done, total)` before each capture and once after the last, on the first rank only. Lowering
+    "inductor" takes minutes for whole models, where "inline" takes seconds.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
     writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
@@ -92,7 +94,16 @@ def compile(
     )
     table = BucketTable.build(inputs, buckets, guards)
     pipeline = Pipeline(
-        model, _device(device), inputs, table, options, bound=bound, reset=reset, outputs=outputs, shared=shared
+        model,
+        _device(device),
+        inputs,
+        table,
+        options,
+        bound=bound,
+        reset=reset,
+        outputs=outputs,
+        shared=shared,
+        cache=cache,
     )
     return pipeline.run(examples, progress)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core.arguments import Examples, check_breaks
+from core.caching import CachedGraph, ProgramCache
 from core.common.graphs.backend import BoundCallable, GraphKey, Guards
 from core.common.graphs.buffers import StaticBuffers
 from core.common.graphs.inputs import BucketTable, InputSpec
@@ -75,8 +76,9 @@ class _Served:
 class TracedPhases:
     """Traces, rewrites and lowers; one trace serves all buckets of a phase where its conditions hold.
 
-    shared: phases that one trace may serve. A graph that is to serve a size of 1 among others, or other phases, is
-    traced at sizes of its own; what it does not hold for is traced again, at the buckets' sizes.
+    cache: has the graphs of a phase where they were made before. shared: phases that one trace may serve. A graph that
+    is to serve a size of 1 among others, or other phases, is traced at sizes of its own; what it does not hold for is
+    traced again, at the buckets' sizes.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class TracedPhases:
         buffers: StaticBuffers,
         examples: Examples,
         shared: SharedTrace | None = None,
+        cache: ProgramCache | None = None,
     ) -> None:
         self._device = device
         self._options = options
@@ -99,6 +102,7 @@ class TracedPhases:
         self._buffers = buffers
         self._examples = examples
         self._shared = shared
+        self._cache = cache
         self._kept: list[_Kept] = []
         self.lowering_name, self._lowering = device.lowerings.resolve(options.lowering)
         self._pieces = PieceLowering(self._lowering)
@@ -110,8 +114,14 @@ class TracedPhases:
     def trace(self, phase: str, model: Callable[..., Any], mode: Mode) -> int:
         """Trace a phase for all its keys; return how many break points its graphs have in a piecewise mode.
 
-        Raises `TraceError`, with nothing of the phase kept, and `UsageError` for a break point that is in none of them.
+        Nothing is traced or rewritten where the cache has the graphs. Raises `TraceError`, with nothing of the phase
+        kept, and `UsageError` for a break point that is in none of them.
         """
+        cached = self._cache.load(phase, mode) if self._cache is not None else None
+        if cached is not None:
+            for each in cached:
+                self._serve(each)
+            return sum(each.breaks for each in cached)
         names = self._break_names() if mode == "piecewise" else ()
         traced: list[_Served] = []
         conditions: dict[Guards, list[GraphKey]] = {}
@@ -119,17 +129,23 @@ class TracedPhases:
             conditions.setdefault(key.guards, []).append(key)
         for guards, keys in conditions.items():
             traced += self._trace_guarded(phase, model, guards, keys)
-        num_breaks = 0
+        made = []
         known: dict[str, str] = {}
         for served in traced:
-            rewritten, breaks = self._rewrite(phase, served, names)
-            known |= op_names(rewritten.module) | {choice.op: choice.op for choice in self.reports[-1].ops}
-            num_breaks += breaks
-            self._serving.update(dict.fromkeys(served.keys, rewritten))
-            self._piecewise.update(served.keys if breaks else ())
+            made.append(self._rewrite(phase, served, names))
+            self._serve(made[-1])
+            known |= op_names(made[-1].traced.module) | {choice.op: choice.op for choice in made[-1].report.ops}
         if mode == "piecewise":  # the default names may well be in no graph
             check_breaks(phase, self._options.break_at or (), known)
-        return num_breaks
+        if self._cache is not None:
+            self._cache.keep(phase, mode, made)
+        return sum(each.breaks for each in made)
+
+    def _serve(self, made: CachedGraph) -> None:
+        """Take a graph for all keys that it serves."""
+        self.reports.append(made.report)
+        self._serving.update(dict.fromkeys(made.report.buckets, made.traced))
+        self._piecewise.update(made.report.buckets if made.breaks else ())
 
     def forget(self, phase: str) -> None:
         """Drop the traces of a phase that runs without one after all; of one that it shares, another gives account."""
@@ -275,30 +291,29 @@ class TracedPhases:
             model, examples, dynamic=dynamic, constants=dict(guards), writable=self._buffers.bound, least=least
         )
 
-    def _rewrite(self, phase: str, given: _Served, break_names: tuple[str, ...]) -> tuple[TracedGraph, int]:
+    def _rewrite(self, phase: str, given: _Served, break_names: tuple[str, ...]) -> CachedGraph:
         traced, served = given.graph, given.keys
         num_nodes = len(traced.module.graph.nodes)
         log.info("traced %s: %d nodes in %.2f s, serves %d buckets", phase, num_nodes, traced.elapsed_s, len(served))
         examples = self._served_examples(phase, traced, served)
-        rewritten = self._rewriter.rewrite(traced, tokens=self._tokens(served), examples=examples)
+        sizes = [traced.sizes(self._buffers.views(key)) for key in served]
+        rewritten = self._rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)
         with _blaming(rewritten.passes):
             ops = lower_ops(rewritten.traced.module, self._device.ops, mark=break_names)
         num_breaks = mark_breaks(rewritten.traced.module, break_names)
-        self.reports.append(
-            TraceReport(
-                phase=phase,
-                num_nodes=num_nodes,
-                trace_s=traced.elapsed_s,
-                passes_s=rewritten.passes_s,
-                aten_s=rewritten.aten_s,
-                passes=rewritten.passes,
-                ops=ops,
-                buckets=served,
-                reason=given.reason,
-                trace_of=given.trace_of,
-            )
+        report = TraceReport(
+            phase=phase,
+            num_nodes=num_nodes,
+            trace_s=traced.elapsed_s,
+            passes_s=rewritten.passes_s,
+            aten_s=rewritten.aten_s,
+            passes=rewritten.passes,
+            ops=ops,
+            buckets=served,
+            reason=given.reason,
+            trace_of=given.trace_of,
         )
-        return rewritten.traced, num_breaks
+        return CachedGraph(traced=rewritten.traced, report=report, breaks=num_breaks, contents=rewritten.contents)
 
     def _served_examples(self, phase: str, traced: TracedGraph, served: tuple[GraphKey, ...]) -> list[tuple[Any, ...]]:
         """Return placeholder values of the phase's examples, filled up to a bucket where the graph serves only that."""

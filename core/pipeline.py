@@ -28,7 +28,9 @@ from core.arguments import (
     examples_per_phase,
     models_per_phase,
 )
+from core.caching import ProgramCache
 from core.common.collector import paused
+from core.common.compiles import KernelCount, counting_kernels
 from core.common.config import CompileOptions
 from core.common.graphs.backend import CallBackend, GraphKey
 from core.common.graphs.breaks import modules_of
@@ -38,10 +40,12 @@ from core.common.graphs.runner import CaptureCost, GraphRunner
 from core.common.graphs.untraced import OutputDims
 from core.common.graphs.watch import Watched, watch_modules
 from core.common.passes.switches import PassSwitches
-from core.common.report import BucketReport, ProgramReport
+from core.common.report import BucketReport, CacheReport, ProgramReport
+from core.common.settings import Settings
 from core.common.shared import SharedTrace
 from core.device import Device, Mode
 from core.errors import CaptureError, TraceError
+from core.factors import Subject
 from core.phases import TracedPhases
 from core.program import CapturedBucket, Program
 from core.rewriting import Rewriter
@@ -62,16 +66,18 @@ class _Account:
     modes: dict[str, Mode] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     buckets: list[BucketReport] = field(default_factory=list)
+    kernels: KernelCount = field(default_factory=KernelCount)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stages:
-    """What a compile works with once its arguments are checked."""
+    """What a compile works with once its arguments are checked. cache: None where it is off."""
 
     buffers: StaticBuffers
     runner: GraphRunner
     traced: TracedPhases
     untraced: UntracedPhases
+    cache: ProgramCache | None
 
 
 class _Teller:
@@ -107,6 +113,7 @@ class Pipeline:
         traced: bool = True,
         outputs: Sequence[OutputDims] | None = None,
         shared: SharedTrace | None = None,
+        cache: bool = False,
     ) -> None:
         self.device = device
         self.inputs = inputs
@@ -135,6 +142,7 @@ class Pipeline:
         if shared is not None:
             shared.check(table.phases)
         self.shared = shared
+        self.cache_wanted = cache
         self.account = _Account()
 
     def run(self, examples: Examples | Sequence[Mapping[str, Tensor]] | None, progress: Progress | None) -> Program:
@@ -154,8 +162,10 @@ class Pipeline:
                 try:
                     # Traces make some hundred thousand objects and keep most: the collector would walk all of these,
                     # and the whole process, again and again. A capture session begins with a collection.
-                    with paused():
+                    with paused(), counting_kernels() as self.account.kernels:
                         captured = self._capture_all(progress)
+                        if self.stages.cache is not None:
+                            self.stages.cache.save()
                 except BaseException:
                     runner.cleanup()
                     raise
@@ -186,12 +196,37 @@ class Pipeline:
             "buffers": buffers,
             "examples": examples,
         }
+        cache = self.open_cache()
+        traced = TracedPhases(
+            self.device, self.options, rewriter=self.rewriter, shared=self.shared, cache=cache, **common
+        )
         return _Stages(
             buffers=buffers,
             runner=runner,
-            traced=TracedPhases(self.device, self.options, rewriter=self.rewriter, shared=self.shared, **common),
+            cache=cache,
+            traced=traced,
             untraced=UntracedPhases(self.options, runner=runner, outputs=self.outputs, reset=self.reset, **common),
         )
+
+    def open_cache(self) -> ProgramCache | None:
+        """Return the program's place in the compile cache; None where that is off or nothing would be traced."""
+        first = {modes[0] for modes in self.candidates.values()}
+        if not self.cache_wanted or not Settings.from_environment().cache or not first & set(self.traced_modes):
+            return None
+        if self.options.verify != "off":
+            log.info("compile cache: not used, since passes are to be verified")
+            return None
+        subject = Subject(
+            models=self.models,
+            device=self.device,
+            inputs=self.inputs,
+            bound=self.bound,
+            table=self.table,
+            options=self.options,
+            rewriter=self.rewriter,
+            shared=self.shared,
+        )
+        return ProgramCache(subject)
 
     def _prepare(self, phase: str, left: list[Mode]) -> tuple[GraphKey, ...]:
         """Settle the mode of a phase, tracing it where that needs a trace, and return the keys to capture.
@@ -317,6 +352,8 @@ class Pipeline:
             buckets=tuple(account.buckets),
             static_bytes=buffers.num_bytes if buffers is not None else 0,
             total_s=time.perf_counter() - account.start,
+            num_kernels=account.kernels.total,
+            cache=stages.cache.report if stages is not None and stages.cache is not None else CacheReport(),
             notes=(*account.notes, *(stages.untraced.notes if stages is not None else ())),
         )
 

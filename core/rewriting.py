@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from core.common.aten import to_aten
 from core.common.config import Verify
 from core.common.ops.lower import inline_unimplemented
 from core.common.passes.constants import Constants
@@ -18,6 +17,7 @@ from core.common.passes.declaration import Pass, Stage
 from core.common.passes.manager import Check, PassManager, PassReport
 from core.common.passes.standard import COMMON_PASSES
 from core.common.passes.switches import PassSwitches
+from core.common.stages import later_stages
 from core.common.traced import ConstantSlot, TracedGraph
 from core.device import Device
 
@@ -59,13 +59,15 @@ class Watcher(Protocol):
 class Rewritten:
     """A rewritten graph, before its canonical ops are lowered, with the account of it.
 
-    aten_s: what lowering to ATen took in seconds, 0.0 where no pass needs it.
+    aten_s: what lowering to ATen took in seconds, 0.0 where no pass needs it. contents: the bound
+    tensors of which a pass may have read the content.
     """
 
     traced: TracedGraph
     passes: tuple[PassReport, ...]
     passes_s: float
     aten_s: float
+    contents: tuple[Tensor, ...] = ()
 
 
 class Rewriter:
@@ -98,21 +100,22 @@ class Rewriter:
         traced: TracedGraph,
         *,
         tokens: tuple[int, int] | None = None,
+        sizes: Sequence[Mapping[Any, int]] = (),
         examples: Sequence[tuple[Any, ...]] = (),
         watcher: Watcher | None = None,
     ) -> Rewritten:
         """Run the passes over one traced graph, which is changed in place, and return what it became.
 
-        tokens: least and most tokens that the graph serves. examples: values of its placeholders to verify on. Raises
-        `PassError` where strict.
+        tokens: least and most tokens that the graph serves. sizes: what its symbols are in each bucket that it serves.
+        examples: values of its placeholders to verify on. Raises `PassError` where strict.
         """
         constants = bound_constants(traced)
         check = self._check(examples, constants)
 
         # What passes prepare of the weights needs no gradient.
         @torch.no_grad()
-        def run(stage: Stage) -> tuple[PassReport, ...]:
-            options: dict[str, Any] = {"tokens": tokens, "constants": constants, "check": check}
+        def run(stage: Stage, **form: Any) -> tuple[PassReport, ...]:
+            options: dict[str, Any] = {"tokens": tokens, "sizes": sizes, "constants": constants, "check": check, **form}
             if watcher is None:
                 return self.manager.run(traced.module, stage, **options)
             watcher.begin(stage, traced)
@@ -124,18 +127,20 @@ class Rewriter:
         reports = run("torch")
         passes_s = time.perf_counter() - start
         aten_s = 0.0
-        if any(declared.stage == "aten" for declared in self.manager.passes):
+        start = time.perf_counter()
+        for staged in later_stages(self.manager.passes, traced.module, self._prepare):
+            traced = replace(traced, module=staged.module)
+            aten_s += time.perf_counter() - start
             start = time.perf_counter()
-            # What the device can't run is put back first: patterns on ATen then see it as the model wrote it.
-            inline_unimplemented(traced.module, self._device.ops)
-            traced = replace(traced, module=to_aten(traced.module))
-            aten_s = time.perf_counter() - start
-            start = time.perf_counter()
-            reports += run("aten")
+            reports += run(staged.stage, form=staged.form, refused=staged.refused)
             passes_s += time.perf_counter() - start
-        added = tuple(ConstantSlot(tensor) for _, tensor in constants.added)
+            start = time.perf_counter()
+        added = tuple(ConstantSlot(tensor, constants.packing(name)) for name, tensor in constants.added)
         traced = replace(traced, slots=(*traced.slots, *added))
-        return Rewritten(traced=traced, passes=reports, passes_s=passes_s, aten_s=aten_s)
+        return Rewritten(traced=traced, passes=reports, passes_s=passes_s, aten_s=aten_s, contents=constants.contents)
+
+    def _prepare(self, module: fx.GraphModule) -> None:
+        inline_unimplemented(module, self._device.ops)
 
     def _check(self, examples: Sequence[tuple[Any, ...]], constants: Constants) -> Check | None:
         if self._verify == "off":

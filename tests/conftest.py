@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,35 @@ InstallVendor = Callable[..., Vendor]
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CORE_PLUGINS", "CORE_PLUGINS_DISABLE", "CORE_PROBE_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CORE_CACHE", "0")  # tests of the compile cache switch it on, in a folder of their own
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a compile cache that is on for the test."""
+    monkeypatch.setenv("CORE_CACHE", "1")
+    monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def _made_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the entry of `tests.cached_model.Model` as it is; read only."""
+    from tests.cached_model import start
+
+    made = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CORE_CACHE", "1")
+        patch.setenv("CORE_CACHE_DIR", str(made))
+        start()
+    return made
+
+
+@pytest.fixture
+def made_cache(_made_cache: Path, cache_folder: Path) -> Path:
+    """Return the test's cache folder with that entry in it."""
+    shutil.copytree(_made_cache, cache_folder)
+    return cache_folder
 
 
 @pytest.fixture

@@ -98,3 +98,32 @@ def code_steps(codes: Tensor, wanted: Tensor) -> Tensor:
         return torch.where(bits >= 128, 128 - bits, bits)
 
     return (ordinals(codes) - ordinals(wanted)).abs()
+
+
+def check_codes(op: CanonicalOp, calls: Iterable[Call], kernel: Callable[..., Any], device: torch.device) -> None:
+    """Expect the layout of the fake, and of results (codes, scale, …) codes and scales as good as the reference's.
+
+    Scales: equal up to a rounding of the largest value. Codes: one step from the reference's own in a hundredth of the
+    places (four in any case: values of few digits often lie on the middle between codes); where the values before them
+    may be computed otherwise, no further from those of fp64 than twice what the reference is.
+    """
+    for call in calls:
+        results, wanted = listed(kernel(**moved(call, device))), listed(op.reference(**call))
+        assert laid_out(results) == laid_out(faked(op, call)), call
+        exact = in_fp64(op, call)
+        codes, scale, *others = (t.cpu() for t in results)
+        half = any(isinstance(v, Tensor) and v.dtype.itemsize == 2 for v in call.values())
+        torch.testing.assert_close(scale, wanted[1], rtol=2e-2 if half else 1e-6, atol=0)
+        few = max(0.01 * codes.numel(), 4)
+        if codes.numel() and not _apart(codes, wanted[0], 1, few):
+            theirs = code_steps(wanted[0], exact[0])
+            far, differing = int(theirs.max()), int((theirs > 0).sum())
+            assert _apart(codes, exact[0], max(2 * far, 1), 2 * differing + few), (op.name, call)
+        for other, right in zip(others, wanted[2:], strict=True):
+            torch.testing.assert_close(other, right)
+
+
+def _apart(codes: Tensor, wanted: Tensor, far: int, count: float) -> bool:
+    """Tell whether codes lie at most so far from others, and at most so many of them."""
+    steps = code_steps(codes, wanted)
+    return int(steps.max()) <= far and int((steps > 0).sum()) <= count

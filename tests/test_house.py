@@ -49,6 +49,7 @@ PUBLIC_NAMES = [
     "compile",
     "eager_break",
     "list_devices",
+    "quantize",
     "select_device",
 ]
 

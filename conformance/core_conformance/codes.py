@@ -38,6 +38,101 @@ def judge_quantized(trial: Trial, judged: Judged) -> None:
     trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
 
 
+def judge_asymmetric(trial: Trial, judged: Judged) -> None:
+    """Judge codes, scales and zero points of `core::quantize_asymmetric`.
+
+    Scales: as any float. Zero points: at most one step from the fp64 ones. Codes: by their distance from the zero
+    point, which a step of that moves too, as `judge_quantized` does.
+    """
+    judged.judge(trial, f"{judged.name}, scale", judged.results[1], judged.eager[1], lambda: judged.references[1])
+    name = f"{judged.name}, codes"
+    for given, wanted in zip(judged.results[::2], judged.references[::2], strict=True):
+        if given.shape != wanted.shape or given.dtype != wanted.dtype:
+            trial.record(name, "T0", _INF, f"{tuple(given.shape)} {given.dtype} instead of {tuple(wanted.shape)}")
+            return
+    codes, exact_scale = judged.results[0], judged.references[1].cpu().double()
+    if not codes.numel():
+        return
+    zeros = [results[2].cpu().long() for results in (judged.results, judged.references)]
+    apart = int((zeros[0] - zeros[1]).abs().max())
+    reason = f"a zero point is {apart} steps off" if apart > 1 else ""
+    trial.record(f"{judged.name}, zero points", "T0", _INF if reason else 0.0, reason, like=judged.results[2])
+    sides = (judged.results, judged.eager, judged.references)
+    given, _, wanted = (results[0].cpu().long() - results[2].cpu().long() for results in sides)
+    share = CODE_SHARES[judged.kwargs["x"].dtype]
+    trial.record(name, "T0", *_steps(given, wanted, share), like=codes)
+    values = [(results[0].cpu().double() - results[2].cpu().double()) * results[1].cpu().double() for results in sides]
+    step = exact_scale.expand(codes.shape)
+    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
+
+
+def judge_coded(trial: Trial, judged: Judged) -> None:
+    """Judge codes, scales and further results of an op that computes values and ends in their codes.
+
+    As `judge_quantized` does, but the values before the codes are rounded too, which moves codes of eager also: theirs
+    may be twice as far from the fp64 ones as eager's are, and twice as many may differ, beside the share that
+    quantising alone may move.
+    """
+    codes, exact_codes, kwargs = judged.results[0], judged.references[0], judged.kwargs
+    for index, name in enumerate(("scale", *("further result",) * (len(judged.results) - 2)), 1):
+        both = judged.results[index], judged.eager[index]
+        judged.judge(trial, f"{judged.name}, {name}", *both, lambda i=index: judged.references[i])  # type: ignore[misc]
+    name = f"{judged.name}, codes"
+    if codes.shape != exact_codes.shape or codes.dtype != exact_codes.dtype:
+        trial.record(name, "T0", _INF, f"{tuple(codes.shape)} {codes.dtype} instead of {tuple(exact_codes.shape)}")
+        return
+    if not codes.numel():
+        return
+    share = CODE_SHARES[kwargs[next(name for name in ("x", "gate", "query") if name in kwargs)].dtype]
+    given, eager, wanted = map(_ordinals, (codes, judged.eager[0], exact_codes))
+    trial.record(name, "T0", *_steps(given, wanted, share, (eager - wanted).abs()), like=codes)
+    sides = (judged.results, judged.eager, judged.references)
+    values = [_dequantized(results[0], results[1], kwargs) for results in sides]
+    step = (_step(exact_codes) * _expanded(judged.references[1], exact_codes, kwargs)).abs()
+    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
+
+
+def judge_fp4(trial: Trial, judged: Judged) -> None:
+    """Judge packed codes of 4 bits, scales of groups, the scale, and further results of an op that ends in such codes.
+
+    A group's scale moves all of its codes: these are judged by the values that they stand for, by T1 with a floor of
+    one step. Scales of groups: as codes, of which few may be one step off. Others: as any float.
+    """
+    for index in range(2, len(judged.results)):
+        both = judged.results[index], judged.eager[index]
+        judged.judge(trial, f"{judged.name}, result {index}", *both, lambda i=index: judged.references[i])  # type: ignore[misc]
+    groups = [results[1] for results in (judged.results, judged.eager, judged.references)]
+    for given, wanted in zip(judged.results[:2], judged.references[:2], strict=True):
+        if given.shape != wanted.shape or given.dtype != wanted.dtype:
+            trial.record(f"{judged.name}, codes", "T0", _INF, f"{tuple(given.shape)} {given.dtype}")
+            return
+    if not groups[0].numel():
+        return
+    steps = [_ordinals(each) for each in groups]
+    share = CODE_SHARES[judged.kwargs["x"].dtype]
+    ratio = _steps(steps[0], steps[2], share, (steps[1] - steps[2]).abs())
+    trial.record(f"{judged.name}, scales of groups", "T0", *ratio, like=groups[0])
+    values = [_of_fp4(*results[:3]) for results in (judged.results, judged.eager, judged.references)]
+    exact_codes, _, exact_scale = judged.references[:3]
+    unit = groups[2].cpu().double().repeat_interleave(16, -1) * exact_scale.cpu().double()
+    magnitude = _fp4_values(exact_codes).abs()
+    step = unit * torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=judged.results[0])
+
+
+def _fp4_values(codes: Tensor) -> Tensor:
+    """Return the values of packed e2m1 codes, the lower half of each byte first."""
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float64)
+    table = torch.cat((table, -table))
+    bits = codes.detach().cpu().long()
+    return torch.stack((table[bits & 15], table[bits >> 4]), -1).flatten(-2)
+
+
+def _of_fp4(codes: Tensor, group_scales: Tensor, scale: Tensor) -> Tensor:
+    unit = group_scales.detach().cpu().double().repeat_interleave(16, -1) * scale.detach().cpu().double()
+    return _fp4_values(codes) * unit
+
+
 def _ordinals(codes: Tensor) -> Tensor:
     """Number the codes so that neighbours differ by one."""
     if codes.dtype == torch.int8:
@@ -46,15 +141,18 @@ def _ordinals(codes: Tensor) -> Tensor:
     return torch.where(bits >= 128, -(bits - 128), bits)
 
 
-def _steps(given: Tensor, wanted: Tensor, share: float) -> tuple[float, str]:
-    """Return the ratio of the share of differing codes to its bound, and why it fails."""
+def _steps(given: Tensor, wanted: Tensor, share: float, eager: Tensor | None = None) -> tuple[float, str]:
+    """Return the ratio of the share of differing codes to its bound, and why it fails. eager: how far its codes are."""
     apart = (given - wanted).abs()
-    far, differing = int((apart > 1).sum()), int((apart > 0).sum())
+    most = 1 if eager is None else max(2 * int(eager.max()), 1)
+    far, differing = int((apart > most).sum()), int((apart > 0).sum())
     if far:
-        return _INF, f"{far} of {apart.numel()} codes are more than one step off, by up to {int(apart.max())}"
-    bound = max(share * apart.numel(), FEW_CODES)
+        steps = "one step" if most == 1 else f"{most} steps"
+        return _INF, f"{far} of {apart.numel()} codes are more than {steps} off, by up to {int(apart.max())}"
+    bound = max(share * apart.numel(), FEW_CODES) + (0 if eager is None else 2 * int((eager > 0).sum()))
     ratio = differing / bound
-    return ratio, f"{differing} of {apart.numel()} codes are one step off, over {bound:.3g}" if ratio > 1 else ""
+    off = "one step off" if most == 1 else "off"
+    return ratio, f"{differing} of {apart.numel()} codes are {off}, over {bound:.3g}" if ratio > 1 else ""
 
 
 def _step(codes: Tensor) -> Tensor:

@@ -15,8 +15,12 @@ from torch import Tensor
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary_table import inverse_frequencies
+from core_conformance import large_collective as collective
+from core_conformance import large_quantized as quantized
 from core_conformance.large_attention import dense_attention, paged_attention
+from core_conformance.large_codes import in_codes
 from core_conformance.large_layers import gated_linear, linear, rotary_attention
+from core_conformance.large_layers import in_codes as rows_in_codes
 from core_conformance.large_sampling import most_likely, sampled
 
 _ROWS, _WIDTH = 9, 1024
@@ -168,11 +172,6 @@ def quantized_linear(draw: Draw) -> Iterator[Sample]:
             yield Sample(name=title, kwargs={**call, "bias": draw(96), "out_dtype": draw.dtype})
 
 
-def all_reduce(draw: Draw) -> Iterator[Sample]:
-    """Yield rows of 1024."""
-    yield Sample(name="1024 wide", kwargs={"x": draw(_ROWS, _WIDTH), "group": ""})
-
-
 LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
     {
         "attention": paged_attention,
@@ -186,6 +185,8 @@ LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "rotary_single": rotary_single,
         "qk_norm_rotary": qk_norm_rotary,
         "rotary_attention": rotary_attention,
+        "attention_quantize": lambda draw: rows_in_codes(draw, paged_attention(draw)),
+        "rotary_attention_quantize": lambda draw: rows_in_codes(draw, rotary_attention(draw)),
         "rotary_table": rotary_table,
         "linear": linear,
         "gated_linear": gated_linear,
@@ -193,9 +194,27 @@ LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "grouped_mlp": grouped_mlp,
         "quantize": quantize,
         "quantized_linear": quantized_linear,
+        "quantize_asymmetric": quantized.asymmetric,
+        "weight_only_linear": quantized.weight_only,
+        "quantized_grouped_linear": quantized.grouped,
+        "rms_norm_quantize": lambda draw: in_codes(draw, rms_norm(draw)),
+        "add_rms_norm_quantize": lambda draw: in_codes(draw, add_rms_norm(draw)),
+        "gated_activation_quantize": lambda draw: in_codes(
+            draw, (*gated_activation_fused(draw), *gated_activation(draw))
+        ),
         "sample": sampled,
         "argmax": most_likely,
-        "all_reduce": all_reduce,
+        "quantize_fp4": collective.quantize_fp4,
+        "all_reduce": collective.parts,
+        "reduce_scatter": collective.parts,
+        "all_gather": collective.parts,
+        "local_shard": collective.parts,
+        "all_reduce_rms_norm": lambda draw: collective.grouped(rms_norm(draw)),
+        "all_reduce_add_rms_norm": lambda draw: collective.grouped(add_rms_norm(draw)),
+        "all_reduce_add_rms_norm_quantize": lambda draw: collective.grouped(in_codes(draw, add_rms_norm(draw))),
+        "all_reduce_add_rms_norm_quantize_fp4": lambda draw: collective.grouped(add_rms_norm(draw), scale=None),
+        "all_gather_linear": lambda draw: collective.grouped(linear(draw)),
+        "linear_reduce_scatter": lambda draw: collective.grouped(linear(draw)),
     }
 )
 """Name of an op -> its larger calls."""
@@ -215,6 +234,11 @@ NON_FINITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "grouped_mlp": ("x",),
         "argmax": ("logits",),
         "all_reduce": ("x",),
+        "reduce_scatter": ("x",),
+        "all_gather": ("x",),
+        "local_shard": ("x",),
+        "all_reduce_rms_norm": ("x",),
+        "all_reduce_add_rms_norm": ("x",),
     }
 )
 """Ops whose rows are independent -> arguments in which NaN and infinity must stay in their row, as in eager."""

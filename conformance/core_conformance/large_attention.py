@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw
+from core.common.ops.arguments import Draw, at_least_fp32
+from core.common.ops.attention_cache import stored
 from core.common.ops.declaration import Sample
 
 
@@ -33,6 +34,20 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
         name="heads of 64, decode with a window and padding",
         kwargs=_paged(draw, decode, padding=(3, 3), window=20, **options),
     )
+    yield Sample(name="codes, heads of 64, mixed and padded", kwargs=_of_codes(draw, mixed, padding=(5, 2)))
+    yield Sample(name="codes, heads of 128, decode", kwargs=_of_codes(draw, decode, size=128, **options))
+
+
+def _of_codes(draw: Draw, lens: tuple[tuple[int, int], ...], **options: Any) -> dict[str, Any]:
+    """Return a call whose caches hold codes, of one scale for keys and one for each head of values."""
+    call = _paged(draw, lens, **options)
+    wide = at_least_fp32(draw.dtype)
+    call["k_scale"] = torch.tensor(0.02137, dtype=wide, device=draw.device)
+    heads = torch.arange(call["value"].shape[1], dtype=wide, device=draw.device)
+    call["v_scale"] = 0.01291 + 0.00307 * heads
+    for cache, scale in (("key_cache", "k_scale"), ("value_cache", "v_scale")):
+        call[cache] = stored(call[cache], torch.float8_e4m3fn, call[scale])
+    return call
 
 
 def paged_attention_sizes(draw: Draw) -> Iterator[Sample]:

@@ -26,6 +26,17 @@ def rotary_attention_sizes(draw: Draw) -> Iterator[Sample]:
     return _turned(draw, paged_attention_sizes(draw))
 
 
+def in_codes(draw: Draw, calls: Iterable[Sample]) -> Iterator[Sample]:
+    """Let calls of attention end in codes, most of them of one scale that is given."""
+    wide = at_least_fp32(draw.dtype)
+    for index, sample in enumerate(calls):
+        scale = None if index % 3 == 2 else torch.tensor(0.00931, dtype=wide, device=draw.device)
+        code = torch.int8 if index % 2 else torch.float8_e4m3fn
+        options = {"out_scale": scale, "dtype": code, "granularity": "token" if scale is None else "tensor"}
+        title = f"{sample.name}, {str(code).removeprefix('torch.')}"
+        yield Sample(name=title, kwargs={**sample.kwargs, **options})
+
+
 def _turned(draw: Draw, calls: Iterable[Sample]) -> Iterator[Sample]:
     """Add a rotation to calls of attention, another one in turn."""
     wide = at_least_fp32(draw.dtype)

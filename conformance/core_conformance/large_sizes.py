@@ -15,9 +15,13 @@ from torch import Tensor
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary_table import LAYOUTS, inverse_frequencies
+from core_conformance import large_quantized as quantized
 from core_conformance.large import heads, tables
 from core_conformance.large_attention import dense_attention_sizes, paged_attention_sizes
+from core_conformance.large_codes import in_codes
+from core_conformance.large_collective import quantize_fp4
 from core_conformance.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
+from core_conformance.large_layers import in_codes as rows_in_codes
 from core_conformance.large_sampling import most_likely_sizes, sampled_sizes
 
 _SHAPES = ((129, 1000), (65, 1001), (3, 4096))
@@ -159,6 +163,8 @@ SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "rotary_single": rotary_single,
         "qk_norm_rotary": qk_norm_rotary,
         "rotary_attention": rotary_attention_sizes,
+        "attention_quantize": lambda draw: rows_in_codes(draw, paged_attention_sizes(draw)),
+        "rotary_attention_quantize": lambda draw: rows_in_codes(draw, rotary_attention_sizes(draw)),
         "rotary_table": rotary_table,
         "linear": linear_sizes,
         "gated_linear": gated_linear_sizes,
@@ -166,8 +172,17 @@ SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "grouped_mlp": grouped_mlp,
         "quantize": quantize,
         "quantized_linear": quantized_linear,
+        "quantize_asymmetric": quantized.asymmetric_sizes,
+        "weight_only_linear": quantized.weight_only_sizes,
+        "quantized_grouped_linear": quantized.grouped_sizes,
+        "quantize_fp4": quantize_fp4,
+        "rms_norm_quantize": lambda draw: in_codes(draw, rms_norm(draw)),
+        "add_rms_norm_quantize": lambda draw: in_codes(draw, add_rms_norm(draw)),
+        "gated_activation_quantize": lambda draw: in_codes(
+            draw, (*gated_activation_fused(draw), *gated_activation(draw))
+        ),
         "sample": sampled_sizes,
         "argmax": most_likely_sizes,
     }
 )
-"""Name of an op -> its calls past the tiles; `all_reduce` has none, its kernel is the library's."""
+"""Name of an op -> its calls past the tiles; collectives have none, a single process moves nothing."""

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
 from core.common.numerics import judge_pooled
+from core.engine.cache_codes import judge_rounded
 from core.engine.check import MAX_ORACLE_PARAMETERS, fp64_logits
 from core.engine.probe import relative_difference
 
 if TYPE_CHECKING:
     from core.device import Device
+    from core.engine.cache_codes import Rounding
 
 _MAX_ROWS = 4
 _HOST_FLOPS = 2e11
@@ -23,10 +25,11 @@ _HOST_FLOPS = 2e11
 _COPY_FACTOR = 1.3  # of the copy's bytes: its activations
 
 
-def check(cell: Cell, records: Sequence[Record], model: Any, device: Device) -> None:
+def check(cell: Cell, records: Sequence[Record], model: Any, device: Device, rounding: Rounding | None = None) -> None:
     """Write into each record how its tokens compare with eager's, and how its logits do, where they were kept.
 
     Call when the subjects are closed: the reference may need the device's memory. model: transformers' own, eager.
+    rounding: of the cache of `core`, where that holds codes; eager's never does.
     """
     fine = [record for record in records if not record.failure and record.tokens]
     yardstick = next((record for record in fine if record.subject == "eager"), next(iter(fine), None))
@@ -36,7 +39,7 @@ def check(cell: Cell, records: Sequence[Record], model: Any, device: Device) -> 
         if record is not yardstick:
             record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
             if record.logits is not None and yardstick.logits is not None:
-                record.verdict |= _judge(cell, record, yardstick, model, device)
+                record.verdict |= _judge(cell, record, yardstick, model, device, rounding)
         if record.verdict.get("tokens_equal") is False:
             record.notes.append(f"tokens differ from {yardstick.subject}: {record.verdict['mismatch']}")
     for record in records:
@@ -65,7 +68,9 @@ def compare_tokens(cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[
     }
 
 
-def _judge(cell: Cell, record: Record, yardstick: Record, model: Any, device: Device) -> dict[str, Any]:
+def _judge(
+    cell: Cell, record: Record, yardstick: Record, model: Any, device: Device, rounding: Rounding | None
+) -> dict[str, Any]:
     """Return the difference of the logits that follow equal tokens, and the verdict of criterion T1 on some of them."""
     assert record.logits is not None and yardstick.logits is not None
     history = 0 if cell.phase == "prefill" else 1
@@ -85,12 +90,22 @@ def _judge(cell: Cell, record: Record, yardstick: Record, model: Any, device: De
     references, how = reference_logits(model, contexts, device)
     if not references:
         return {**found, "logits_skipped": how}
-    verdict = judge_pooled(list(ours[: len(rows)]), list(theirs[: len(rows)]), references)
+    both = list(ours[: len(rows)]), list(theirs[: len(rows)])
+    if rounding is None:
+        verdict = judge_pooled(*both, references)
+    else:
+        rounded, _ = reference_logits(model, contexts, device, rounding)
+        verdict = judge_rounded(*both, references, rounded, rounding.dtype)
+        how += ", of the cache's codes"
     return {**found, "logits": {"reference": how, "rows": len(rows), **verdict.to_json()}}
 
 
-def reference_logits(model: Any, contexts: Sequence[Sequence[int]], device: Device) -> tuple[list[Tensor], str]:
+def reference_logits(
+    model: Any, contexts: Sequence[Sequence[int]], device: Device, rounding: Rounding | None = None
+) -> tuple[list[Tensor], str]:
     """Return fp64 tensors (vocabulary,) of the logits after each context, and how they were computed.
+
+    rounding: of keys and values, where it is given.
 
     In fp64 on the host where that is quick; in fp32 on the device for weights of half precision, whose rounding is
     thousands of times larger; else nothing, and why.
@@ -99,7 +114,8 @@ def reference_logits(model: Any, contexts: Sequence[Sequence[int]], device: Devi
     count, dtype = sum(p.numel() for p in parameters), parameters[0].dtype
     num_tokens = sum(map(len, contexts))
     if count <= MAX_ORACLE_PARAMETERS and 2 * count * num_tokens <= _HOST_FLOPS:
-        logits = fp64_logits(model, contexts, [[0]] * len(contexts), model.config._attn_implementation)
+        caching = None if rounding is None else rounding.caching
+        logits = fp64_logits(model, contexts, [[0]] * len(contexts), model.config._attn_implementation, caching)
         return [rows[0] for rows in logits], "fp64 on the host"
     if dtype.itemsize >= 4:
         return [], f"no fp64 reference for {count / 1e9:.1f} billion parameters and {num_tokens} tokens"
@@ -107,12 +123,12 @@ def reference_logits(model: Any, contexts: Sequence[Sequence[int]], device: Devi
     needed, free = 4 * count * _COPY_FACTOR, memory.total_bytes - memory.used_bytes
     if needed > free:
         return [], f"no fp32 reference: it takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
-    return _fp32_logits(model, contexts), "fp32 on the device"
+    return _fp32_logits(model, contexts, rounding), "fp32 on the device"
 
 
 @torch.no_grad()
-def _fp32_logits(model: Any, contexts: Sequence[Sequence[int]]) -> list[Tensor]:
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.float(), requires_grad=False) for p in model.parameters()}
+def _fp32_logits(model: Any, contexts: Sequence[Sequence[int]], rounding: Rounding | None) -> list[Tensor]:
+    memo: dict[int, Any] = {id(p): nn.Parameter(_wide(p), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b.float() if b.dtype.is_floating_point else b.clone() for b in model.buffers()}
     wide = copy.deepcopy(model, memo)
     if hasattr(wide, "set_experts_implementation"):
@@ -120,5 +136,12 @@ def _fp32_logits(model: Any, contexts: Sequence[Sequence[int]]) -> list[Tensor]:
     found = []
     for context in contexts:
         ids = torch.tensor([list(context)], device=next(wide.parameters()).device)
-        found.append(wide(input_ids=ids, use_cache=False, return_dict=True).logits[0, -1].to("cpu", torch.float64))
+        arguments = {"use_cache": False} if rounding is None else rounding.caching()
+        found.append(wide(input_ids=ids, return_dict=True, **arguments).logits[0, -1].to("cpu", torch.float64))
     return found
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """Return a copy in fp32; as it is for codes, whose dtype says what they mean."""
+    is_code = parameter.dtype.itemsize == 1 or not parameter.is_floating_point()
+    return parameter.detach().clone() if is_code else parameter.detach().float()

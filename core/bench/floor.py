@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from core.bench.rates import Rates
+from core.common.quantization.layers import QuantizedModule, num_values
 from core.engine.attention import NotPageable, inspect
 
 _EXPERTS = re.compile(r"(?:^|\.)experts\.")
@@ -35,7 +37,8 @@ class CacheLayer:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """What the floor depends on. dense: elements of matrices that every token goes through, the last one (from hidden
-    states to logits) apart as `head`; experts: those of all experts; vectors: everything of one dimension."""
+    states to logits) apart as `head`; experts: those of all experts; vectors: everything of one dimension. The bytes of
+    a quantised model's matrices, scales included, are stated apart; None: itemsize for each element."""
 
     itemsize: int
     hidden: int
@@ -47,6 +50,8 @@ class Shape:
     num_experts: int
     top_k: int
     layers: tuple[CacheLayer, ...]
+    dense_bytes: int | None = None
+    experts_bytes: int | None = None
 
     def expert_share(self, num_tokens: int) -> float:
         """Return the part of the experts that so many tokens can hit at most."""
@@ -73,22 +78,24 @@ class Floor:
         return {**asdict(self), "ms": self.ms}
 
 
-def shape_of(model: Any, max_len: int) -> Shape:
-    """Read the sizes off a model. max_len: the longest context that will occur."""
+def shape_of(model: Any, max_len: int, cache_dtype: torch.dtype | None = None) -> Shape:
+    """Read the sizes off a model. max_len: the longest context that will occur. cache_dtype: None for the model's."""
     config = model.config.get_text_config()
     embedding: nn.Module = model.get_input_embeddings()
     head: nn.Module | None = model.get_output_embeddings()
     table, last = embedding.weight, None if head is None else head.weight
-    dense = experts = vectors = 0
+    quantized = {id(each) for m in model.modules() if isinstance(m, QuantizedModule) for each in m.parameters()}
+    dense = experts = vectors = dense_bytes = experts_bytes = 0
     for name, parameter in model.named_parameters():
         if parameter is table or parameter is last:
             continue
+        count = num_values(name, parameter) if id(parameter) in quantized else parameter.numel()
         if _EXPERTS.search(name):
-            experts += parameter.numel()
-        elif parameter.dim() < 2:
-            vectors += parameter.numel()
+            experts, experts_bytes = experts + count, experts_bytes + parameter.nbytes
+        elif parameter.dim() < 2 and id(parameter) not in quantized:
+            vectors += count
         else:
-            dense += parameter.numel()
+            dense, dense_bytes = dense + count, dense_bytes + parameter.nbytes
     return Shape(
         itemsize=next(model.parameters()).element_size(),
         hidden=int(table.shape[1]),  # type: ignore[index]
@@ -99,7 +106,9 @@ def shape_of(model: Any, max_len: int) -> Shape:
         vectors=vectors,
         num_experts=_first(config, _NUM_EXPERTS) if experts else 0,
         top_k=_first(config, _TOP_K) if experts else 0,
-        layers=_layers(model, config, max_len),
+        layers=_layers(model, config, max_len, cache_dtype),
+        dense_bytes=dense_bytes if quantized else None,
+        experts_bytes=experts_bytes if quantized else None,
     )
 
 
@@ -115,7 +124,6 @@ def prefill_floor(shape: Shape, rates: Rates, num_tokens: int) -> Floor:
 
 def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequence[float], fresh: int) -> Floor:
     share = shape.expert_share(num_tokens)
-    elements = shape.dense + shape.head + shape.vectors + share * shape.experts + num_tokens * shape.hidden
     cache = flops = 0.0
     for layer in shape.layers:
         for length in lens:
@@ -126,7 +134,9 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
             flops += 2 * layer.num_heads * (layer.key_size + layer.value_size) * pairs
     active = shape.top_k / shape.num_experts if shape.num_experts else 0.0
     flops += 2 * num_tokens * (shape.dense + active * shape.experts) + 2 * rows * shape.head
-    weight = elements * shape.itemsize
+    dense = shape.dense * shape.itemsize if shape.dense_bytes is None else shape.dense_bytes
+    experts = shape.experts * shape.itemsize if shape.experts_bytes is None else shape.experts_bytes
+    weight = dense + share * experts + (shape.head + shape.vectors + num_tokens * shape.hidden) * shape.itemsize
     return Floor(
         weight_bytes=round(weight),
         cache_bytes=round(cache),
@@ -142,7 +152,7 @@ def _causal_pairs(num_tokens: int, window: int) -> int:
     return reach * (reach + 1) // 2 + (num_tokens - reach) * reach
 
 
-def _layers(model: Any, config: Any, max_len: int) -> tuple[CacheLayer, ...]:
+def _layers(model: Any, config: Any, max_len: int, cache_dtype: torch.dtype | None) -> tuple[CacheLayer, ...]:
     try:
         found = inspect(model, max_len=max_len).values()
     except NotPageable:
@@ -154,7 +164,7 @@ def _layers(model: Any, config: Any, max_len: int) -> tuple[CacheLayer, ...]:
         return (layer,) * int(getattr(config, "num_hidden_layers", 0) or 0)
     return tuple(
         CacheLayer(
-            bytes_per_position=layer.bytes_per_position,
+            bytes_per_position=replace(layer, dtype=cache_dtype or layer.dtype).bytes_per_position,
             num_heads=layer.num_heads,
             key_size=layer.key_size,
             value_size=layer.value_size,

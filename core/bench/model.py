@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from core.bench.presets import Preset, find_preset, random_model
-from core.cli.model_argument import parse_dtype, resolve_model
+from core.cli.model_argument import parse_dtype, quantized_name, resolve_model
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from core.device import Device
     from core.engine.loading import LoadedModel
+    from core.engine.quantizing import Quantize
 
 
 def find(model: str | None, preset: str | None) -> Preset | None:
@@ -26,14 +29,25 @@ def find(model: str | None, preset: str | None) -> Preset | None:
     return find_preset(preset)
 
 
-def open_model(model: str | None, preset: str | None, device: Device, dtype: str) -> tuple[LoadedModel, str]:
+def open_model(
+    model: str | None, preset: str | None, device: Device, dtype: str, quantize: Quantize | None = None
+) -> tuple[LoadedModel, str]:
     """Return the model on the device and its title; raise as `resolve_model` does, and for an unknown preset."""
     found = find(model, preset)
     if found is None:
-        return resolve_model(model, device, dtype)
+        return resolve_model(model, device, dtype, quantize=quantize)
     kind = preset_dtype(found, device, dtype)
     made = random_model(found.config(), torch_device=device.torch_device, dtype=kind, title=f"preset {found.name}")
-    return made, f"{found.name}, random weights"
+    name = f"{found.name}, random weights"
+    return (made, name) if quantize is None else (quantize.apply(made), quantized_name(name, quantize))
+
+
+def asked_quantize(asked: Mapping[str, Any]) -> Quantize | None:
+    """Return how to quantise the model, by the entries `quantize` and `calibration` of what was asked for."""
+    from core.engine.quantizing import Quantize
+
+    calibration = asked.get("calibration")
+    return Quantize.of(asked.get("quantize"), None if calibration is None else Path(calibration))
 
 
 def preset_dtype(preset: Preset, device: Device, dtype: str) -> torch.dtype:

@@ -12,13 +12,13 @@ from typing import Any
 def main(arguments: Mapping[str, Any]) -> dict[str, float]:
     """Load, compile, serve one token; return seconds by phase.
 
-    arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `prompt` (its
-    length) and `options` of `EngineConfig`.
+    arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
+    and `calibration` (or neither), `prompt` (its length) and `options` of `EngineConfig`.
     """
     from core.common.collector import paused
 
     with paused():  # what modules define stays: the collector would walk it at every other import
-        from core.bench.model import open_model
+        from core.bench.model import asked_quantize, open_model
         from core.engine.config import SamplingParams
         from core.engine.engine import Engine
         from core.engine.hf import import_transformers
@@ -30,7 +30,9 @@ def main(arguments: Mapping[str, Any]) -> dict[str, float]:
     marks = [("imports", time.time())]
     device = select_device(arguments["device"])
     marks.append(("device", time.time()))
-    loaded, _ = open_model(arguments["model"], arguments["preset"], device, arguments["dtype"])
+    loaded, _ = open_model(
+        arguments["model"], arguments["preset"], device, arguments["dtype"], asked_quantize(arguments)
+    )
     device.synchronize()
     marks.append(("weights", time.time()))
     length = int(arguments["prompt"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -19,11 +19,11 @@ from core.bisect.lowering import judge_lowering
 from core.bisect.model import judge_model
 from core.bisect.ops import judge_ops, op_targets
 from core.bisect.report import Bisection, Fault, Outcome, Progress, Step
-from core.common.aten import to_aten
 from core.common.ops.lower import inline_unimplemented, lower_ops
-from core.common.passes.declaration import Pass
+from core.common.passes.declaration import Pass, Stage
 from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.snapshot import Snapshot
+from core.common.stages import later_stages
 from core.common.verification.execution import bind
 from core.common.verification.verify import Verification, failure, verify
 from core.errors import CoreError
@@ -140,13 +140,19 @@ class _Phase:
         tokens = self._tokens()
         reports = self.manager.run(self.module, tokens=tokens, constants=self.constants, check=self._check)
         self._note(reports)
-        if any(declared.stage == "aten" for declared in self.manager.passes):
+        before: list[fx.GraphModule] = []
+
+        def prepare(module: fx.GraphModule) -> None:
             self.progress(f"{self.graph.phase}: to ATen ops")
-            inline_unimplemented(self.module, self.device.ops)
-            before = Snapshot(self.module).module()
-            self.module = to_aten(self.module)
-            self._judge_aten(before)
-            reports = self.manager.run(self.module, "aten", tokens=tokens, constants=self.constants, check=self._check)
+            inline_unimplemented(module, self.device.ops)
+            before.append(Snapshot(module).module())
+
+        options: dict[str, Any] = {"tokens": tokens, "constants": self.constants, "check": self._check}
+        for staged in later_stages(self.manager.passes, self.module, prepare):
+            self.module = staged.module
+            if before and staged.refused is None:
+                self._judge_aten(before.pop(), staged.stage)
+            reports = self.manager.run(self.module, staged.stage, form=staged.form, refused=staged.refused, **options)
             self._note(reports)
 
     def _tokens(self) -> tuple[int, int] | None:
@@ -161,11 +167,11 @@ class _Phase:
         if not found.passed:
             raise failure(report, found)
 
-    def _judge_aten(self, before: fx.GraphModule) -> None:
+    def _judge_aten(self, before: fx.GraphModule, stage: Stage) -> None:
         report = PassReport(
-            name="to_aten",
+            name="to_aten" if stage == "aten" else "to_functional",
             owner="core",
-            stage="aten",
+            stage=stage,
             matched=0,
             expected=None,
             elapsed_ms=0.0,

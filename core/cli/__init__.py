@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 COMMANDS: Mapping[str, str] = {
     "bench": "core.cli.bench:bench",
     "bisect": "core.cli.bisect:bisect",
+    "cache": "core.cli.cache:cache",
     # The suite is a user of core; named here, imported when asked for.
     "conformance": "core_conformance.command:conformance",
     "devices": "core.cli.devices:devices",
     "doctor": "core.cli.doctor:doctor",
     "explain": "core.cli.explain:explain",
+    "fakes": "core.cli.fakes:fakes",
     "new-plugin": "core.cli.new_plugin:new_plugin",
     "passes": "core.cli.passes:passes",
     "run": "core.cli.run:run",

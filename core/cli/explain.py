@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE, check_choice, resolve_model
+from core.cli.model_argument import (
+    CACHE,
+    CALIBRATION,
+    DEVICE,
+    DTYPE,
+    MODEL,
+    PHASE,
+    QUANTIZE,
+    check_choice,
+    resolve_model,
+)
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.common.passes.switches import PassSwitches
+    from core.engine.quantizing import Quantize
     from core.explain.explanation import Explanation
     from core.explain.kernels import KernelProfile
 
@@ -25,6 +36,8 @@ def explain(
     dtype: str = DTYPE,
     phase: str | None = PHASE,
     cache: str = CACHE,
+    quantize: str | None = QUANTIZE,
+    calibration: Path | None = CALIBRATION,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
     kernels: bool = typer.Option(False, "--kernels", help="Run the lowered graphs and show the kernels of each node."),
@@ -41,11 +54,14 @@ def explain(
 
     The exit code is 1 if a pass failed and was undone.
     """
+    from core.engine.quantizing import Quantize
+
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
+    scheme = Quantize.of(quantize, calibration)
     _check_file(html)
     with _status(quiet=as_json):
         explanation, profiles = _explain(
-            model, device, dtype, phase, cache, switches, strict, (batch, context) if kernels else None
+            model, device, dtype, phase, cache, switches, strict, (batch, context) if kernels else None, scheme
         )
     if html is not None:
         html.write_text(explanation.to_html(), encoding="utf-8")
@@ -72,8 +88,10 @@ def _explain(
     switches: PassSwitches,
     strict: bool,
     sizes: tuple[int, int] | None,
+    scheme: Quantize | None,
 ) -> tuple[Explanation, list[KernelProfile]]:
     """Explain, and where sizes (batch, context) are given profile the same phases."""
+    from core.common.quantization.report import report_of
     from core.engine.graphs import CACHES, PHASES, engine_graphs
     from core.explain.explanation import explain
     from core.host import select_device
@@ -83,11 +101,13 @@ def _explain(
     check_choice("--cache", cache, CACHES)
     resolved = select_device(device)
     switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
-    loaded, title = resolve_model(model, resolved, dtype)
+    loaded, title = resolve_model(model, resolved, dtype, quantize=scheme)
     facts = {
         "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "
         + str(loaded.dtype).removeprefix("torch.")
     }
+    report = report_of(loaded.model)
+    facts |= {} if report is None else {"scheme": report.summary()}
     phases = PHASES if phase is None else (phase,)
     with engine_graphs(loaded, resolved, cache=cache, phases=phases) as graphs:
         facts["cache"] = graphs[0].cache

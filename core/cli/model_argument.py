@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from core.device import Device
     from core.engine.checkpoint import Progress
     from core.engine.loading import LoadedModel
+    from core.engine.quantizing import Quantize
 
 MODEL: Any = typer.Argument(
     None,
@@ -29,23 +30,47 @@ DEVICE: Any = typer.Option(
     "auto", "--device", help="Device name, as `core devices` lists it; auto prefers an accelerator."
 )
 DTYPE: Any = typer.Option("auto", "--dtype", help="auto (the model's own), float32, bfloat16 or float16.")
+KV_CACHE_DTYPE: Any = typer.Option(
+    "auto", "--kv-cache-dtype", help="auto (as keys and values are) or fp8: half the memory, by the model's own scales."
+)
 PHASE: Any = typer.Option(None, "--phase", help="decode or prefill; default: both.")
 CACHE: Any = typer.Option(
     "auto", "--cache", help="Graphs on the paged or the static cache; auto is what the engine runs the model on."
 )
-"""Defaults of a subcommand's parameters `model`, `device`, `dtype`, `phase` and `cache`."""
+QUANTIZE: Any = typer.Option(
+    None, "--quantize", metavar="SCHEME", help="Quantise the model first: fp8, int8, w4a16, ... (docs/quantization.md)."
+)
+CALIBRATION: Any = typer.Option(
+    None, "--calibration", metavar="FILE", help="Text whose lines give static scales; default: a built-in one."
+)
+"""Defaults of a subcommand's parameters `model`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
+`quantize` and `calibration`."""
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def resolve_model(
-    model: str | None, device: Device, dtype: str, progress: Progress | None = None
+    model: str | None,
+    device: Device,
+    dtype: str,
+    progress: Progress | None = None,
+    quantize: Quantize | None = None,
 ) -> tuple[LoadedModel, str]:
     """Load or build what MODEL names, on the device; return it with a short name for readers.
 
-    A folder wins over a model type of the same name. Raises `UsageError` for a name that is neither, `ModelError` for
-    a folder that cannot be used.
+    A folder wins over a model type of the same name. quantize: what to do to it then. Raises `UsageError` for a name
+    that is neither, `ModelError` for a folder that cannot be used.
     """
+    loaded, name = _resolve(model, device, dtype, progress)
+    return (loaded, name) if quantize is None else (quantize.apply(loaded, progress), quantized_name(name, quantize))
+
+
+def quantized_name(name: str, quantize: Quantize) -> str:
+    """Return what readers call a model that was quantised."""
+    return f"{name}, quantised ({quantize.scheme.name})"
+
+
+def _resolve(model: str | None, device: Device, dtype: str, progress: Progress | None) -> tuple[LoadedModel, str]:
     from core.engine.assets import embedded_model
     from core.engine.loading import build_model, load_model
     from core.engine.tiny import causal_lm_types, tiny_config

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from core.common.passes.declaration import Guards, Pass
     from core.device import Device
 
-_STAGES = ("torch", "aten")  # one after the other, whatever the order within
+_STAGES = ("torch", "functional", "aten")  # one after the other, whatever the order within
 
 
 def passes(

@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import DTYPE, parse_dtype, parse_modes
+from core.cli.model_argument import (
+    CALIBRATION,
+    DTYPE,
+    KV_CACHE_DTYPE,
+    QUANTIZE,
+    check_choice,
+    parse_dtype,
+    parse_modes,
+)
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
 if TYPE_CHECKING:
+    from core.common.report import ProgramReport
     from core.compilation import Progress
     from core.engine.check import Comparison
     from core.engine.engine import Engine
+    from core.engine.quantizing import Quantize
     from core.engine.request import Completion
 
 DEFAULT_PROMPT = "If the argument is"
@@ -35,6 +45,9 @@ def run(
     mode: str | None = typer.Option(
         None, help="Capture mode (full, piecewise, segmented, compile, off), or one per phase: decode=full,prefill=off."
     ),
+    quantize: str | None = QUANTIZE,
+    calibration: Path | None = CALIBRATION,
+    kv_cache_dtype: str = KV_CACHE_DTYPE,
     speculative: int = typer.Option(0, help="Tokens drafted at most per step from what the text said before."),
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
     with_pass: list[str] = WITH_PASS,
@@ -44,12 +57,16 @@ def run(
     strict: bool = typer.Option(False, "--strict", help="Fail on a pass that fails or matches less than it owes."),
     verify: str = typer.Option("off", help="Judge every pass against an fp64 run: off, sample or full."),
     check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
+    cache: bool = typer.Option(True, help="Keep compiled programs on disk and start from there (docs/cache.md)."),
     oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
     from core.engine.config import SamplingParams
+    from core.engine.quantizing import Quantize
+    from core.engine.runner import KV_CACHE_DTYPES
 
+    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
@@ -57,15 +74,18 @@ def run(
     options = {
         "mode": parse_modes(mode),
         "speculative": speculative,
+        "kv_cache_dtype": kv_cache_dtype,
         "lowering": lowering,
         "passes": switches.only,
         "disable_passes": switches.disable,
         "enable_passes": switches.enable,
         "strict": strict,
         "verify": verify,
+        "cache": cache,
     }
+    scheme = Quantize.of(quantize, calibration)
     with _progress(quiet=as_json) as progress:
-        engine = _engine(device, model, prompt, params, dtype, options, progress)
+        engine = _engine(device, model, prompt, params, dtype, options, scheme, progress)
     with engine:
         completions = _generate(engine, prompt, params, stream=not as_json)
         comparison = _compare(engine, completions, oracle) if check else None
@@ -83,10 +103,13 @@ def _engine(
     params: Any,
     dtype: str,
     options: dict[str, Any],
+    scheme: Quantize | None,
     progress: Progress,
 ) -> Engine:
     """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode."""
+    from core.common.cache.store import Store
     from core.common.passes.switches import PassSwitches
+    from core.common.settings import Settings
     from core.engine.assets import embedded_model
     from core.engine.engine import Engine
     from core.engine.loading import load_model
@@ -95,11 +118,14 @@ def _engine(
     from core.host import select_device
     from core.rewriting import device_passes
 
+    if options["cache"] and Settings.from_environment().cache:
+        Store.of_user().keep_kernels()  # before a plugin loads a compiler, which reads this once
     resolved = select_device(device)
     switches = PassSwitches(only=options["passes"], disable=options["disable_passes"], enable=options["enable_passes"])
     switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
     kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
+    loaded = loaded if scheme is None else scheme.apply(loaded, progress)
     encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
     longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)
@@ -172,6 +198,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         ("plugin", str(engine.device.plugin)),
         ("chosen", engine.device.reason),
         ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
+        *_quantized_row(engine),
         ("cache", f"{engine.route}: {engine.route_reason}"),
         (
             "programs",
@@ -182,6 +209,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         *(("note", note) for note in report.notes),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
+        ("compile cache", _cache_line(report)),
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
     if engine.config.speculative:
@@ -206,7 +234,26 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
             else f"not judged: {comparison.skipped}",
         ),
         ("greedy tokens", _tokens_line(comparison)),
+        *_rounding_row(comparison),
     ]
+
+
+def _quantized_row(engine: Engine) -> list[tuple[str, str]]:
+    from core.common.quantization.report import report_of
+
+    report = report_of(engine.loaded.model)
+    return [] if report is None else [("quantised", report.summary())]
+
+
+def _cache_line(report: ProgramReport) -> str:
+    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
+    return f"{report.cache} ({counted})"
+
+
+def _rounding_row(comparison: Comparison) -> list[tuple[str, str]]:
+    cost = comparison.cache_rounding
+    text = f"changes the fp64 logits by {cost:.2g} of their size; eager above rounds its cache too" if cost else ""
+    return [("cache rounding", text)] if cost is not None else []
 
 
 def _tokens_line(comparison: Comparison) -> str:
@@ -239,8 +286,9 @@ def _print_json(engine: Engine, completions: Sequence[Completion], comparison: C
     import torch
 
     from core.cli.output import print_json
+    from core.common.quantization.report import report_of
 
-    loaded = engine.loaded
+    loaded, quantization = engine.loaded, report_of(engine.loaded.model)
     print_json(
         "core.run/1",
         device={
@@ -258,6 +306,7 @@ def _print_json(engine: Engine, completions: Sequence[Completion], comparison: C
             "num_parameters": loaded.num_parameters,
             "warnings": list(loaded.warnings),
         },
+        quantization=None if quantization is None else quantization.to_json(),
         cache={"route": engine.route, "reason": engine.route_reason},
         compile_time_s=engine.compile_time_s,
         program=engine.report().to_json(),

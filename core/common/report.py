@@ -35,7 +35,8 @@ class TraceReport:
     """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace.
 
     trace_of: the phase whose trace it shares, "" for one of its own; trace_s is 0.0 where it shares one. aten_s: what
-    lowering it to ATen ops took, 0.0 where no pass needs them; not part of passes_s.
+    lowering it to ATen ops took, 0.0 where no pass needs them; not part of passes_s. cached: it was read from the
+    compile cache, with the account of what its passes did when it was made; nothing was traced and no pass has run.
     """
 
     phase: str
@@ -48,6 +49,7 @@ class TraceReport:
     reason: str = ""
     aten_s: float = 0.0
     trace_of: str = ""
+    cached: bool = False
 
     def passes_line(self) -> str:
         """Return what the passes did to this graph in one line: matches by pass, what was undone, the time."""
@@ -55,7 +57,26 @@ class TraceReport:
         undone = [f"{p.name} UNDONE" for p in self.passes if p.error]
         quiet = sum(not p.matched and not p.error for p in self.passes)
         parts = [*fired, *undone, *([f"{quiet} others matched nothing"] if quiet else [])]
-        return f"{', '.join(parts) or 'none'} ({self.passes_s * 1e3:.0f} ms)"
+        cost = "from the cache" if self.cached else f"{self.passes_s * 1e3:.0f} ms"
+        return f"{', '.join(parts) or 'none'} ({cost})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheReport:
+    """What the compile cache did for a program.
+
+    state: "off", "hit", "miss" (the entry is written), or "refused" (nothing is written, and the reason says why). key:
+    of the entry. differences: on a miss, the factors in which the nearest entry of the same model differs.
+    """
+
+    state: str = "off"
+    key: str = ""
+    folder: str = ""
+    reason: str = ""
+    differences: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.state}{f' {self.key[:12]}' if self.key else ''}{f': {self.reason}' if self.reason else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +85,8 @@ class ProgramReport:
 
     notes: what was done otherwise than asked or preferred, each with the reason. replays: how often each key was
     replayed. fallbacks: reason -> how often the model ran eagerly for want of a graph. compiles: what torch compiled
-    while the program was serving, and how often.
+    while the program was serving, and how often. num_kernels: compiled for this program by a compiler of kernels, those
+    that it found compiled on disk not counted. cache: what the compile cache did.
     """
 
     device: str
@@ -79,6 +101,8 @@ class ProgramReport:
     replays: Mapping[GraphKey, int] = field(default_factory=dict)
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     compiles: Mapping[str, int] = field(default_factory=dict)
+    num_kernels: int = 0
+    cache: CacheReport = field(default_factory=CacheReport)
 
     @property
     def graph_bytes(self) -> int:
@@ -92,8 +116,23 @@ class ProgramReport:
 
     @property
     def num_traces(self) -> int:
-        """How many graphs were traced; one that phases share counts once."""
-        return sum(not trace.trace_of for trace in self.traces)
+        """How many graphs were traced; one that phases share counts once, one from the cache not at all."""
+        return sum(not trace.trace_of and not trace.cached for trace in self.traces)
+
+    @property
+    def num_passes(self) -> int:
+        """How many times a pass ran over a graph; those that its guards refused are left out."""
+        return sum(not each.skipped for trace in self.traces if not trace.cached for each in trace.passes)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What a start may cost: traces, passes run, kernels compiled, buckets captured."""
+        return {
+            "traces": self.num_traces,
+            "passes": self.num_passes,
+            "kernels": self.num_kernels,
+            "captures": self.num_captures,
+        }
 
     @property
     def num_captures(self) -> int:
@@ -107,6 +146,7 @@ class ProgramReport:
             trace["buckets"] = [str(key) for key in source.buckets]
         for bucket, kept in zip(document["buckets"], self.buckets, strict=True):
             bucket["key"] = str(kept.key)
+        document["counters"] = self.counters
         document["replays"] = {str(key): count for key, count in self.replays.items()}
         return document
 
@@ -119,8 +159,7 @@ class ProgramReport:
             ops = Counter(f"{choice.op} -> {choice.implementation}" for choice in trace.ops)
             lines.append(
                 f"  trace {trace.phase}: {trace.num_nodes} nodes "
-                + (f"of the trace of {trace.trace_of}, " if trace.trace_of else f"in {trace.trace_s:.2f} s, ")
-                + f"{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
+                + _origin(trace)
                 + (f"to ATen ops in {trace.aten_s:.2f} s, " if trace.aten_s else "")
                 + f"serves {len(trace.buckets)} buckets"
                 + (f" ({trace.reason})" if trace.reason else "")
@@ -141,6 +180,9 @@ class ProgramReport:
                 f"  {len(self.buckets)} buckets captured in {self.capture_s:.2f} s, {self.graph_bytes / 2**20:.1f} MiB"
             )
         lines += [f"  note: {note}" for note in self.notes]
+        if self.cache.state != "off":
+            counted = ", ".join(f"{count} {name}" for name, count in self.counters.items())
+            lines.append(f"  cache {self.cache}; {counted}")
         lines += self._served_lines()
         lines.append(f"  total {self.total_s:.2f} s, static buffers {self.static_bytes / 2**20:.2f} MiB")
         return "\n".join(lines)
@@ -159,6 +201,14 @@ class ProgramReport:
         lines.append(f"  {eager} eager calls, {compiled} compiles while serving")
         lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
         return lines + [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
+
+
+def _origin(trace: TraceReport) -> str:
+    """Return where a graph is from, and what that took."""
+    if trace.cached:
+        return f"from the cache, {len(trace.passes)} passes when it was made, "
+    traced = f"of the trace of {trace.trace_of}, " if trace.trace_of else f"in {trace.trace_s:.2f} s, "
+    return f"{traced}{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
 
 
 def _has_news(report: PassReport) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from core.errors import UsageError
 
@@ -15,6 +16,8 @@ VARIABLES: Mapping[str, str] = {
     "commas; unset allows all, empty allows those that ship with core only",
     "CORE_PLUGINS_DISABLE": "deny-list by distribution, device or distribution:device, separated by commas; it wins "
     "over the allow-list and applies to the plugins that ship with core too",
+    "CORE_CACHE": "0 switches the compile cache off, whatever asks for it; 1 or unset does nothing",
+    "CORE_CACHE_DIR": "folder of the compile cache (default: `core` in the user's cache folder, $XDG_CACHE_HOME)",
     "CORE_PROBE_TIMEOUT_S": "seconds a device probe may take before it is killed (default 5)",
 }
 """Every variable that `core` reads, with its meaning."""
@@ -27,12 +30,15 @@ _PREFIX = "CORE_"
 class Settings:
     """What the environment asks for.
 
-    plugins: normalised allow-list, None for "all". warnings: one line per variable that looks like a misspelt one.
+    plugins: normalised allow-list, None for "all". cache: whether the compile cache may be used. cache_dir: its folder,
+    None for the user's own. warnings: one line per variable that looks like a misspelt one.
     """
 
     plugins: tuple[str, ...] | None = None
     plugins_disabled: tuple[str, ...] = ()
     probe_timeout_s: float = _DEFAULT_PROBE_TIMEOUT_S
+    cache: bool = True
+    cache_dir: Path | None = None
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -44,6 +50,8 @@ class Settings:
             plugins=None if allowed is None else _names("CORE_PLUGINS", allowed),
             plugins_disabled=_names("CORE_PLUGINS_DISABLE", values.get("CORE_PLUGINS_DISABLE", "")),
             probe_timeout_s=_seconds("CORE_PROBE_TIMEOUT_S", values.get("CORE_PROBE_TIMEOUT_S")),
+            cache=_switch("CORE_CACHE", values.get("CORE_CACHE")),
+            cache_dir=_folder("CORE_CACHE_DIR", values.get("CORE_CACHE_DIR")),
             warnings=_misspelt(values),
         )
 
@@ -81,6 +89,23 @@ def _seconds(variable: str, value: str | None) -> float:
             remedy=f"set it to a number above 0, or unset it for the default of {_DEFAULT_PROBE_TIMEOUT_S:g}",
         )
     return seconds
+
+
+def _switch(variable: str, value: str | None) -> bool:
+    if value not in (None, "0", "1"):
+        raise UsageError(f"{variable}={value!r}", found="neither 0 nor 1", remedy="set it to 0 or 1, or unset it")
+    return value != "0"
+
+
+def _folder(variable: str, value: str | None) -> Path | None:
+    if value is None:
+        return None
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise UsageError(
+            f"{variable}={value!r}", found="not an absolute path", remedy="set it to a folder like /var/cache/core"
+        )
+    return path
 
 
 def _misspelt(environ: Mapping[str, str]) -> tuple[str, ...]:

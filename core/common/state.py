@@ -54,6 +54,15 @@ class Snapshot:
                     value[:] = content
 
 
+def model_tensors(model: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every parameter and buffer that a callable reaches."""
+    for name, module in _owners(model):
+        for registry in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, registry).items():
+                if tensor is not None:
+                    yield ".".join(part for part in (name, key) if part), tensor
+
+
 def _owners(model: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Yield (path, module) for the model, or for what a function closes over or a callable object holds."""
     seen: set[int] = set()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from core.errors import CaptureError
+
+if TYPE_CHECKING:
+    from core.common.passes.common.packing import Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +25,13 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class ConstantSlot:
-    """A placeholder bound once: a weight, a buffer, a cache or another tensor the model closes over."""
+    """A placeholder bound once: a weight, a buffer, a cache or another tensor the model closes over.
+
+    packing: what it was joined from, where a pass has joined weights.
+    """
 
     value: Any
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ class TracedGraph:
 
     outputs: the graph's outputs as fake tensors. shapes: of the inputs that the model looks at, when traced. symbols:
     which size of which input each symbol of shape_env stands for. least: the smallest size of each that it may serve.
+    code: what the trace ran through. literals: tensors that this code spells out and the graph holds.
     """
 
     module: fx.GraphModule
@@ -85,6 +94,8 @@ class TracedGraph:
     least: Mapping[Any, int]
     shape_env: Any
     elapsed_s: float
+    code: tuple[CodeType, ...] = ()
+    literals: tuple[Tensor, ...] = ()
 
     def values(self, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Return the placeholders' values for these inputs, in order; sizes as ints."""
@@ -104,7 +115,7 @@ class TracedGraph:
             for dim, (traced, actual) in enumerate(zip(shape, inputs[name].shape, strict=True)):
                 if traced != actual and (name, dim) not in symbolic:
                     return f"{name} was fixed at size {traced} in dimension {dim}"
-        sizes = self._sizes(inputs)
+        sizes = self.sizes(inputs)
         return self._out_of_range(sizes) or self._way_differs(sizes)
 
     def _out_of_range(self, sizes: Mapping[Any, int]) -> str | None:
@@ -123,7 +134,7 @@ class TracedGraph:
         themselves, as `s0 - 1` of an input declared `"seqs + 1"`. That such a one, or a size that is a symbol, is
         neither 0 nor 1 is not held against a call: most such questions are those of ops about their strides.
         """
-        return self._way_differs(self._sizes(inputs), (*dims, *self.symbols))
+        return self._way_differs(self.sizes(inputs), (*dims, *self.symbols))
 
     def _way_differs(self, sizes: Mapping[Any, int], from_two: Collection[Any] = ()) -> str | None:
         """Return the condition of the trace that fails; from_two: dimensions of which it may ask 2 at least."""
@@ -139,7 +150,8 @@ class TracedGraph:
                 return f"the model ties sizes together: {symbol} = {replacement}"
         return None
 
-    def _sizes(self, inputs: Mapping[str, Any]) -> dict[Any, int]:
+    def sizes(self, inputs: Mapping[str, Any]) -> dict[Any, int]:
+        """Return what each symbol is for inputs of these shapes."""
         return {symbol: inputs[slot.name].shape[slot.dim] for symbol, slot in self.symbols.items()}
 
     def crop(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> list[tuple[slice, ...]]:
@@ -149,7 +161,7 @@ class TracedGraph:
         flattened tensor) do not tell where padding lies: these raise `CaptureError`, but for `dims`, expressions that
         are bucket dimensions themselves.
         """
-        sizes = self._sizes(inputs)
+        sizes = self.sizes(inputs)
         sizes |= {dim: int(dim.xreplace(sizes)) for dim in dims}
         return [tuple(self._cut(size, sizes) for size in fake.shape) for fake in self.outputs]
 

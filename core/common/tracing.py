@@ -18,10 +18,11 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config
 from torch.utils import _pytree as pytree
 
+from core.common.flattening import flatten_constants, refused_class
 from core.common.passes.effects import value_of, written_args
 from core.common.passes.view import kind, operand
 from core.common.passes.writes import find_writes
-from core.common.state import Change, Snapshot
+from core.common.state import Change, Snapshot, model_tensors
 from core.common.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
 from core.errors import TraceError
 
@@ -62,9 +63,12 @@ def trace(
         except Exception as error:
             # What our own backend raises arrives wrapped by Dynamo.
             inner = getattr(error, "inner_exception", error)
-            raise inner if isinstance(inner, TraceError) else _trace_error(model, error) from error
+            if not isinstance(inner, TraceError):
+                inner = refused_class(model_tensors(model), str(error)) or _trace_error(model, error)
+            raise inner from error
         else:
-            return capture.finish(_name(model), result, state.changes(), start)
+            names = {id(tensor): path for path, tensor in model_tensors(model)}
+            return capture.finish(_name(model), result, state.changes(), start, names)
         finally:
             state.restore()
             _forget(step, capture)
@@ -120,6 +124,8 @@ class _Capture:
         self.symbols: dict[Any, SizeSlot] = {}
         self.shape_env: Any = None
         self.fakes: tuple[Tensor, ...] = ()
+        self.code: tuple[types.CodeType, ...] = ()
+        self.literals: tuple[Tensor, ...] = ()
         self._outputs: list[Tensor] = []
 
     def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Tensor]]:
@@ -138,6 +144,9 @@ class _Capture:
                 )
         self._refuse_written_inputs(nodes, examples)
         _note_squeezes(graph)
+        self.code = tuple(dict.fromkeys(torch._guards.TracingContext.get_traced_code() or ()))
+        held = (getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr"))
+        self.literals = tuple(value for value in held if isinstance(value, Tensor))
         # Kept apart from the graph: passes may put nodes without metadata in the outputs' place.
         self.fakes = tuple(node.meta["example_value"] for node in outputs)
         # Stand-ins with identities of their own: Dynamo builds the model's output structure around them.
@@ -182,7 +191,9 @@ class _Capture:
             return self.symbols[symbol]
         return ConstantSlot(example)
 
-    def finish(self, name: str, result: Any, changes: Sequence[Change], start: float) -> TracedGraph:
+    def finish(
+        self, name: str, result: Any, changes: Sequence[Change], start: float, names: Mapping[int, str]
+    ) -> TracedGraph:
         """Return the traced graph; raise `TraceError` where the model keeps state that a graph would not repeat."""
         if self.graph is None:
             raise TraceError(
@@ -193,9 +204,10 @@ class _Capture:
         self._refuse_writes_to_inputs()
         repeated = {self._repeated(change) for change in changes}
         least = self._take_ranges()
+        slots = flatten_constants(self.graph, self.slots, names)
         return TracedGraph(
             module=self.graph,
-            slots=self.slots,
+            slots=slots,
             output=self._output_tree(result, repeated),
             outputs=self.fakes,
             shapes={name: tuple(tensor.shape) for name, tensor in self._tensors.items() if name in self.used},
@@ -203,6 +215,8 @@ class _Capture:
             least=least,
             shape_env=self.shape_env,
             elapsed_s=time.perf_counter() - start,
+            code=self.code,
+            literals=self.literals,
         )
 
     def _take_ranges(self) -> dict[Any, int]:

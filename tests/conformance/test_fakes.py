@@ -50,6 +50,7 @@ KERNELS: dict[str, tuple[Fake, Fake]] = {
     "dtype": (norm, lambda x, weight, eps: torch.empty_like(x, dtype=torch.float64)),
     "strides": (norm_by_columns, like_x),
     "alias": (lambda x, weight, eps: x, like_x),
+    "fake_alias": (norm, lambda x, weight, eps: x),
     "mutation": (norm_in_place, like_x),
     "tensors": (lambda x, weight, eps: norm(x, weight, float(x.sum()) * 0 + eps), lambda x, weight, eps: _sum(x)),
 }
@@ -67,10 +68,23 @@ def library() -> Iterator[torch.library.Library]:
         lib.define(f"{name}(Tensor x, Tensor weight, float eps) -> Tensor")
         lib.impl(name, kernel, "CPU")
         torch.library.register_fake(f"conformance_test::{name}", fake, lib=lib)
+    for name, fake in (("aliased", lambda x: x), ("forgotten", torch.empty_like)):
+        lib.define(f"{name}(Tensor(a!) x) -> Tensor(a!)")
+        lib.impl(name, lambda x: x.add_(1), "CPU")
+        torch.library.register_fake(f"conformance_test::{name}", fake, lib=lib)
+    for name, fake in (("parts", _parts), ("apart", lambda x: (torch.empty_like(x), x.new_empty(x.shape)[:, :2]))):
+        lib.define(f"{name}(Tensor x) -> (Tensor, Tensor)")
+        lib.impl(name, _parts, "CPU")
+        torch.library.register_fake(f"conformance_test::{name}", fake, lib=lib)
     lib.define("untaught(Tensor x) -> Tensor")
     lib.impl("untaught", lambda x: x.clone(), "CPU")
     yield lib
     lib._destroy()
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = x.clone()
+    return whole, whole[:, :2]
 
 
 def calling(name: str) -> OpImplementation:
@@ -112,7 +126,10 @@ def rows(device: torch.device) -> Iterator[Sample]:
 def test_canonical_ops_pass() -> None:
     device = acme()
     own = {f"fakes/{each.op.removeprefix('core::')}/{each.name}" for each in device.ops}
-    assert set(found(device)) == {f"fakes/{op.name}/reference" for op in OPS} | own
+    absent = {
+        "fakes/foreign/sgl_kernel"
+    }  # the 55 fakes that the cpu plugin declares, on whose device this one is built
+    assert set(found(device)) == {f"fakes/{op.name}/reference" for op in OPS} | own | absent
     for case in ("add_rms_norm/reference", "quantized_linear/reference", "rms_norm/acme_rms_norm"):
         trial = trial_of(device, case)
         assert not trial.failures and {"T0"} == {each.criterion for each in trial.measurements}
@@ -135,6 +152,7 @@ def test_a_custom_op_that_an_implementation_calls_is_found_and_checked() -> None
         ("dtype", "instead of (9, 48) float64"),
         ("strides", "strides (1, 9) instead of (9, 48) float32 strides (48, 1)"),
         ("alias", "result 0 shares memory with argument 'x'"),
+        ("fake_alias", "the fake's result 0 shares memory with argument 'x', and the kernel's does not"),
         ("mutation", "writes its argument 'x', which the schema does not declare"),
         ("tensors", "runs on real tensors and raises on fake ones: DataDependentOutputException"),
     ],
@@ -167,6 +185,25 @@ def test_a_foreign_fake_with_samples_is_compared() -> None:
     assert not trial.failures and trial.measurements
 
 
+def matrices(device: torch.device) -> Iterator[Sample]:
+    yield Sample(name="rows", kwargs={"x": torch.ones(3, 8, device=device)})
+
+
+@pytest.mark.parametrize(
+    ("name", "failures"),
+    [
+        ("aliased", []),
+        ("forgotten", ["rows: result 0 shares memory with argument 'x', and the fake's does not"]),
+        ("parts", []),
+        ("apart", ["rows: results 0 and 1 share memory"]),
+    ],
+)
+def test_declared_aliases_of_a_foreign_op_are_compared(name: str, failures: list[str]) -> None:
+    trial = trial_of(with_fake(f"conformance_test::{name}", samples=matrices), f"foreign/conformance_test.{name}")
+    # The strides of a part of another result differ from those of one by itself as well.
+    assert [each for each in trial.failures if "share" in each] == failures
+
+
 @pytest.mark.parametrize("samples", [None, lambda device: []])
 def test_a_foreign_fake_without_samples_is_no_pass(samples: Any) -> None:
     trial = trial_of(with_fake("conformance_test::right", samples=samples), "foreign/conformance_test.right")
@@ -177,6 +214,14 @@ def test_a_library_that_is_absent_is_not_supported() -> None:
     absent = FakeResult(applied=False, reason="op absent::Gate is not installed here")
     case = found(with_fake("absent::Gate", absent))["fakes/foreign/absent.gate"]
     assert case.not_supported == absent.reason
+
+
+def test_a_whole_library_that_is_absent_is_one_case() -> None:
+    absent = FakeResult(applied=False, reason="not installed here")
+    device = cpu(fakes=tuple((FakeOp(op=f"nowhere::{name}", rule=half_last()), absent) for name in "abc"))
+    (case,) = (case for case in found(device).values() if "foreign" in case.id)
+    assert (case.id, case.not_supported) == ("fakes/foreign/nowhere", "op library nowhere is not loaded here")
+    assert "the 3 fake kernels declared for nowhere" in case.what
 
 
 def test_an_op_without_a_fake_is_rejected() -> None:

@@ -34,7 +34,11 @@ from tests.support import cpu
 
 CPU = torch.device("cpu")
 CHECKS = list(HealthCheck)
-CONSTANT = {("quantized_linear", "out_dtype")}
+CONSTANT = {
+    ("quantize_asymmetric", "dtype"),
+    ("quantized_grouped_linear", "out_dtype"),
+    ("quantized_linear", "out_dtype"),
+}
 """What a strategy gives one value only: fp32 would hide roundings, and none of the two is optional."""
 
 
@@ -59,8 +63,8 @@ def fuzzed(
     return trial_of(cpu(ops=(planted,)), f"{op}/planted/{dtype}", **options)
 
 
-def test_every_op_but_the_collective_has_a_strategy() -> None:
-    assert {op.qualified_name for op in OPS} - CALLS.keys() == {"core::all_reduce"}
+def test_every_op_but_collectives_has_a_strategy() -> None:
+    assert {op.qualified_name for op in OPS} - CALLS.keys() == {op.qualified_name for op in OPS if op.is_collective}
     with pytest.raises(NotSupported, match="no strategy draws calls"):
         trial_of(cpu(), "all_reduce/reference/float32")
 
@@ -68,7 +72,14 @@ def test_every_op_but_the_collective_has_a_strategy() -> None:
 def draws(op: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     found = []
 
-    @settings(max_examples=100, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=CHECKS)
+    @settings(
+        max_examples=100,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=CHECKS,
+    )
     @given(st.data())
     def draw(data: st.DataObject) -> None:
         found.append(CALLS[op](Source(data.draw, dtype, CPU)))

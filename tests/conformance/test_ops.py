@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
+from core.common.fakes.memory import overlap
 from core.common.numerics import judge
 from core.common.ops.arguments import Draw
 from core.common.ops.attention import ATTENTION
@@ -18,7 +19,7 @@ from core.common.ops.canonical import OPS
 from core.common.ops.implementation import Condition, OpCall, OpImplementation, always
 from core.common.ops.normalization import RMS_NORM
 from core.device import Device
-from core_conformance import contract, opcalls
+from core_conformance import opcalls
 from core_conformance.cases import ops
 from core_conformance.judging import by_t2
 from core_conformance.large import LARGE, NON_FINITE
@@ -223,9 +224,9 @@ def test_caches_hold_nan_where_nothing_may_be_read() -> None:
 
 def test_memory_in_common_is_found_by_the_byte() -> None:
     base = torch.arange(24.0)
-    assert contract.overlap(base, base[3:4]) and contract.overlap(base.view(torch.int32), base[:2])
-    assert not contract.overlap(base[:12], base[12:]) and not contract.overlap(base[::2], base[1::2])
-    assert not contract.overlap(base, base.clone()) and not contract.overlap(base, base[:0])
+    assert overlap(base, base[3:4]) and overlap(base.view(torch.int32), base[:2])
+    assert not overlap(base[:12], base[12:]) and not overlap(base[::2], base[1::2])
+    assert not overlap(base, base.clone()) and not overlap(base, base[:0])
 
 
 def test_writing_beside_a_view_is_seen() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from core.common.conformance import ConformanceProfile
+from core.common.fakes.memory import same_bits
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
 from core.common.ops.implementation import OpImplementation
@@ -20,7 +21,7 @@ from core.common.verification.execution import error_line
 from core.device import Device
 from core_conformance import contract, oracle
 from core_conformance.case import Case
-from core_conformance.codes import judge_quantized
+from core_conformance.codes import judge_asymmetric, judge_coded, judge_fp4, judge_quantized
 from core_conformance.faked import leaves, run_fake
 from core_conformance.judging import Judge, Judged, by_t1, by_t2, each_value
 from core_conformance.opcalls import calls, positional, refusal
@@ -32,7 +33,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """fp32 decides whether an algorithm is right, half precision how it rounds."""
 
 RULES: Mapping[str, Callable[[Trial, Judged], None]] = MappingProxyType(
-    {"quantize": judge_quantized, "moe_route": judge_route, "sample": judge_sample}
+    dict.fromkeys(("rms_norm_quantize", "add_rms_norm_quantize", "gated_activation_quantize"), judge_coded)
+    | dict.fromkeys(("attention_quantize", "rotary_attention_quantize"), judge_coded)
+    | {"all_reduce_add_rms_norm_quantize": judge_coded}
+    | dict.fromkeys(("quantize_fp4", "all_reduce_add_rms_norm_quantize_fp4"), judge_fp4)
+    | {"quantize_asymmetric": judge_asymmetric}
+    | {"quantize": judge_quantized, "moe_route": judge_route, "sample": judge_sample}
 )
 """Ops whose results are judged otherwise than value by value."""
 
@@ -173,7 +179,7 @@ def _repeat(
     for key in _written(op, args):
         start = contract.unread(op, sample.kwargs, key)
         pairs.append((args[key][start:], first[1][key][start:]))
-    equal = all(contract.same_bits(again, before) for again, before in pairs)
+    equal = all(same_bits(again, before) for again, before in pairs)
     trial.require(
         equal, f"{sample.name}: the same call twice gives other bits, and no one declares it nondeterministic"
     )

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
-from core.common.aten import to_aten
 from core.common.ops.lower import inline_unimplemented
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Guards, Pass, PassResult
 from core.common.passes.manager import PassManager
 from core.common.passes.report import PassReport
 from core.common.passes.snapshot import Snapshot
+from core.common.stages import later_stages
 from core.common.traced import ConstantSlot
 from core.common.tracing import trace
 from core.common.verification.execution import bind, error_line
@@ -152,7 +152,10 @@ class Bench:
         names = {declared.name for declared in passes}
         return PassManager(
             passes,
-            enable=[name for name in self.device.capabilities.unprofitable if name in names],
+            enable=[
+                *(name for name in self.device.capabilities.unprofitable if name in names),
+                *(declared.name for declared in passes if declared.closes),
+            ],
             capabilities=self.device.capabilities,
             implemented=frozenset(implementation.op for implementation in self.device.ops),
             **options,
@@ -197,10 +200,10 @@ class Bench:
 
         try:
             reports = manager.run(module, tokens=tokens, constants=constants, check=check)
-            if any(declared.stage == "aten" for declared in manager.passes):
-                inline_unimplemented(module, self.device.ops)
-                module = to_aten(module)
-                reports += manager.run(module, "aten", tokens=tokens, constants=constants, check=check)
+            options: dict[str, Any] = {"tokens": tokens, "constants": constants, "check": check}
+            for staged in later_stages(manager.passes, module, lambda m: inline_unimplemented(m, self.device.ops)):
+                options |= {"form": staged.form, "refused": staged.refused}
+                reports += manager.run(staged.module, staged.stage, **options)
         except Exception as error:
             walk.failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return walk
@@ -242,6 +245,8 @@ def _stand_in(declared: Pass, stage: Any) -> Pass:
         guards=Guards(),
         expect=None,
         stage=stage,
+        form="v2",
+        closes=False,
         requires=frozenset(),
     )
 

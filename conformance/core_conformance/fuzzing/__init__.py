@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from core_conformance.fuzzing import attention, layers, matrices, pointwise
+from core_conformance.fuzzing import attention, codes, layers, matrices, pointwise, quantized
 from core_conformance.fuzzing.source import Source
 
 CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
@@ -22,6 +22,8 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::rotary_single": pointwise.rotary_single,
         "core::qk_norm_rotary": pointwise.qk_norm_rotary,
         "core::rotary_attention": layers.rotary_attention,
+        "core::attention_quantize": codes.attention_quantize,
+        "core::rotary_attention_quantize": codes.rotary_attention_quantize,
         "core::rotary_table": pointwise.rotary_table,
         "core::linear": layers.linear,
         "core::gated_linear": layers.gated_linear,
@@ -29,6 +31,13 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::grouped_mlp": matrices.grouped_mlp,
         "core::quantize": matrices.quantize,
         "core::quantized_linear": matrices.quantized_linear,
+        "core::quantize_asymmetric": quantized.quantize_asymmetric,
+        "core::weight_only_linear": quantized.weight_only_linear,
+        "core::quantized_grouped_linear": quantized.quantized_grouped_linear,
+        "core::quantize_fp4": codes.quantize_fp4,
+        "core::rms_norm_quantize": codes.rms_norm_quantize,
+        "core::add_rms_norm_quantize": codes.add_rms_norm_quantize,
+        "core::gated_activation_quantize": codes.gated_activation_quantize,
         "core::sample": matrices.sample,
         "core::argmax": matrices.argmax,
     }

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.ops.arguments import at_least_fp32
+from core.common.ops.attention_cache import stored
 from core_conformance.fuzzing.source import Source
 
 _Lens = list[tuple[int, int]]
@@ -29,6 +31,14 @@ def attention(source: Source) -> dict[str, Any]:
     num_tokens, num_seqs, most = len(slots) + extra_tokens, len(lens) + extra_seqs, max(new for new, _ in lens)
     caches = [source.dense(num_blocks, page, kv_heads, width) for width in (size, value_size)]
     _forget(caches, table, lens, window)
+    scales: dict[str, Tensor | None] = {}
+    if source.one_of(False, True):
+        # Of codes: their scales are odd numbers, which put no value of half precision right between two of them.
+        for name, index in (("k_scale", 0), ("v_scale", 1)):
+            shape = source.one_of((), (kv_heads,))
+            scale = source.dense(*shape, scale=0.0031, shift=0.0217, dtype=at_least_fp32(source.dtype)).abs()
+            scales[name] = source.one_of(scale, None)
+            caches[index] = stored(caches[index], torch.float8_e4m3fn, scales[name])
     starts = list(accumulate((new for new, _ in lens), initial=0))
     return {
         "query": source.tensor(num_tokens, kv_heads * group, size),
@@ -47,6 +57,7 @@ def attention(source: Source) -> dict[str, Any]:
         "mask": _mask(source, num_tokens, source.one_of(1, kv_heads * group), table.shape[1] * page),
         "causal": source.one_of(True, False),
         "max_query_len": source.one_of(most, 0, most + 2),
+        **scales,
     }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from core.common.ops.activation import ACTIVATIONS
 from core.common.ops.arguments import at_least_fp32
 from core.common.ops.moe import SCORINGS
 from core.common.ops.quantization import GRANULARITIES, RANGES
+from core_conformance.fuzzing.quantized import codes, scale
 from core_conformance.fuzzing.source import Source
 
 
@@ -33,28 +33,24 @@ def quantize(source: Source) -> dict[str, Any]:
 
 
 def quantized_linear(source: Source) -> dict[str, Any]:
-    """Draw a call of core::quantized_linear, with scales of any granularity."""
+    """Draw a call of core::quantized_linear, with scales of any granularity and zero points."""
     num_groups, outputs = source.integer(1, 4), source.integer(1, 40)
     leading, width, code = source.shape(most_ranks=2), 16 * num_groups, source.one_of(*RANGES)
     x_scale = source.one_of((*leading, 1), (), (*leading, num_groups))
     w_scale = source.one_of((outputs, 1), (), (outputs, num_groups))
+    zeros = {
+        name: codes(source, torch.int8, *shape) if code == torch.int8 and source.one_of(False, True) else None
+        for name, shape in (("x_zero_point", x_scale), ("w_zero_point", w_scale))
+    }
     return {
-        "x_codes": _codes(source, code, *leading, width),
-        "x_scale": _scale(source, x_scale),
-        "w_codes": _codes(source, code, outputs, width),
-        "w_scale": _scale(source, w_scale),
+        "x_codes": codes(source, code, *leading, width),
+        "x_scale": scale(source, *x_scale),
+        "w_codes": codes(source, code, outputs, width),
+        "w_scale": scale(source, *w_scale),
         "bias": source.maybe(outputs),
         "out_dtype": source.dtype,
+        **zeros,
     }
-
-
-def _codes(source: Source, dtype: torch.dtype, *shape: int) -> Tensor:
-    low, high = RANGES[dtype]
-    return source.dense(*shape, scale=40.0, dtype=torch.float32).clamp(low, high).to(dtype)
-
-
-def _scale(source: Source, shape: tuple[int, ...]) -> Tensor:
-    return source.dense(*shape, scale=0.002, shift=0.01, dtype=at_least_fp32(source.dtype))
 
 
 def moe_route(source: Source) -> dict[str, Any]:

@@ -64,6 +64,11 @@ class CanonicalOp:
         arguments = self.overload._schema.arguments
         return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether the op is told a group of processes, and means no more than a copy of itself in a single one."""
+        return any(a.name == "group" for a in self.overload._schema.arguments)
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpCall:
         """Return the call with every argument by name and defaults filled in."""
         arguments = self.overload._schema.arguments

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes.common.fresh import fresh
 
+if TYPE_CHECKING:
+    from core.common.passes.common.packing import Packing
+
 
 class Constants:
     """What the placeholders of one graph are bound to, by name, and what passes have added to them.
 
     values: weights, buffers and other constants; declared inputs are not among them. The holder of the graph binds
-    `added`, in this order, after the placeholders that the graph had.
+    `added`, in this order, after the placeholders that the graph had. reads_content: whether who asks for
+    a tensor may read what it holds; `contents` has the tensors that were given to such.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = dict(values)
         self._added: dict[str, Tensor] = {}
+        self._packings: dict[str, Packing] = {}
+        self.reads_content = True
+        self._contents: dict[int, Tensor] = {}
         self._last: fx.Node | None = None
 
     @property
@@ -32,17 +39,36 @@ class Constants:
         """Return the tensor that a placeholder is bound to, or None for inputs, sizes and all other nodes."""
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             return None
-        return self._added.get(node.name, self._values.get(node.name))
+        return self._given(self._added.get(node.name, self._values.get(node.name)))
+
+    def packing(self, name: str) -> Packing | None:
+        """Return what an added tensor was joined from, where its pass said so."""
+        return self._packings.get(name)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor bound, each once."""
         found = {id(tensor): tensor for tensor in (*self._values.values(), *self._added.values())}
+        for tensor in found.values():
+            self._given(tensor)
         return tuple(found.values())
 
-    def add(self, graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node) -> fx.Node:
+    @property
+    def contents(self) -> tuple[Tensor, ...]:
+        """The tensors on whose content the graph may depend."""
+        return tuple(self._contents.values())
+
+    def _given(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and self.reads_content:
+            self._contents[id(tensor)] = tensor
+        return tensor
+
+    def add(
+        self, graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node, *, packing: Packing | None = None
+    ) -> fx.Node:
         """Append a placeholder bound to the tensor and return it.
 
-        like: a node whose fake value is of the tensor's dtype and device; the new one's is made like it.
+        like: a node whose fake value is of the tensor's dtype and device; the new one's is made like it. packing: what
+        the tensor was joined from; the graph of a tensor made otherwise can't be cached.
         """
         if self._last is None or self._last.graph is not graph:
             self._last = graph.find_nodes(op="placeholder")[-1]
@@ -54,6 +80,8 @@ class Constants:
         if isinstance(fake, FakeTensor):
             node.meta[key] = fresh(fake, tensor.shape, tensor.stride())
         self._added[node.name] = tensor
+        if packing is not None:
+            self._packings[node.name] = packing
         return node
 
     def forget(self, num_kept: int) -> None:

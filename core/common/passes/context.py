@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.passes.declaration import Guards, Scalar, Stage
 from core.common.passes.effects import value_of
+from core.common.passes.recipes import expression
 from core.common.passes.writes import find_writes
 from core.errors import UsageError
 
@@ -68,7 +69,8 @@ class PassContext:
 
     name, owner: of the pass. after: passes that this one is ordered after on purpose, and may build on. params: those
     of the declaration. capabilities: of the device, or None for a graph without one. tokens: least and most tokens that
-    the graph serves, or None where unknown. constants: the tensors bound to the graph's placeholders, to which a pass
+    the graph serves, or None where unknown. sizes: of each bucket that the graph serves, what each symbol of its sizes
+    is there; empty where unknown. constants: the tensors bound to the graph's placeholders, to which a pass
     may add; None where the caller has not given them. implemented: names of the canonical ops that the device brings an
     implementation of; None where that is unknown, and every op may be lifted to.
     """
@@ -83,6 +85,7 @@ class PassContext:
     capabilities: Capabilities | None = None
     world_size: int = 1
     tokens: tuple[int, int] | None = None
+    sizes: tuple[Mapping[Any, int], ...] = ()
     constants: Constants | None = None
     implemented: frozenset[str] | None = None
     analyses: Analyses | None = None
@@ -97,6 +100,16 @@ class PassContext:
         if self.analyses is None:
             self.analyses = Analyses(self.module)
         return self.analyses.get(name)
+
+    def served(self, size: Any) -> tuple[int, ...] | None:
+        """Return what a size of the graph is in each bucket, in one order for all sizes; None where that is unknown."""
+        if type(size) is int:
+            return (size,) * max(1, len(self.sizes))
+        symbolic = expression(size)
+        found = [symbolic.xreplace(sizes) for sizes in self.sizes] if hasattr(symbolic, "xreplace") else []
+        # What a symbol stands for alone is put in its place as it is, a plain number.
+        plain = all(isinstance(each, int) or each.is_Integer for each in found)
+        return tuple(map(int, found)) if found and plain else None
 
     def values(self) -> Iterator[object]:
         """Yield the fake values of all nodes, the members of tuples one by one."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     Example: TypeAlias = tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
 
 Mechanism = Literal["graph", "replace_pattern", "inductor"]
-Stage = Literal["torch", "aten"]
+Stage = Literal["torch", "functional", "aten"]
+Form = Literal["v1", "v2"]
 Scalar = str | int | float | bool
 
 
@@ -125,12 +126,16 @@ class Pass:
 
     name: unique among the passes of a run. mechanism: `graph` calls run, which rewrites the graph in place and reports
     its matches; `replace_pattern` and `inductor` apply patterns. stage: `torch` is the traced graph, `aten` the one
-    after AOTAutograd (always, for `inductor`). before/after: names of passes that must come later/earlier; absent names
-    are allowed and mean nothing. params: what run reads as `context.params`; part of the identity. expect: matches owed
-    per graph, a function of the graph before the pass, or None for no promise; a broken promise is logged, and an error
-    when strict. requires: analyses to compute before. preserves: analyses that stay valid although the pass changed the
-    graph. examples: gives modules, each with its positional inputs, all in fp32 on the host, in every one of which the
-    pass owes a match; each call gives new ones. For tests alone, and no part of the identity.
+    after AOTAutograd, `functional` the same without writes (either, for `inductor`). form: of `functional` graphs,
+    which of torch's wrappers the writes of custom ops are in. closes: it runs last in its stage, wherever another pass
+    of that stage runs, named by the caller or not. before/after: names of passes that must come later/earlier; absent
+    names are allowed and mean nothing. params: what run reads as `context.params`; part of the identity. expect:
+    matches owed per graph, a function of the graph before the pass, or None for no promise; a broken promise is logged,
+    and an error when strict. requires: analyses to compute before. preserves: analyses that stay valid although the
+    pass changed the graph. on_request: why the pass runs only where it is asked for by name; empty for one that runs by
+    itself. examples: gives modules, each with its positional inputs, all in fp32 on the host, in every one of which the
+    pass owes a match; each call gives new ones. For tests alone, and no part of the identity. reads_content: run may
+    read what bound tensors hold, not only where and how they lie; a cached graph then serves equal contents only.
     """
 
     name: str
@@ -138,6 +143,8 @@ class Pass:
     patterns: tuple[Pattern, ...] = ()
     mechanism: Mechanism = "graph"
     stage: Stage = "torch"
+    form: Form = "v2"
+    closes: bool = False
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     guards: Guards = field(default_factory=Guards)
@@ -145,7 +152,9 @@ class Pass:
     expect: Expect = None
     requires: frozenset[str] = frozenset()
     preserves: frozenset[str] = frozenset()
+    on_request: str = ""
     examples: Examples | None = None
+    reads_content: bool = True
     owner: str = "core"
 
     def __post_init__(self) -> None:
@@ -153,8 +162,10 @@ class Pass:
             self._refuse("it has no run function, or has patterns", "set run, and no patterns")
         if self.mechanism != "graph" and (self.run is not None or not self.patterns):
             self._refuse("it has no pattern, or has a run function", "set patterns, and no run")
-        if self.mechanism == "inductor" and self.stage != "aten":
+        if self.mechanism == "inductor" and self.stage == "torch":
             self._refuse(f"Inductor's matcher reads aten graphs, and its stage is {self.stage!r}", "set stage='aten'")
+        if self.form != "v2" and self.stage != "functional":
+            self._refuse(f"its form is {self.form!r} and its stage {self.stage!r}", "set form with stage='functional'")
 
     def _refuse(self, found: str, remedy: str) -> None:
         raise PassError(
@@ -163,6 +174,7 @@ class Pass:
 
     def uuid(self) -> str:
         """Return a digest of what the pass does: its code, parameters, guards and the torch version."""
+        stage = self.stage if self.form == "v2" else f"{self.stage} {self.form}"
         return fingerprint(
-            self.name, self.mechanism, self.stage, self.run, self.patterns, self.params, self.guards, self.expect
+            self.name, self.mechanism, stage, self.run, self.patterns, self.params, self.guards, self.expect
         )

@@ -36,7 +36,8 @@ def written_args(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
     target = node.target
-    yield from _nodes(node.kwargs.get("out"))
+    if not isinstance(target, HigherOrderOperator):  # whose keywords may be those of the op it wraps
+        yield from _nodes(node.kwargs.get("out"))
     if node.op == "call_method":
         if _in_place(str(target)):
             yield from _nodes(node.args[:1])

@@ -91,7 +91,7 @@ def _describe_code(value: Any, seen: set[int], out: list[str]) -> None:
 
 
 def _describe_function(function: types.FunctionType, package: str, seen: set[int], out: list[str]) -> None:
-    text, names = _bytecode(function.__code__)
+    text, names = bytecode(function.__code__)
     out.append(text)
     _describe((function.__defaults__, function.__kwdefaults__), seen, out)
     for cell in function.__closure__ or ():
@@ -125,13 +125,13 @@ def _package(value: Any) -> str:
 
 
 @lru_cache(maxsize=8192)
-def _bytecode(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
+def bytecode(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
     """Describe a code object and those within it; return that and the names that they use, in order."""
     texts = [code.co_code.hex(), repr(code.co_names)]
     names = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            text, used = _bytecode(const)
+            text, used = bytecode(const)
             texts.append(text)
             names.update(used)
         else:

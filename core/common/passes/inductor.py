@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -25,12 +26,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.declaration import Form, NearMiss, Pass, PassResult
 from core.common.passes.effects import value_of
 from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement
 from core.common.passes.sites import MADE_BY, Made, near_miss, site_name
 from core.errors import PassError
+
+_MOVES = "move_readers"
 
 
 def apply_inductor(context: PassContext, declared: Pass) -> PassResult:
@@ -164,7 +167,10 @@ def _compiled(uuid: str, patterns: _Patterns) -> _Patterns:
 
 
 class InductorPass(CustomGraphPass):
-    """Passes of stage aten as Inductor's `post_grad_custom_post_pass`; `reports` tells of the last graph."""
+    """Passes of the stages functional and aten as Inductor's `post_grad_custom_post_pass`.
+
+    `reports` tells of the last graph. Inductor's graphs are functional, in the form that its configuration says.
+    """
 
     def __init__(self, manager: PassManager) -> None:
         self._manager = manager
@@ -174,19 +180,23 @@ class InductorPass(CustomGraphPass):
         """Run the passes on the graph that Inductor is about to lower."""
         module = graph.owning_module
         assert module is not None
-        self.reports = self._manager.run(module, "aten")
+        form: Form = "v2" if torch._inductor.config.enable_auto_functionalized_v2 else "v1"
+        self.reports = self._manager.run(module, "functional", form=form) + self._manager.run(module, "aten")
 
     def uuid(self) -> str:
         """Return what Inductor's cache tells these passes apart by."""
-        return hashlib.sha256("".join(self._manager.uuids("aten")).encode()).hexdigest()
+        uuids = (*self._manager.uuids("functional"), *self._manager.uuids("aten"))
+        return hashlib.sha256("".join(uuids).encode()).hexdigest()
 
 
 def as_inductor_pass(passes: Sequence[Pass], **options: Any) -> InductorPass:
     """Return the passes as one `post_grad_custom_post_pass`; options are those of `PassManager`.
 
-    Patterns are traced now, not in the middle of a compilation.
+    Patterns are traced now, not in the middle of a compilation. A pass that may move readers before writes
+    (`fix_functionalization`) does not: Inductor may compute them later all the same.
     """
-    manager = PassManager(passes, **options)
+    here = [replace(p, params={**p.params, _MOVES: False}) if _MOVES in p.params else p for p in passes]
+    manager = PassManager(here, **options)
     for declared in manager.passes:
         if declared.mechanism == "inductor":
             _compiled(declared.uuid(), _Patterns(declared))

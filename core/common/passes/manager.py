@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from core.common.collector import paused
 from core.common.passes.complaints import broken_promise, conflict, failed, left_undecided
 from core.common.passes.context import Analyses, PassContext
-from core.common.passes.declaration import Pass, PassResult, Stage
+from core.common.passes.declaration import Form, Pass, PassResult, Stage
 from core.common.passes.mechanisms import apply_pass
 from core.common.passes.metadata import ASKS
 from core.common.passes.order import choose, order, order_without_cycles, predecessors
@@ -45,9 +45,9 @@ class PassManager:
 
     strict: a failing pass, a broken promise and two passes claiming one node are errors; else the pass is undone with a
     warning and the model runs without it. only, disable: names to run, or to leave out. enable: names to run although
-    the device finds them unprofitable. capabilities: of the device the graphs are for. implemented: the canonical ops
-    that it implements; None lifts to all of them. world_size: None asks torch.distributed. dump_dir: each changed graph
-    is written there as text.
+    they run on request alone, or the device finds them unprofitable. capabilities: of the device the graphs are for.
+    implemented: the canonical ops that it implements; None lifts to all of them. world_size: None asks
+    torch.distributed. dump_dir: each changed graph is written there as text.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class PassManager:
         self._left_out = [(declared, cycles[declared.name]) for declared in chosen if declared.name in cycles]
         for declared, error in self._left_out:
             log.warning("%s\n  the model runs without pass %r of %s", error, declared.name, declared.owner)
-        self._unprofitable = dict(getattr(capabilities, "unprofitable", {}))
+        self._unprofitable = {declared.name: declared.on_request for declared in chosen if declared.on_request}
+        self._unprofitable |= getattr(capabilities, "unprofitable", {})
         for name in (*(only or ()), *enable):
             self._unprofitable.pop(name, None)
         self._after = predecessors(self.passes)
@@ -86,20 +87,29 @@ class PassManager:
         stage: Stage = "torch",
         *,
         tokens: tuple[int, int] | None = None,
+        sizes: Sequence[Mapping[Any, int]] = (),
         constants: Constants | None = None,
         check: Check | None = None,
         observe: Observer | None = None,
+        form: Form | None = None,
+        refused: Exception | None = None,
     ) -> tuple[PassReport, ...]:
         """Rewrite `graph` in place by every pass of the stage and report each.
 
-        tokens: least and most tokens that the graph serves. constants: the tensors bound to its placeholders; the graph
-        gets one more placeholder for each that a pass adds there. check: judges each pass that matched.
+        form: of a functional graph; passes for another one are left out. refused: why the graph could not be brought to
+        the stage; its passes are then skipped with that reason, or it is raised where strict.
+        tokens: least and most tokens that the graph serves. sizes: what its symbols are in each bucket. constants: the
+        tensors bound to its placeholders; the graph gets one more placeholder for each that a pass adds there. check:
+        judges each pass that matched.
         observe: is told of each pass that changed the graph and was not undone. Raises `PassError` naming the pass and
         its owner when strict; otherwise what a failing pass did is undone.
         """
-        run = _Run(graph, stage, tokens, constants, check, observe, Analyses(graph), [])
+        run = _Run(graph, stage, tokens, tuple(sizes), constants, check, observe, Analyses(graph), [])
+        passes = [each for each in self.passes if each.stage == stage and (each.closes or form in (None, each.form))]
+        if refused is not None:
+            return self._skip(passes, refused)
         with paused():  # passes make many small objects and keep them
-            reports = tuple(self._run_one(declared, run) for declared in self.passes if declared.stage == stage)
+            reports = tuple(self._run_one(declared, run) for declared in passes)
         for declared, error in self._left_out:
             if declared.stage == stage:
                 nothing = PassResult(matched=0)
@@ -108,6 +118,13 @@ class PassManager:
             graph.recompile()
         self._num_runs += 1
         return reports
+
+    def _skip(self, passes: Sequence[Pass], refused: Exception) -> tuple[PassReport, ...]:
+        if self._strict:
+            raise refused
+        log.warning("%s\n  skipped: %s", refused, ", ".join(declared.name for declared in passes))
+        reason, start = " ".join(str(refused).split()), time.perf_counter()
+        return tuple(self._report(each, PassResult(matched=0), start, skipped=reason) for each in passes)
 
     def uuids(self, stage: Stage | None = None) -> tuple[str, ...]:
         """Return the identity of each pass, in order."""
@@ -130,6 +147,7 @@ class PassManager:
             capabilities=self._capabilities,
             world_size=self._world_size,
             tokens=run.tokens,
+            sizes=run.sizes,
             constants=run.constants,
             implemented=self._implemented,
             analyses=run.analyses,
@@ -143,6 +161,8 @@ class PassManager:
             log.info("pass %s: skipped, %s", declared.name, skipped)
             return self._report(declared, PassResult(matched=0), start, skipped=skipped)
         before, num_constants = Snapshot(run.graph), run.num_constants
+        if run.constants is not None:
+            run.constants.reads_content = declared.reads_content
         expected: int | None = None
         try:
             expected = declared.expect(context) if callable(declared.expect) else declared.expect
@@ -248,6 +268,7 @@ class _Run:
     graph: fx.GraphModule
     stage: Stage
     tokens: tuple[int, int] | None
+    sizes: tuple[Mapping[Any, int], ...]
     constants: Constants | None
     check: Check | None
     observe: Observer | None
