@@ -33,8 +33,9 @@ def in_codes(draw: Draw, samples: Iterable[Sample]) -> Iterator[Sample]:
         if "gate_up" in kwargs:
             kwargs |= {"gate": kwargs.pop("gate_up"), "up": None}
             width //= 2
+        halves = "in one tensor, " if "gate_up" in sample.kwargs else ""
         name, form = next(forms)
         while form.get("group_size") and width % form["group_size"]:
             name, form = next(forms)
         given = draw(scale=0.002, shift=0.02, dtype=at_least_fp32(draw.dtype)) if "tensor" in form.values() else None
-        yield Sample(name=f"{sample.name}, {name}", kwargs={**kwargs, "scale": given, **form})
+        yield Sample(name=f"{sample.name}, {halves}{name}", kwargs={**kwargs, "scale": given, **form})

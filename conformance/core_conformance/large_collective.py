@@ -27,3 +27,10 @@ def quantize_fp4(draw: Draw) -> Iterator[Sample]:
     given = draw(scale=0.0002, shift=0.002, dtype=at_least_fp32(draw.dtype))
     yield Sample(name="1024 wide", kwargs={"x": draw(_ROWS, _WIDTH, scale=3.0), "scale": None})
     yield Sample(name="1024 wide, given scale", kwargs={"x": draw(_ROWS, _WIDTH, scale=3.0), "scale": given})
+
+
+def quantize_fp4_sizes(draw: Draw) -> Iterator[Sample]:
+    """Yield odd numbers of rows past the tiles, of an odd number of groups, with a scale and without."""
+    given = draw(scale=0.0002, shift=0.002, dtype=at_least_fp32(draw.dtype))
+    yield Sample(name="129 rows of 1008", kwargs={"x": draw(129, 1008, scale=3.0), "scale": None})
+    yield Sample(name="65 rows of 4112, given scale", kwargs={"x": draw(65, 4112, scale=3.0), "scale": given})

@@ -19,7 +19,7 @@ from core_conformance import large_quantized as quantized
 from core_conformance.large import heads, tables
 from core_conformance.large_attention import dense_attention_sizes, paged_attention_sizes
 from core_conformance.large_codes import in_codes
-from core_conformance.large_collective import quantize_fp4
+from core_conformance.large_collective import quantize_fp4_sizes
 from core_conformance.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
 from core_conformance.large_layers import in_codes as rows_in_codes
 from core_conformance.large_sampling import most_likely_sizes, sampled_sizes
@@ -175,7 +175,7 @@ SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
         "quantize_asymmetric": quantized.asymmetric_sizes,
         "weight_only_linear": quantized.weight_only_sizes,
         "quantized_grouped_linear": quantized.grouped_sizes,
-        "quantize_fp4": quantize_fp4,
+        "quantize_fp4": quantize_fp4_sizes,
         "rms_norm_quantize": lambda draw: in_codes(draw, rms_norm(draw)),
         "add_rms_norm_quantize": lambda draw: in_codes(draw, add_rms_norm(draw)),
         "gated_activation_quantize": lambda draw: in_codes(
