@@ -183,6 +183,10 @@ class _Moved:
                     back = graph.call_function(operator.getitem, (member, (None,) * found.lead))
                 _describe(back, member, old)
                 _replace(member, back)
+                # What has the old shape has the old name: by it, verification compares with the value of before.
+                name = member.name
+                member._rename(f"{name}_rows")
+                back.name = name
                 moved.restored.append(back)
             _set_value(member, view.value(node)[position])
         node.replace_input_with(found.quantize.x, rows)
@@ -219,7 +223,9 @@ class _Moved:
         node.replace_input_with(self.rows, source)
         graph.erase_node(self.rows)
         for back in self.restored:
-            back.replace_all_uses_with(back.args[0])  # type: ignore[arg-type]  # the result that it views
+            member: fx.Node = back.args[0]  # type: ignore[assignment]  # the result that it views
+            back.replace_all_uses_with(member)
+            member.name = back.name
             graph.erase_node(back)
         for member, value in self.results:
             _set_value(member, value)
