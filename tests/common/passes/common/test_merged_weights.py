@@ -158,7 +158,7 @@ UNFIT_WEIGHTS: dict[str, tuple[Callable[[Pair], Any], str]] = {
     "gradients": (trained, "requires a gradient"),
     "memory that others look at": (looked_at, "shares its memory"),
     "part of a larger tensor": (cut_out, "part of a larger tensor"),
-    "a tensor subclass": (subclassed, "is a Special"),
+    "a tensor subclass, traced as the plain tensor it holds": (subclassed, "shares its memory"),
 }
 
 
