@@ -24,6 +24,7 @@ from core.bench.presets import PRESETS
 from core.bench.served import CoreSubject, Engines
 from core.device import Device
 from core.engine.loading import LoadedModel
+from core.engine.quantizing import Quantize
 
 ALL = "all passes"
 
@@ -89,20 +90,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", default="", help="names; default: those that match")
+    parser.add_argument("--quantize", help="a scheme, as for `core bench`")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as for `core bench`")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = core.select_device(options.device)
-    loaded, _ = open_model(None, options.preset, device, "auto")
+    loaded, _ = open_model(None, options.preset, device, "auto", Quantize.of(options.quantize, None))
+    base = {"kv_cache_dtype": options.kv_cache_dtype}
     lines = []
     for cell in cells(options):
-        first = measure(loaded, device, cell, {})
+        first = measure(loaded, device, cell, base)
         named = [name for name in options.passes.split(",") if name]
         for name, engine in {ALL: None, **variants(first["matched"], named)}.items():
-            found = first if engine is None else measure(loaded, device, cell, engine)
+            found = first if engine is None else measure(loaded, device, cell, base | engine)
             lines.append({"variant": name, **found, "gain_ms": round(found["replay_ms"] - first["replay_ms"], 4)})
             print(json.dumps({k: v for k, v in lines[-1].items() if k != "matched"}), flush=True)
     if options.json is not None:
         facts = {"preset": options.preset, "device": device.capabilities.device_name, "context": options.context}
+        facts |= {"quantize": options.quantize, **base}
         options.json.write_text(json.dumps({**facts, "lines": lines}, indent=1) + "\n")
 
 
