@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core.common.numerics import Verdict, judge
 from core.common.ops.attention_cache import read, stored
+from core.common.quantization.tensors import CACHE_SCALE_NAMES
 from core.engine.attention import AttentionLayer, NotPageable, inspect
 from core.engine.probe import Caching
 from core.engine.static_cache import cache_name
@@ -28,7 +29,6 @@ CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp8": torch.float8_
 
 Scales = tuple[Tensor | None, Tensor | None]
 """Of keys and of values: () or (K,) fp32, None for 1."""
-_NAMES = ("k_scale", "v_scale")
 
 
 def spacing(dtype: torch.dtype) -> float:
@@ -78,7 +78,7 @@ def layer_scales(module: nn.Module, layer: AttentionLayer, device: torch.device)
     have them. Raises `ModelError` for anything else.
     """
     found: list[Tensor | None] = []
-    for name in _NAMES:
+    for name in CACHE_SCALE_NAMES:
         given = getattr(module, name, None)
         if given is None:
             found.append(None)
@@ -140,7 +140,7 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: torch.dtyp
         model(input_ids=ids, return_dict=True, **_arguments(model, _changing_cache()(model.config, seen)))
     for (index, which), top in largest.items():
         scale = (top / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
-        object.__setattr__(modules[index], _NAMES[which], scale)
+        object.__setattr__(modules[index], CACHE_SCALE_NAMES[which], scale)
 
 
 def _arguments(model: Any, cache: Any) -> dict[str, Any]:

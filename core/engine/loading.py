@@ -98,8 +98,8 @@ def load_model(
             model, unexpected = _read_weights(asked, partial(_read_folder, checkpoint.path, config, dtype), logged)
         else:
             quantized = QuantizedCheckpoint(asked, checkpoint, stated, config, dtype)
-            warnings += quantized.warnings
             model, unexpected = _read_weights(asked, quantized.load, logged)
+            warnings += quantized.warnings
         tokenizer, tokenizer_error = _load_tokenizer(checkpoint)
     _move(asked, model, torch_device, progress)
     if unexpected:

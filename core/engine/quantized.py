@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.common.quantization.checkpoint import read_experts, read_linear
 from core.common.quantization.config import CheckpointConfig, parse_config
@@ -15,16 +15,23 @@ from core.common.quantization.layers import QuantizedModule, share_input_scales
 from core.common.quantization.quantize import num_bytes, replace_module
 from core.common.quantization.report import LayerReport, QuantizationReport
 from core.common.quantization.targets import Ignored, is_experts
-from core.common.quantization.tensors import TensorFiles
+from core.common.quantization.tensors import CACHE_SCALE_NAMES, FLOATS, TensorFiles
 from core.engine.checkpoint import Checkpoint
 from core.engine.hf import import_transformers
+
+_CACHE_SCALES_READ = (
+    "the checkpoint is made for an fp8 key/value cache, and its scales serve kv_cache_dtype 'fp8'; "
+    "any other cache keeps the model's dtype"
+)
+_NO_CACHE_SCALES = "kv_cache_scheme states an fp8 key/value cache without any scale: with kv_cache_dtype 'fp8' it is 1"
 
 
 class QuantizedCheckpoint:
     """One checkpoint whose configuration states how its layers are quantised.
 
     asked: the first line of errors; config: its `PreTrainedConfig`, from which the statement is taken out, so that
-    transformers sees a plain model; dtype: of all that is not quantised. warnings: what is stated and not applied.
+    transformers sees a plain model; dtype: of all that is not quantised. warnings: what is stated and not applied, and
+    what its scales of a cache are good for; complete after `load`.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class QuantizedCheckpoint:
             skeleton = model_class(self._config)
         with TensorFiles(self._asked, self._checkpoint.weight_files) as files:
             layers = self._read(files, skeleton)
+            cache_scales = self._read_cache_scales(files, skeleton)
             if not layers:
                 raise files.error("quantization_config names no layer of the model")
             model, info = _load_rest(
@@ -54,6 +62,8 @@ class QuantizedCheckpoint:
         for name, layer in layers.items():
             replace_module(model, name, layer)
         share_input_scales(model)
+        for (path, name), scale in cache_scales.items():
+            setattr(model.get_submodule(path), name, scale)
         model.quantization = self._report(skeleton, layers)  # type: ignore[assignment]  # a plain attribute
         self._read_generation_config(model)
         return model, info
@@ -70,6 +80,24 @@ class QuantizedCheckpoint:
                 if group is not None:
                     layers[name] = read_linear(files, name, module, group, self._dtype)
         return layers
+
+    def _read_cache_scales(self, files: TensorFiles, skeleton: nn.Module) -> dict[tuple[str, str], Tensor]:
+        """Return the scales of keys and values, (1,) or (K,) fp32, by path of their module and name.
+
+        A module that has one needs the other, and so does every module of its class.
+        """
+        if not self._parsed.cache_scales:
+            return {}
+        modules = dict(skeleton.named_modules())
+        kinds = {type(m) for path, m in modules.items() for n in CACHE_SCALE_NAMES if files.has(f"{path}.{n}")}
+        scales = {
+            (path, name): files.read(f"{path}.{name}", FLOATS).float().flatten()
+            for path, module in modules.items()
+            if type(module) in kinds
+            for name in CACHE_SCALE_NAMES
+        }
+        self.warnings += (_CACHE_SCALES_READ if scales else _NO_CACHE_SCALES,)
+        return scales
 
     def _report(self, skeleton: nn.Module, layers: Mapping[str, QuantizedModule]) -> QuantizationReport:
         reports = tuple(

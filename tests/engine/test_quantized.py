@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from core.common.ops.weight_only import unpack
 from core.common.quantization.layers import QuantizedLinear, WeightOnlyLinear
 from core.common.quantization.report import report_of
 from core.common.quantization.save import save
-from core.errors import UsageError
+from core.engine.attention import inspect
+from core.engine.cache_codes import layer_scales
+from core.errors import ModelError, UsageError
 from tests.engine.folders import IDS, LLAMA, error_of, load, logits_of, make_llama, transformers
 
 MOE = {**LLAMA, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -141,6 +143,62 @@ def test_a_checkpoint_of_other_tools_is_read(tmp_path: Path) -> None:
     attention: Any = loaded.model.get_submodule("model.layers.0.self_attn")
     assert attention.q_proj.input_scale is attention.k_proj.input_scale
     assert torch.isfinite(logits_of(loaded.model)).all()
+
+
+K_SCALE = "model.layers.0.self_attn.k_scale"
+
+
+def _with_cache_scales(folder: Path, numbers: Sequence[float]) -> Any:
+    """Write an fp8 checkpoint whose attention layers have scales of keys and values; return the model."""
+    model = core.quantize(make_llama(), "fp8")
+    for layer in model.model.layers:
+        layer.self_attn.k_scale = torch.tensor(numbers)
+        layer.self_attn.v_scale = 0.25
+    save(model, folder)
+    return model
+
+
+@pytest.mark.parametrize(("numbers", "strategy"), [([0.5], "tensor"), ([0.5, 0.125], "attn_head")])
+def test_scales_of_a_quantised_cache_come_with_the_checkpoint(
+    numbers: list[float], strategy: str, tmp_path: Path
+) -> None:
+    _with_cache_scales(tmp_path, numbers)
+    stated = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert stated["kv_cache_scheme"]["strategy"] == strategy
+    loaded = load(tmp_path)
+    assert any("kv_cache_dtype 'fp8'" in warning for warning in loaded.warnings)
+    for layer in loaded.model.model.layers:
+        assert layer.self_attn.k_scale.tolist() == numbers and layer.self_attn.v_scale.tolist() == [0.25]
+    layers = inspect(loaded.model, max_len=16)
+    scales = [layer_scales(module, layer, torch.device("cpu")) for module, layer in layers.items()]
+    assert len(scales) == len(loaded.model.model.layers)
+    assert all(k is not None and k.numel() == len(numbers) and v is not None and v.dim() == 0 for k, v in scales)
+    assert K_SCALE in load_file(save(loaded.model, tmp_path / "again") / "model.safetensors")
+
+
+def test_a_quantised_cache_without_a_scale_is_said(tmp_path: Path) -> None:
+    _with_cache_scales(tmp_path, [0.5])
+    edit(tmp_path, lambda tensors: tensors.pop(K_SCALE))
+    with pytest.raises(ModelError, match=f"'{K_SCALE}' is missing"):
+        load(tmp_path)
+    edit(
+        tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(("k_scale", "v_scale"))]
+    )
+    loaded = load(tmp_path)
+    assert any("without any scale" in warning for warning in loaded.warnings)
+    assert not hasattr(loaded.model.model.layers[0].self_attn, "k_scale")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"num_bits": 4}, "its num_bits is 4"), ({"type": "int"}, "its type is 'int'"), ({"dynamic": True}, "dynamic")],
+)
+def test_another_quantised_cache_is_told_and_left_aside(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    _with_cache_scales(tmp_path, [0.5])
+    edit_config(tmp_path, lambda stated: stated["kv_cache_scheme"].update(change))
+    loaded = load(tmp_path)
+    assert any(said in warning for warning in loaded.warnings)
+    assert not hasattr(loaded.model.model.layers[0].self_attn, "k_scale")
 
 
 def test_a_scale_for_the_whole_weight_is_one_for_each_row(tmp_path: Path) -> None:

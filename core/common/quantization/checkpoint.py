@@ -20,10 +20,8 @@ from core.common.quantization.experts import QuantizedExperts, check_experts
 from core.common.quantization.layers import QuantizedModule
 from core.common.quantization.make import linear_of
 from core.common.quantization.scheme import QuantizationScheme
-from core.common.quantization.tensors import TensorFiles
+from core.common.quantization.tensors import FLOATS, TensorFiles
 from core.common.quantization.weights import Weight
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_weight(files: TensorFiles, name: str, shape: tuple[int, int], group: Group) -> Weight:
@@ -39,12 +37,12 @@ def read_weight(files: TensorFiles, name: str, shape: tuple[int, int], group: Gr
     else:
         shapes, why = [(rows, 1), (rows,), (1,), (1, 1), ()], f" ({rows} rows)"
     num_groups = shapes[0][1]
-    scale = files.read(f"{name}.weight_scale", _FLOATS, shapes, why)
+    scale = files.read(f"{name}.weight_scale", FLOATS, shapes, why)
     zero_point: Tensor | None = None
     if not scheme.symmetric:
         zero_point = _zero_point(files, name, rows, num_groups, group)
     elif files.has(f"{name}.weight_zero_point"):  # stored by some as zeros that nothing needs
-        stored = files.read(f"{name}.weight_zero_point", (torch.int8, torch.int32, *_FLOATS, torch.float8_e4m3fn))
+        stored = files.read(f"{name}.weight_zero_point", (torch.int8, torch.int32, *FLOATS, torch.float8_e4m3fn))
         if not group.packed and bool((stored.to(torch.float32) != 0).any()):
             raise files.error(f"{name}.weight_zero_point is not zero, and quantization_config says symmetric")
     return Weight(codes=codes, scale=_by_row(scale.to(torch.float32), rows, num_groups), zero_point=zero_point)
@@ -86,13 +84,13 @@ def read_input(files: TensorFiles, name: str, scheme: QuantizationScheme) -> Ran
     if not scheme.needs_calibration:
         return None
     assert scheme.activations is not None
-    scale = float(files.read(f"{name}.input_scale", _FLOATS, [(1,), (), (1, 1)]).item())
+    scale = float(files.read(f"{name}.input_scale", FLOATS, [(1,), (), (1, 1)]).item())
     if scale <= 0:
         raise files.error(f"{name}.input_scale is {scale:g}, not positive")
     if scheme.activations.symmetric:
         # A zero point is stored by some for symmetric inputs too.
         if files.has(f"{name}.input_zero_point"):
-            files.read(f"{name}.input_zero_point", (torch.int8, torch.int32, torch.float8_e4m3fn, *_FLOATS))
+            files.read(f"{name}.input_zero_point", (torch.int8, torch.int32, torch.float8_e4m3fn, *FLOATS))
         return Range.of(scheme.activations, scale, 0)
     kinds = (torch.int8, torch.int32)
     return Range.of(
@@ -105,7 +103,7 @@ def read_linear(files: TensorFiles, name: str, layer: nn.Linear, group: Group, d
     weight = read_weight(files, name, (layer.out_features, layer.in_features), group)
     bias = None
     if layer.bias is not None:
-        bias = files.read(f"{name}.bias", _FLOATS, [(layer.out_features,)]).to(dtype)
+        bias = files.read(f"{name}.bias", FLOATS, [(layer.out_features,)]).to(dtype)
     return linear_of(group.scheme, weight, bias, layer.in_features, read_input(files, name, group.scheme))
 
 

@@ -35,11 +35,15 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """What a checkpoint's layers are. warnings: what is stated there and not applied here, one line each."""
+    """What a checkpoint's layers are. warnings: what is stated there and not applied here, one line each.
+
+    cache_scales: its attention layers bring scales of a key/value cache of fp8 codes.
+    """
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    cache_scales: bool = False
 
     def group_of(self, name: str, kind: str) -> Group | None:
         """Return the group of the layer at path name of class kind, None where it is ignored or no target.
@@ -73,6 +77,24 @@ def parse_config(asked: str, stated: Mapping[str, Any]) -> CheckpointConfig:
     return _Parser(asked, stated).parse()
 
 
+_CACHE_SCHEME = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True, None),
+    "dynamic": (False, None),
+    "strategy": ("tensor", "attn_head", None),
+}
+"""What a `kv_cache_scheme` may state for its scales to be those of `core::attention`; None: nothing."""
+
+
+def _unfit_cache(scheme: Any) -> str:
+    """Return why scales of this `kv_cache_scheme` are not those of a cache of fp8 codes, or nothing."""
+    if not isinstance(scheme, dict):
+        return f"it is {scheme!r}, no object"
+    stated = ((field, scheme.get(field), known) for field, known in _CACHE_SCHEME.items())
+    return next((f"its {field} is {value!r}" for field, value, known in stated if value not in known), "")
+
+
 class _Parser:
     """Reads one configuration; `asked` begins its errors."""
 
@@ -87,11 +109,14 @@ class _Parser:
         ignore = self._stated.get("ignore") or []
         if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
             raise self._error("ignore", f"is {ignore!r}, no list of names")
-        warnings = []
-        if self._stated.get("kv_cache_scheme"):
-            warnings.append("kv_cache_scheme is not applied: the cache keeps the model's dtype")
-        parsed = tuple(self._group(name, group) for name, group in groups.items())
-        return CheckpointConfig(groups=parsed, ignore=tuple(ignore), warnings=tuple(warnings))
+        scheme = self._stated.get("kv_cache_scheme")
+        unfit = _unfit_cache(scheme) if scheme else ""
+        return CheckpointConfig(
+            groups=tuple(self._group(name, group) for name, group in groups.items()),
+            ignore=tuple(ignore),
+            warnings=(f"kv_cache_scheme is not applied, its scales are not read: {unfit}",) if unfit else (),
+            cache_scales=bool(scheme) and not unfit,
+        )
 
     def _refuse_transforms(self) -> None:
         sparsity = self._stated.get("sparsity_config") or {}
@@ -202,11 +227,15 @@ def _name(weights: WeightScheme, activations: ActivationScheme | None) -> str:
     return name if activations.symmetric else f"{name}-asymmetric"
 
 
-def make_config(layers: Mapping[QuantizationScheme, Sequence[str]], ignore: Sequence[str]) -> dict[str, Any]:
+def make_config(
+    layers: Mapping[QuantizationScheme, Sequence[str]], ignore: Sequence[str], *, cache_strategy: str = ""
+) -> dict[str, Any]:
     """Return the `quantization_config` of a model. layers: paths by scheme; ignore: paths of the other linear layers.
 
-    One scheme is stated for all linear layers, several for the layers by name.
+    One scheme is stated for all linear layers, several for the layers by name. cache_strategy: "tensor" or "attn_head"
+    where scales of an fp8 key/value cache are stored beside the layers.
     """
+    cache = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": cache_strategy}
     groups = {
         f"group_{index}": _group(scheme, ["Linear"] if len(layers) == 1 else list(names))
         for index, (scheme, names) in enumerate(layers.items())
@@ -218,7 +247,7 @@ def make_config(layers: Mapping[QuantizationScheme, Sequence[str]], ignore: Sequ
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache if cache_strategy else None,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from core.common.quantization.layers import QuantizedLinear, QuantizedModule, We
 from core.common.quantization.report import report_of
 from core.common.quantization.scheme import FP8, QuantizationScheme
 from core.common.quantization.targets import is_experts, is_router
+from core.common.quantization.tensors import CACHE_SCALE_NAMES
 from core.common.quantization.weights import Weight, pack
 from core.errors import UsageError
 
@@ -45,12 +47,29 @@ def save(model: nn.Module, folder: str | Path) -> Path:
         for each, stored in _layers_of(name, layer):
             by_scheme.setdefault(layer.scheme, []).append(each)
             tensors |= {f"{each}.{part}": tensor for part, tensor in stored.items()}
-    write(folder, state_dict=tensors)
+    scales = _cache_scales(model)
+    write(folder, state_dict=tensors | scales)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["quantization_config"] = make_config(by_scheme, _ignored(model))
+    config["quantization_config"] = make_config(by_scheme, _ignored(model), cache_strategy=_cache_strategy(scales))
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def _cache_scales(model: nn.Module) -> dict[str, Tensor]:
+    """Return the scales of quantised keys and values that attention modules have, by the names of checkpoints."""
+    return {
+        f"{path}.{name}": _own(torch.as_tensor(scale, dtype=torch.float32).reshape(-1))
+        for path, module in model.named_modules()
+        for name in CACHE_SCALE_NAMES
+        if (scale := getattr(module, name, None)) is not None
+    }
+
+
+def _cache_strategy(scales: Mapping[str, Tensor]) -> str:
+    """Return what these scales are: of a whole cache, of each of its heads, or none at all."""
+    sizes = [scale.numel() for scale in scales.values()]
+    return "" if not sizes else "tensor" if max(sizes) == 1 else "attn_head"
 
 
 def _ignored(model: nn.Module) -> list[str]:

@@ -18,6 +18,10 @@ QUANTIZED = re.compile(
 )
 """Names that compressed-tensors gives to what belongs to a quantised layer."""
 CACHE_SCALES = re.compile(r".*\.[kqv]_(scale|zero_point)")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which checkpoints keep scales."""
+CACHE_SCALE_NAMES = ("k_scale", "v_scale")
+"""Of an attention module: attributes and tensors with the scales of its quantised keys and values."""
 
 
 class TensorFiles:
