@@ -10,6 +10,7 @@ from torch import Tensor
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.arguments import Examples
 from core.common.config import CompileOptions, Verify
+from core.common.fakes import apply_late
 from core.common.graphs.guards import GuardValues
 from core.common.graphs.inputs import Buckets, BucketTable, InputSpec
 from core.common.graphs.untraced import OutputDims
@@ -93,9 +94,11 @@ def compile(
         verify=verify,
     )
     table = BucketTable.build(inputs, buckets, guards)
+    device = _device(device)
+    apply_late(device.fakes)  # a library may have been loaded since the device was selected
     pipeline = Pipeline(
         model,
-        _device(device),
+        device,
         inputs,
         table,
         options,

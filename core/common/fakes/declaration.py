@@ -67,6 +67,15 @@ def apply_fakes(declarations: Iterable[FakeOp]) -> tuple[tuple[FakeOp, FakeResul
     return tuple((fake, _apply(fake)) for fake in declarations)
 
 
+def apply_late(fakes: Iterable[tuple[FakeOp, FakeResult]]) -> tuple[FakeOp, ...]:
+    """Register what `apply_fakes` could not, of libraries that were loaded since; return those registered now.
+
+    Raises `PluginError` as `apply_fakes` does.
+    """
+    waiting = (fake for fake, result in fakes if not result.applied)
+    return tuple(fake for fake in waiting if _APPLIED.get(fake.op) is None and _apply(fake).applied)
+
+
 def _apply(fake: FakeOp) -> FakeResult:
     library, _, name = fake.op.partition("::")
     if not library or not name:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
+import core
 from core.common.fakes import (
     FakeOp,
     FakeResult,
     apply_fakes,
+    apply_late,
     arg,
     argument,
     half_last,
@@ -76,6 +78,23 @@ def test_a_second_registration_is_no_error() -> None:
     assert [r.applied for r in results] == [True, True]
     assert results[1].reason == "registered earlier in this process"
     assert tuple(faked("copy_of", 2, 3).shape) == (2, 3)
+
+
+def test_a_library_that_is_loaded_later_gets_its_fakes_at_the_next_compile(library: torch.library.Library) -> None:
+    fake = FakeOp(op="fakes_test::later", rule=like("x"))
+    declared = apply_fakes([fake])
+    assert not declared[0][1].applied and apply_late(declared) == ()
+    library.define("later(Tensor x) -> Tensor")
+    library.impl("later", lambda x: x.clone(), "CPU")
+    device = core.select_device("cpu")
+    program = core.compile(
+        lambda x: torch.ops.fakes_test.later(x) + 1,
+        replace(device, fakes=declared),
+        inputs={"x": core.InputSpec((4,), torch.float32)},
+        mode="compile",
+    )
+    assert has_fake(fake.op) and apply_late(declared) == ()
+    assert torch.equal(program(x=torch.ones(4)), torch.full((4,), 2.0))
 
 
 def test_a_rule_for_an_op_that_only_writes() -> None:
