@@ -63,7 +63,10 @@ def is_frozen() -> bool:
 
 def _freeze() -> bool:
     was_frozen = is_frozen()
-    gc.freeze()
+    # Where the caller froze what he had, nothing is added: it could not be thawed alone afterwards, and what dies later
+    # in a circle would never be freed.
+    if not was_frozen:
+        gc.freeze()
     return was_frozen
 
 
@@ -88,7 +91,8 @@ def frozen() -> Iterator[None]:
     """Collect, then keep all that is alive out of the collector's sight and the collector from running.
 
     For the time of a capture: a finaliser that touches the device would end up in the graph, and a collection that
-    someone asks for inside finds only what is new.
+    someone asks for inside finds only what is new (in a process that has frozen its objects itself: what is newer than
+    that freeze).
     """
     gc.collect()
     with _OFF.held(), _FROZEN.held():

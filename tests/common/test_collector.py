@@ -63,6 +63,17 @@ def test_what_the_caller_froze_stays_frozen() -> None:
     assert is_frozen()
 
 
+def test_what_was_made_after_the_callers_freeze_is_still_freed() -> None:
+    gc.freeze()
+    later = Cycle()
+    still = weakref.ref(later)
+    with frozen():
+        pass
+    del later
+    gc.collect()
+    assert still() is None
+
+
 @BOTH
 def test_blocks_that_overlap_in_threads_end_with_the_last(context: Context) -> None:
     """Two threads capture at once: the first to end must not let the collector loose, nor the last leave it frozen."""
