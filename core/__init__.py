@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from core._version import __version__
+from core.common.began import BEGAN as BEGAN
 
 if TYPE_CHECKING:
     from core.common.config import CompileOptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,14 @@ class ProgramCache:
         self._store = Store.of_user()
         self._made: dict[tuple[str, str], list[CachedGraph]] = {}
         self._found: dict[tuple[str, str], list[CachedGraph]] = {}
-        self._inventory = Inventory(subject.models, whole=self._packages)
-        self._factors = factors_of(subject, self._inventory, self._packages)
-        self.report = CacheReport(state="miss", key=key_of(self._factors), folder=str(self._store.folder))
+        self.report = CacheReport(state="miss", folder=str(self._store.folder))
+        try:
+            self._inventory = Inventory(subject.models, whole=self._packages)
+            self._factors = factors_of(subject, self._inventory, self._packages)
+        except Exception as error:  # what a model holds may fail in any way when it is looked at
+            self._refuse(f"the model can't be read: {type(error).__name__}: {error}")
+            return
+        self.report = replace(self.report, key=key_of(self._factors))
         if self._inventory.refusals:
             self._refuse("; ".join(each_line(self._inventory.refusals, most=3)))
         else:
@@ -136,6 +142,9 @@ class ProgramCache:
             if not self._inventory.covers(code) and is_foreign_code(code, self._packages):
                 where = f"{code.co_filename}:{code.co_firstlineno}"
                 raise Uncacheable(f"the trace ran through {code.co_qualname} ({where}), to which no factor leads")
+        imported = sorted(self._inventory.unloaded & sys.modules.keys())
+        if imported:
+            raise Uncacheable(f"the model imports {', '.join(imported)} when it runs; import it with the model")
         text = graphs.encode_graph(made.traced, self._targets, self._inventory.path_of)
         # Through JSON, as a later process reads it.
         again = graphs.decode_graph(json.loads(json.dumps(text)), self._targets, self._inventory.tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,39 @@ def test_state_that_can_not_be_read_is_refused() -> None:
     model.blocks[0].generator = torch.Generator()
     report = look(model)
     assert report.state == "refused" and "generator is a torch" in report.reason
+
+
+def test_a_model_that_fails_when_it_is_looked_at_costs_only_the_cache() -> None:
+    class Guarded:
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError(f"{name} is not for you")
+
+    model = Model().eval()
+    model.blocks[0].guarded = Guarded()
+    program = start(model)
+    assert cache_of(program).state == "refused" and "not for you" in cache_of(program).reason
+    assert program(x=X)["y"].shape == (3, 16)
+
+
+def test_what_a_model_imports_when_it_runs_is_not_taken_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that the trace has loaded first holds values that no factor tells."""
+    (tmp_path / "module_of_this_test.py").write_text("SCALE = 2.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Importing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            from module_of_this_test import SCALE
+
+            return x * SCALE  # type: ignore[no-any-return]
+
+    report = cache_of(start(Importing()))
+    assert report.state == "refused" and "imports module_of_this_test" in report.reason
+    assert cache_of(start(Importing())).state == "miss"  # now it is there
+    monkeypatch.setattr(sys.modules["module_of_this_test"], "SCALE", 3.0)
+    program = start(Importing())
+    assert_miss(cache_of(program), "module_of_this_test:SCALE: 2.0 -> 3.0")
+    assert torch.equal(program(x=X), X * 3)
+    monkeypatch.delitem(sys.modules, "module_of_this_test")
 
 
 def test_an_implementation_of_an_op_is_a_factor_and_kept() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -174,6 +178,9 @@ def test_torchs_own_state_and_versions_are_factors(monkeypatch: pytest.MonkeyPat
         assert_miss(look(), "torch: matmul precision")
     finally:
         torch.set_float32_matmul_precision(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+        assert_miss(look(), "torch: backends")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_miss(look(), "torch: autocast: off -> torch.bfloat16")
     assert look().state == "hit"
@@ -224,3 +231,29 @@ def test_arguments_of_a_partial_are_factors() -> None:
 
     start(functools.partial(scaled, by=2.0))
     assert_miss(look(functools.partial(scaled, by=3.0)), "keywords['by']: 2.0 -> 3.0")
+
+
+LATE_EDIT = """
+import sys, time
+import core
+import edited_plugin
+if sys.argv[1] == "edits":
+    time.sleep(0.1)
+    with open(edited_plugin.__file__, "a") as file:
+        file.write("X = 2\\n")
+from core.common.cache.code import source_digest
+print(source_digest("edited_plugin"))
+"""
+
+
+def test_source_that_changed_after_it_was_loaded_stands_for_nothing_else(tmp_path: Path) -> None:
+    """A plugin that is edited before its first compile still runs as it was, and may not count as what it is now."""
+    (tmp_path / "edited_plugin.py").write_text("X = 1\n")
+    time.sleep(0.1)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", LATE_EDIT]
+    found = [
+        subprocess.run([*command, what], env=environment, check=True, capture_output=True, text=True).stdout
+        for what in ("edits", "reads")
+    ]
+    assert found[0] != found[1]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import os
 import sys
-import time
 import types
 from collections.abc import Iterator
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from core.common.began import BEGAN
 from core.common.passes.identity import bytecode
 
-_BEGAN = time.time()
 # Counted by version, or by the text of the whole package: their functions are not followed.
 _WHOLE = frozenset({"torch", "torchgen", "functorch", "numpy", "triton", "sympy", "core"}) | sys.stdlib_module_names
 # Nothing that runs when a model is called, or the same for all classes.
@@ -23,7 +23,9 @@ _NEVER_CALLED = frozenset(
     | {"__init_subclass__", "__class_getitem__", "__del__", "__dir__", "__format__", "__sizeof__", "__subclasshook__"}
     | {"__annotate__", "__annotate_func__"}
 )
-_VALUES = (str, int, float, bool, bytes, tuple, list, dict, set, frozenset, type(None))
+# How classes hold attributes of their instances, whose values are read off the instances.
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def is_whole(package: str, more: frozenset[str] = frozenset()) -> bool:
@@ -70,7 +72,8 @@ def unwrapped(member: Any) -> list[types.FunctionType]:
 def members(owner: type, more: frozenset[str] = frozenset()) -> dict[str, tuple[type, Any]]:
     """Return what a class has by name, each with the class that it is from; what is followed only.
 
-    Methods that are never called with a model, and those that make one, are left out.
+    Methods that are never called with a model, and those that make one, are left out; of classes that count as a whole,
+    all but what is of other packages.
     """
     import torch
 
@@ -80,10 +83,25 @@ def members(owner: type, more: frozenset[str] = frozenset()) -> dict[str, tuple[
         whole = is_whole(package_of(base), more)
         for name, member in vars(base).items():
             found.pop(name, None)
-            kept = bool(unwrapped(member)) or (isinstance(member, _VALUES) and not name.startswith("__"))
-            if kept and not whole and name not in skipped:
+            if name not in skipped and _is_kept(name, member, whole, more):
                 found[name] = (base, member)
     return found
+
+
+def _is_kept(name: str, member: Any, whole: bool, more: frozenset[str]) -> bool:
+    functions = unwrapped(member)
+    if whole:  # what somebody has put into a class of torch's
+        return any(not is_whole(package_of(each), more) for each in functions)
+    return bool(functions) or not (is_dunder(name) or isinstance(member, _DESCRIPTORS))
+
+
+def plain_members(owner: types.ModuleType | type) -> Iterator[tuple[str, Any]]:
+    """Yield what a module or class holds by name that is no code."""
+    for base in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
+        for name, value in vars(base).items():
+            code = isinstance(value, (types.ModuleType, type, *_DESCRIPTORS)) or unwrapped(value)
+            if not code and not is_dunder(name):
+                yield name, value
 
 
 def names_of(function: types.FunctionType) -> tuple[str, ...]:
@@ -146,17 +164,45 @@ def is_code(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, types.MethodType, partial, type)) or hasattr(value, "__wrapped__")
 
 
-def environment_of(function: types.FunctionType) -> Iterator[tuple[str, str]]:
-    """Yield the environment variables that a function may read: any text in it that is the name of one."""
-    if not {"environ", "getenv"} & set(names_of(function)):
-        return
-    waiting = [function.__code__]
-    while waiting:
-        for const in waiting.pop().co_consts:
-            if isinstance(const, types.CodeType):
-                waiting.append(const)
-            elif isinstance(const, str) and const.isidentifier() and const.isupper():
-                yield const, os.environ.get(const, "(unset)")
+def imports_of(function: types.FunctionType) -> Iterator[str]:
+    """Yield the modules that a function imports when it runs, by their full names."""
+    package = str(function.__globals__.get("__package__") or "").split(".")
+    for name, level in _imports_in(function.__code__):
+        above = package[: len(package) - level + 1] if level else []
+        yield ".".join([*above, *([name] if name else [])])
+
+
+@lru_cache(maxsize=16384)
+def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
+    for each in nested(code):
+        if _IMPORT not in each.co_code[::2]:
+            continue
+        steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
+        for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opcode == _IMPORT:  # after the level and the names that are taken
+                found.append((str(step.argval), int(level.argval or 0)))
+    return tuple(found)
+
+
+def patches(more: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Yield what somebody has put into torch that models run through unseen: hooks of all modules, functions."""
+    import torch
+    from torch.nn.modules import module
+
+    for name, value in vars(module).items():
+        if name.startswith("_global_") and isinstance(value, dict):
+            yield from ((f"{module.__name__}:{name}[{number}]", each) for number, each in enumerate(value.values()))
+    for place in (torch, torch.nn.functional, torch.Tensor):
+        for name, value in vars(place).items():
+            if isinstance(value, types.FunctionType) and not is_whole(package_of(value), more):
+                yield f"{place.__name__}:{name}", value
+
+
+def plain_repr(value: Any, kinds: tuple[type, ...]) -> str:
+    """Return the text of the plain value that an instance of a subclass of one of these kinds holds."""
+    plain: Any = next(kind for kind in type(value).__mro__ if kind in kinds)
+    return str(plain.__repr__(value))
 
 
 @lru_cache(maxsize=64)
@@ -180,6 +226,6 @@ def source_digest(package: str) -> str:
     for path in filter(None, files):
         with open(path, "rb") as file:
             digest.update(os.path.basename(path).encode() + b"\0" + file.read())
-            if os.fstat(file.fileno()).st_ctime > _BEGAN:
-                digest.update(f"{os.getpid()} {_BEGAN}".encode())
+            if os.fstat(file.fileno()).st_ctime > BEGAN:
+                digest.update(f"{os.getpid()} {BEGAN}".encode())
     return digest.hexdigest()[:16] if any(files) else ""

@@ -67,6 +67,7 @@ def torch_factors(device: torch.device) -> dict[str, str]:
         "autocast": f"{torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "off",
         "modes": ", ".join(f"{type(mode).__module__}.{type(mode).__qualname__}" for mode in modes) or "none",
         "attention": _attention_switches(),
+        "backends": _backend_switches(),
         "rank": _rank(),
     }
 
@@ -75,6 +76,16 @@ def _attention_switches() -> str:
     names = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
     asked = ((name, getattr(torch._C, f"_get_{name}_sdp_enabled", None)) for name in names)
     return ", ".join(f"{name} {bool(ask())}" for name, ask in asked if ask is not None)
+
+
+def _backend_switches() -> str:
+    """Return the switches that a model's code may ask for, as a kernel's condition may."""
+    backends = torch.backends
+    found: dict[str, Any] = {"mha.fastpath": backends.mha.get_fastpath_enabled()}
+    for name, place in (("cudnn", backends.cudnn), ("mkldnn", backends.mkldnn)):
+        switches = [key for key, value in vars(type(place)).items() if isinstance(value, backends.ContextProp)]
+        found |= {f"{name}.{key}": getattr(place, key) for key in switches}
+    return ", ".join(f"{key} {value}" for key, value in sorted(found.items()))
 
 
 def _rank() -> str:

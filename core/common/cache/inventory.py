@@ -3,6 +3,10 @@
 A trace is a function of what its Python reads. So all is collected that can be read: attributes, containers, closures
 and globals by value; tensors by what a graph sees of them, not by content; functions by what they do, hooks and those
 put on single modules included. What can't be read is a reason not to cache, never left out.
+
+No fact may stand for two things, and none may be lost. So each object counts under a name of its own (a second function
+or class of a name is numbered), each place where it stands says which one stands there, and order is told where Python
+can follow it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.cache import code
+from core.common.cache.facts import Facts
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, slice, range, types.EllipsisType),
@@ -33,7 +38,7 @@ _ATOMS = (
 )
 _OPAQUE = (
     *(logging.Logger, logging.LoggerAdapter, logging.Handler),
-    *(type(threading.Lock()), type(threading.RLock()), threading.local),
+    *(type(threading.Lock()), type(threading.RLock())),
 )
 """State that no result depends on."""
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
@@ -42,34 +47,44 @@ _BUILTINS = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType),
 )
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-# Where a model was read from, and a hash that each process makes anew: these say nothing of what it is.
-_ORIGIN = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_is_hf_initialized", "_original_object_hash"})
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
+# Where a model was read from, a hash that each process makes anew, texts for readers: these say nothing of what it is.
+_ORIGIN = frozenset(
+    {"_name_or_path", "name_or_path", "_commit_hash", "_is_hf_initialized", "_original_object_hash"}
+    | {"__doc__", "__annotations__"}
+)
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class Inventory:
+class Inventory(Facts):
     """What a few callables reach. facts: values by path. code: functions by name. tensors: by the first path to them.
 
     modules: paths of modules, the outermost first. refusals: what could not be read; a model with any can't be cached.
-    Holds everything it has seen.
+    unloaded: modules that a function imports when it runs, and that were not there yet. Holds everything it has seen.
     """
 
     def __init__(self, roots: Mapping[str, Callable[..., Any]], *, whole: Iterable[str] = ()) -> None:
         """Collect what the named callables reach. whole: packages whose source counts as a whole."""
-        self.facts: dict[str, str] = {}
+        super().__init__()
         self.code: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.refusals: list[str] = []
         self.modules: list[str] = []
+        self.unloaded: set[str] = set()
         self.codes: set[types.CodeType] = set()
         self._whole = frozenset(whole)
         self._paths: dict[int, str] = {}
-        self._seen: list[Any] = []
-        self._waiting: deque[tuple[str, Any]] = deque(roots.items())
+        self._spaces: dict[str, dict[str, tuple[str, Any]]] = {}
+        self._waiting: deque[tuple[str, Any]] = deque([*roots.items(), *code.patches(self._whole)])
         self._names: set[str] = {"forward"}  # by which torch calls a module
         self._classes: dict[type, dict[str, tuple[type, Any]]] = {}
         self._storages: dict[int, str] = {}
+        self._texts: set[str] = set()
+        self._asks_environment = False
         self._collect()
+        if self._asks_environment:
+            for name in sorted(self._texts & os.environ.keys()):
+                self.facts[f"environment {name}"] = repr(os.environ[name])
 
     def path_of(self, tensor: Tensor) -> str | None:
         """Return the path of a tensor object; None where the callables do not reach it."""
@@ -85,34 +100,60 @@ class Inventory:
             while self._waiting:
                 path, value = self._waiting.popleft()
                 self._describe(path, value)
-            # Methods by name: what any code here calls by the name that some class here has.
-            for owner, known in self._classes.items():
-                for name in [name for name in known if name in self._names or code.is_dunder(name)]:
+            # Members by name: what any code here calls by the name that some class here has.
+            for known in self._classes.values():
+                for name in [name for name, held in known.items() if self._is_reached(name, *held)]:
                     base, member = known.pop(name)
-                    self._add_member(f"{code.name_of(base)}.{name}", owner, member)
+                    self._add_member(f"{self.own_name(base)}.{name}", member)
+            for space in self._spaces.values():
+                for name in sorted(self._names & space.keys()):
+                    self._waiting.append(space.pop(name))
 
-    def _add_member(self, path: str, owner: type, member: Any) -> None:
-        functions = code.unwrapped(member)
-        for function in functions:
-            self._waiting.append((path, function))
-        if not functions:
-            self._waiting.append((f"{path} ({owner.__qualname__})", member))
+    def _is_reached(self, name: str, base: type, member: Any) -> bool:
+        """Tell whether a member counts: by name, as a plain value (its name may be composed), or put into torch."""
+        if name in self._names or code.is_dunder(name) or type(member) in _ATOMS:
+            return True
+        return code.is_whole(code.package_of(base), self._whole)
+
+    def _add_member(self, path: str, member: Any) -> None:
+        if isinstance(member, type):  # such as the class of a model's configuration: what makes one is not called here
+            self.note(path, f"class {self.own_name(member)}")
+            held = [(name, value) for name, value in code.plain_members(member) if type(value) in _ATOMS]
+            self._add_values(f"{self.own_name(member)}.", held)
+            return
+        self._waiting += [(path, each) for each in code.unwrapped(member) or [member]]
 
     def _describe(self, path: str, value: Any) -> None:
-        if isinstance(value, _ATOMS) and not isinstance(value, enum.Enum):
-            self.facts[path] = value if type(value) is str else repr(value)
+        kind = type(value)
+        if kind in _ATOMS or (kind in (tuple, frozenset) and not value):
+            self.note(path, repr(value))
+            self._texts.update([value] if kind is str else ())
             return
-        if isinstance(value, (tuple, frozenset)) and not hasattr(value, "_fields") and not value:
-            self.facts[path] = repr(value)
+        if isinstance(value, (types.FunctionType, type)):
+            self._describe_named(path, value)
             return
         first = self._paths.get(id(value))
         if first is not None:
-            if not code.is_code(value) and first != path:
-                self.facts[path] = f"= {first}"
+            if first != path:
+                self.note(path, f"= {first}")
             return
+        path = self.numbered(path)
         self._paths[id(value)] = path
         self._seen.append(value)
         self._describe_new(path, value)
+
+    def _describe_named(self, path: str, value: types.FunctionType | type) -> None:
+        """Say which function or class stands here, each time, and once what it is."""
+        name = self.own_name(value)
+        if path != name:
+            self.note(path, f"{'class' if isinstance(value, type) else 'function'} {name}")
+        if id(value) in self._paths:
+            return
+        self._paths[id(value)] = name
+        if isinstance(value, type):
+            self._add_class(value)
+        else:
+            self._add_function(name, value)
 
     def _describe_new(self, path: str, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -120,13 +161,18 @@ class Inventory:
         elif isinstance(value, nn.Module):
             self._add_module(path, value)
         elif isinstance(value, enum.Enum):
-            self.facts[path] = f"{code.name_of(type(value))}.{value.name}"
-        elif isinstance(value, type):
-            self._add_class(value)
-        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            self._add_callable(path, value)
+            self.note(path, f"{self.own_name(type(value))}.{value.name}")
+            self._waiting.append((f"{path}.value", value._value_))
+            self._add_class(type(value))
+        elif isinstance(value, functools.partial):
+            self._waiting += [(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
+            self._add_state(path, value)
+        elif isinstance(value, types.MethodType):
+            self._waiting += [(path, value.__func__), (f"{path}.__self__", value.__self__)]
         elif isinstance(value, types.ModuleType):
-            self.facts[path] = f"module {value.__name__}"
+            self.note(path, f"module {value.__name__}")
+            if not code.is_whole(value.__name__.partition(".")[0], self._whole):
+                self._add_values(f"{self.own_name(vars(value), value.__name__)}:", code.plain_members(value))
         elif isinstance(value, (dict, types.MappingProxyType)):
             self._add_items(path, value)
         elif isinstance(value, (tuple, list, set, frozenset, deque)):
@@ -136,26 +182,40 @@ class Inventory:
 
     def _add_other(self, path: str, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, (*_OPS, *_BUILTINS)):
-            self.facts[path] = getattr(value, "__qualname__", "") if isinstance(value, _BUILTINS) else str(value)
+        if isinstance(value, (*_OPS, types.UnionType, types.GenericAlias)):
+            self.note(path, str(value))
+        elif isinstance(value, _BUILTINS):
+            self.note(path, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}")
+            owner = getattr(value, "__self__", None)  # of `mapping.get`, the mapping
+            self._waiting += [] if isinstance(owner, types.ModuleType) else [(f"{path}.__self__", owner)]
+        elif isinstance(value, _ATOMS):
+            self.note(path, f"{self.own_name(kind)} {code.plain_repr(value, _ATOMS)}")
+            self._add_class(kind)
+            self._add_state(path, value)
         elif isinstance(value, _OPAQUE) or kind is object:
-            self.facts[path] = code.name_of(kind)
+            self.note(path, code.name_of(kind))
+        elif value is os.environ:
+            self.note(path, "os.environ")
+            self._asks_environment = True
         elif isinstance(value, re.Pattern):
-            self.facts[path] = repr((value.pattern, value.flags))
+            self.note(path, repr((value.pattern, value.flags)))
         elif isinstance(value, os.PathLike):
-            self.facts[path] = repr(os.fspath(value))
+            self.note(path, repr(os.fspath(value)))
         elif isinstance(value, weakref.ref):
             self._waiting.append((f"{path}()", value()))
         elif isinstance(value, contextvars.ContextVar):
             self._waiting.append((f"{path}.get()", value.get(None)))
         elif kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes"):
             digest = hashlib.sha256(value.tobytes()).hexdigest()[:16]
-            self.facts[path] = f"{value.dtype}{list(value.shape)} {digest}"
+            self.note(path, f"{value.dtype}{list(value.shape)} {digest}")
         elif isinstance(value, fx.Graph):
             self._add_graph(path, value)
         elif hasattr(value, "__wrapped__") and callable(value) and not hasattr(kind, "forward"):
-            self.facts[path] = f"a {kind.__qualname__}"
+            self.note(path, f"a {kind.__qualname__}")
             self._waiting.append((path, value.__wrapped__))  # functools.cache and the like
+            if not code.is_whole(code.package_of(kind), self._whole):
+                self._add_class(kind)
+                self._add_state(path, value)
         else:
             self._add_object(path, value)
 
@@ -172,13 +232,13 @@ class Inventory:
         grad = ", requires grad" if tensor.requires_grad else ""
         dtype = str(tensor.dtype).removeprefix("torch.")
         kind = type(tensor).__qualname__
-        self.facts[path] = f"{kind} {dtype}{list(tensor.shape)} on {tensor.device}{layout}{grad}{where}"
+        self.note(path, f"{kind} {dtype}{list(tensor.shape)} on {tensor.device}{layout}{grad}{where}")
         for name, value in vars(tensor).items():
             if name not in _ORIGIN and not name.startswith("_dynamo_"):  # what a trace before this one has left
                 self._waiting.append((f"{path}.{name}", value))
 
     def _add_module(self, path: str, module: nn.Module) -> None:
-        self.facts[path] = code.name_of(type(module))
+        self.note(path, self.own_name(type(module)))
         self.modules.append(path)
         if isinstance(module, torch.jit.ScriptModule):
             self.refusals.append(f"{path} is a compiled module of TorchScript")
@@ -186,66 +246,57 @@ class Inventory:
         self._add_class(type(module))
         for name, value in vars(module).items():
             if name in _REGISTRIES:
-                for child, held in value.items():
-                    self._waiting.append((f"{path}.{child}", held))
-            elif name.endswith("_hooks") and isinstance(value, dict):
+                self._waiting += [(f"{path}.{child}", held) for child, held in value.items()]
+                if len(value) > 1:  # in which order they are called, where a model calls all of them
+                    self.note(f"{path}.{name}", ", ".join(value))
+            elif name in _HOOKS and isinstance(value, dict):
                 for number, hook in enumerate(value.values()):  # by number: their ids count all hooks of the process
                     self._waiting.append((f"{path}.{name}[{number}]", hook))
-            elif not (name in _ORIGIN or (name.startswith("_") and "hooks" in name and not value)):
+            elif name not in _ORIGIN:
                 self._waiting.append((f"{path}.{name}", value))
 
     def _add_class(self, owner: type) -> None:
-        if owner not in self._classes:
-            self._classes[owner] = code.members(owner, self._whole)
-
-    def _add_callable(self, path: str, value: Any) -> None:
-        if isinstance(value, functools.partial):
-            for name in ("func", "args", "keywords"):
-                self._waiting.append((f"{path}.{name}", getattr(value, name)))
-        elif isinstance(value, types.MethodType):
-            self._waiting += [(path, value.__func__), (f"{path}.__self__", value.__self__)]
-        else:
-            self._add_function(path, value)
-
-    def _add_function(self, path: str, function: types.FunctionType) -> None:
-        name = code.name_of(function)
-        if path not in (name, name.replace(":", ".")) and not path.startswith(name):
-            self.facts[path] = f"function {name}"
-        package = code.package_of(function)
-        self.codes.update(code.nested(function.__code__))
-        if code.is_whole(package, self._whole):
-            # Wrappers of torch and of the standard library: what they wrap may be anybody's.
-            inner = [(key, held) for key, held in code.callables_in(function) if code.is_code(held)]
-            self._waiting += [(f"{name}.{key}", held) for key, held in inner]
+        if owner in self._classes:
             return
-        self._count(name, code.digest_of(function.__code__))
-        self._names.update(code.names_of(function))
+        self._classes[owner] = code.members(owner, self._whole)
+        if not code.is_whole(code.package_of(owner), self._whole):
+            self.note(f"{self.own_name(owner)}.__mro__", ", ".join(map(self.own_name, owner.__mro__[1:-1])))
+
+    def _add_function(self, name: str, function: types.FunctionType) -> None:
+        self.codes.update(code.nested(function.__code__))
+        if code.is_whole(code.package_of(function), self._whole):
+            # Wrappers of torch and of the standard library: what they wrap, and with what, may be anybody's.
+            inner = [(f"{name}.{key}", held) for key, held in code.callables_in(function)]
+            self._waiting += [(at, held) for at, held in inner if type(held) in _ATOMS or _is_followed(held)]
+            return
+        self.code[name] = code.digest_of(function.__code__)
+        names = code.names_of(function)
+        self._names.update(names)
+        self._texts.update(names)
+        self._asks_environment = self._asks_environment or not {"environ", "getenv"}.isdisjoint(names)
         parts = [*code.callables_in(function), *vars(function).items()]
         parts += [("defaults", function.__defaults__), ("kwdefaults", function.__kwdefaults__)]
         self._waiting += [(f"{name}.{key}", held) for key, held in parts if held is not None]
-        for key, text in code.environment_of(function):
-            self.facts[f"environment {key}"] = text
+        for _, held in code.callables_in(function):
+            if isinstance(held, types.ModuleType):
+                self._add_attributes(held, frozenset(names), set())
         self._add_globals(function)
-
-    def _count(self, name: str, digest: str) -> None:
-        """Note a function; different ones of one name (made by one decorator) count together, in any order."""
-        known = set(self.code.get(name, "").split())
-        self.code[name] = " ".join(sorted(known | {digest}))
 
     def _add_globals(self, function: types.FunctionType) -> None:
         space = function.__globals__
         names = code.names_of(function)
-        for name in names:
-            if name in space:
-                value = space[name]
-            elif name in sys.modules:  # an import within the function
-                value = sys.modules[name]
-            else:
-                continue
+        home = self.own_name(space, str(space.get("__name__")))
+        for name in [name for name in names if name in space]:
+            value = space[name]
             if isinstance(value, types.ModuleType):
                 self._add_attributes(value, frozenset(names), set())
             else:
-                self._waiting.append((f"{space.get('__name__')}:{name}", value))
+                self._waiting.append((f"{home}:{name}", value))
+        for name in code.imports_of(function):
+            if name in sys.modules:
+                self._add_attributes(sys.modules[name], frozenset(names), set())
+            elif not code.is_whole(name.partition(".")[0], self._whole):
+                self.unloaded.add(name)
 
     def _add_attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[str]) -> None:
         """Note what code may read from a module: all of its names that the code uses, modules in it included."""
@@ -253,8 +304,9 @@ class Inventory:
             return
         seen.add(module.__name__)
         whole = code.is_whole(module.__name__.partition(".")[0], self._whole)
-        for name in sorted(names & vars(module).keys()):
-            value, path = vars(module)[name], f"{module.__name__}:{name}"
+        home = self.own_name(vars(module), module.__name__)
+        for name in sorted((names | {"__getattr__"}) & vars(module).keys()):
+            value, path = vars(module)[name], f"{home}:{name}"
             if isinstance(value, types.ModuleType):
                 self._add_attributes(value, names, seen)
             elif not whole:
@@ -262,43 +314,55 @@ class Inventory:
             elif isinstance(value, types.FunctionType) and not code.is_whole(code.package_of(value), self._whole):
                 self._waiting.append((path, value))  # somebody's own in the place of one of torch's
             elif getattr(value, "__name__", name) != name:
-                self.facts[path] = str(value.__name__)  # another name for it, or another function in its place
+                self.note(path, str(value.__name__))  # another name for it, or another function in its place
+
+    def _add_values(self, home: str, held: Iterable[tuple[str, Any]]) -> None:
+        """Keep what may be read from a module or class that stands as a value; code behind it is not followed."""
+        self._spaces.setdefault(home, {name: (f"{home}{name}", value) for name, value in held})
 
     def _add_items(self, path: str, mapping: Mapping[Any, Any]) -> None:
-        self.facts[path] = f"{type(mapping).__qualname__} of {len(mapping)}"
-        self._add_class(type(mapping))
-        for number, (key, value) in enumerate(mapping.items()):
-            if isinstance(key, _ATOMS):
+        kind, names = type(mapping), []
+        held = dict.items(mapping) if isinstance(mapping, dict) else mapping.items()  # not what a subclass makes of it
+        for number, (key, value) in enumerate(held):
+            if type(key) in _ATOMS:
                 name = repr(key)
+                self._texts.update([key] if type(key) is str else ())
             elif isinstance(key, (type, types.FunctionType)):
-                name = code.name_of(key)
-            elif isinstance(key, enum.Enum):
-                name = str(key)
+                name = self.own_name(key)
             else:
                 name = f"#{number}"
                 self._waiting.append((f"{path} key {name}", key))
+            names.append(name)
             self._waiting.append((f"{path}[{name}]", value))
+        self.note(path, f"{self.own_name(kind)} of {len(names)}: {', '.join(names)}")
+        self._add_class(kind)
         self._add_state(path, mapping)
 
     def _add_sequence(self, path: str, items: Any) -> None:
-        self.facts[path] = f"{type(items).__qualname__} of {len(items)}"
+        kind = type(items)
+        text = f"{kind.__qualname__} of {len(items)}"
+        if kind not in (tuple, list, set, frozenset):
+            text = f"{self.own_name(kind)} of {len(items)}, at most {getattr(items, 'maxlen', None)}"
+            self._add_class(kind)
+            self._add_state(path, items)
         if isinstance(items, (set, frozenset)):
-            items = sorted(items, key=lambda item: repr(item) if isinstance(item, _ATOMS) else type(item).__qualname__)
-        if all(isinstance(item, _ATOMS) for item in items):
-            self.facts[path] += f": {list(items)!r}"
-            return
-        for number, item in enumerate(items):
-            self._waiting.append((f"{path}[{number}]", item))
+            items = sorted(items, key=_order)
+        if all(type(item) in _ATOMS for item in items):
+            text += f": {list(items)!r}"
+            self._texts.update(item for item in items if type(item) is str)
+        else:
+            self._waiting += [(f"{path}[{number}]", item) for number, item in enumerate(items)]
+        self.note(path, text)
 
     def _add_graph(self, path: str, graph: fx.Graph) -> None:
-        self.facts[path] = str(graph.python_code("self").src)
+        self.note(path, str(graph.python_code("self").src))
         for node in graph.nodes:
             if node.op == "call_function":
                 self._waiting.append((f"{path}.{node.name}", node.target))
 
     def _add_object(self, path: str, value: Any) -> None:
         kind = type(value)
-        self.facts[path] = code.name_of(kind)
+        self.note(path, self.own_name(kind))
         if not hasattr(value, "__dict__") and not _slots(kind):
             self.refusals.append(f"{path} is a {code.name_of(kind)}, whose state can't be read")
             return
@@ -311,6 +375,17 @@ class Inventory:
         for name, held in state.items():
             if name not in _ORIGIN:
                 self._waiting.append((f"{path}.{name}", held))
+
+
+def _is_followed(value: Any) -> bool:
+    return code.is_code(value) or (hasattr(value, "__dict__") and not isinstance(value, types.ModuleType))
+
+
+def _order(item: Any) -> str:
+    """Return what a set is sorted by; its own order differs between processes."""
+    if type(item) in _ATOMS:
+        return repr(item)
+    return code.name_of(item if isinstance(item, (type, types.FunctionType)) else type(item))
 
 
 def _slots(kind: type) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -22,6 +23,7 @@ from typing import Any
 
 from core.common.settings import Settings
 
+log = logging.getLogger("core.cache")
 FORMAT = 1
 _FACTORS, _GRAPHS, _CHECKSUMS = "factors.json", "graphs.json", "checksums.json"
 KERNEL_FOLDERS = {"triton": "TRITON_CACHE_DIR", "inductor": "TORCHINDUCTOR_CACHE_DIR"}
@@ -40,12 +42,15 @@ def default_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Return where a user's caches lie by the custom of the system: XDG on Linux."""
     values = os.environ if environ is None else environ
     home = Path(values.get("HOME") or os.path.expanduser("~"))
+    shared = Path(values.get("XDG_CACHE_HOME", ""))  # counts only where it is absolute, by its specification
+    if not home.is_absolute():  # a user whom the system does not know: no folder of whichever place this runs in
+        return Path(tempfile.gettempdir()) / f"core-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     if sys.platform == "win32":
         base = Path(values.get("LOCALAPPDATA") or home / "AppData" / "Local")
     elif sys.platform == "darwin":
         base = home / "Library" / "Caches"
     else:
-        base = Path(values.get("XDG_CACHE_HOME") or home / ".cache")
+        base = shared if shared.is_absolute() else home / ".cache"
     return base / "core"
 
 
@@ -87,7 +92,7 @@ class Store:
         path = self.folder / key
         if not path.is_dir():
             return None
-        self._refuse_foreign_folder()
+        _refuse_foreign(self.folder)
         stored, graphs = self._load(path)
         if stored != json.loads(_text(factors)):
             raise Damaged("it was made for other factors than its name says")
@@ -95,8 +100,9 @@ class Store:
 
     def write(self, key: str, factors: Factors, graphs: Mapping[str, Any]) -> Path:
         """Write an entry, whole or not at all, in place of one that is damaged; raise `OSError` where that can't be."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._refuse_foreign_folder()
+        _make_private(self.folder.parent)
+        _make_private(self.folder)
+        _refuse_foreign(self.folder)
         self._remove_stale()
         made = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{key[:8]}-", dir=self.folder))
         try:
@@ -159,9 +165,22 @@ class Store:
         return sorted(map(self._entry, paths), key=lambda entry: entry.age_s)
 
     def keep_kernels(self) -> None:
-        """Have this process's compilers of kernels keep theirs here too, where the environment names no other place."""
+        """Have this process's compilers of kernels keep theirs here too, where the environment names no other place.
+
+        What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so.
+        """
         for name, variable in KERNEL_FOLDERS.items():
-            os.environ.setdefault(variable, str(self.kernels[name]))
+            folder = self.kernels[name]
+            if variable in os.environ:
+                continue
+            try:
+                for each in (folder.parent, folder):
+                    _make_private(each)
+                    _refuse_foreign(each)
+            except (OSError, Untrusted) as reason:
+                log.warning("compile cache: not used for kernels of %s: %s", name, reason)
+            else:
+                os.environ[variable] = str(folder)
 
     def kernel_bytes(self) -> dict[str, int]:
         """Return the bytes that each compiler of kernels keeps here."""
@@ -222,20 +241,27 @@ class Store:
             raise Damaged(f"{name} holds a {type(found).__name__}")
         return found
 
-    def _refuse_foreign_folder(self) -> None:
-        """Refuse a folder that others may write: an entry says which functions are called."""
-        if not hasattr(os, "getuid"):
-            return
-        status = self.folder.stat()
-        if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise Untrusted(f"others may write to {self.folder}; make it the user's own, with mode 0700")
-
     def _remove_stale(self) -> None:
         """Remove what a writer left that did not live to rename it."""
         for path in self._folders():
             with suppress(OSError):
                 if path.name.startswith(_TEMPORARY) and time.time() - path.stat().st_mtime > _STALE_S:
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only its user may use, where there is none; those above it as the user's other folders."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True, mode=0o700)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that others may write: an entry says which functions are called."""
+    if not hasattr(os, "getuid"):
+        return
+    status = folder.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Untrusted(f"others may write to {folder}; make it the user's own, with mode 0700")
 
 
 def key_of(factors: Factors) -> str:

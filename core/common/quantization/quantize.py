@@ -19,6 +19,10 @@ from core.errors import UsageError
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[str, int, int], None]
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
 
 @torch.no_grad()
@@ -86,8 +90,8 @@ def _replace_all(
 
 
 def _keep_hooks(layer: nn.Module, made: nn.Module) -> None:
-    """Do after the new layer what was done after the old one, as the reduction of a sharded model."""
-    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+    """Do before and after the new layer what was done with the old one, as the reduction of a sharded model."""
+    for name in _HOOKS:
         getattr(made, name).update(getattr(layer, name))
 
 

@@ -62,7 +62,7 @@ def find_targets(model: nn.Module, ignore: Sequence[str]) -> Targets:
     """Return the linear layers and stacked experts of a model; raise `UsageError` where a pattern of ignore is unused.
 
     Left out: what ignore names, the output head, routers, weights shared with an embedding, and subclasses of
-    `torch.nn.Linear` with a forward of their own.
+    `torch.nn.Linear` and single layers with a forward of their own.
     """
     layers: dict[str, nn.Module] = {}
     ignored: list[Ignored] = []
@@ -78,7 +78,9 @@ def find_targets(model: nn.Module, ignore: Sequence[str]) -> Targets:
             reason = "the output head"
         elif isinstance(module, nn.Linear) and id(module.weight) in embeddings:
             reason = "its weight is an embedding's too"
-        elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        elif "forward" in vars(module) or (
+            isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        ):
             reason = f"{type(module).__name__} computes more than a linear layer"
         else:
             layers[name] = module

@@ -106,7 +106,6 @@ def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch
     assert os.environ["TRITON_CACHE_DIR"] == "/own/place"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
     store.write(KEY, FACTORS, GRAPHS)
-    (tmp_path / "inductor").mkdir()
     (tmp_path / "inductor" / "kernel").write_text("12345")
     (tmp_path / "mine.txt").write_text("")
     assert store.kernel_bytes() == {"triton": 0, "inductor": 5}
@@ -115,10 +114,44 @@ def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["graphs-1", "mine.txt"]
 
 
-def test_where_a_users_cache_lies() -> None:
+@pytest.mark.parametrize("open_to_all", ["", "inductor"])
+def test_kernels_are_not_taken_from_a_folder_that_others_may_write(
+    open_to_all: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a compiler finds there is run, so that somebody else could have any code run."""
+    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    folder = tmp_path / "shared"
+    (folder / "inductor").mkdir(parents=True)
+    (folder / open_to_all).chmod(0o777)
+    Store(folder).keep_kernels()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and "others may write" in caplog.text
+    assert ("TRITON_CACHE_DIR" in os.environ) == bool(open_to_all)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+
+def test_folders_are_the_users_own_whatever_the_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/own/place")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = os.umask(0)
+    try:
+        store = Store(tmp_path / "core")
+        store.keep_kernels()
+        store.write(KEY, FACTORS, GRAPHS)
+    finally:
+        os.umask(before)
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "core", store.kernels["inductor"], store.folder)]
+    assert modes == [0o700] * 3
+
+
+def test_where_a_users_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "linux":
+        assert default_folder({"HOME": "/home/me", "XDG_CACHE_HOME": "not/absolute"}) == Path("/home/me/.cache/core")
         assert default_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/core")
         assert default_folder({"HOME": "/home/me", "XDG_CACHE_HOME": "/fast"}) == Path("/fast/core")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user of no name
+        assert default_folder({}).is_absolute()
 
 
 WRITER = """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import core
@@ -226,6 +227,29 @@ def test_calibration_that_reaches_no_layer_or_meets_nan_is_an_error() -> None:
     spoiled.embed.weight[int(ids()[0, 0])] = torch.nan
     with pytest.raises(UsageError, match="was given NaN or infinity"):
         core.quantize(spoiled, "int8-static", calibration=[ids()])
+
+
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_what_is_done_before_a_layer_is_done_before_its_quantised_form(with_kwargs: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(4, 32)
+    if with_kwargs:
+        model[0].register_forward_pre_hook(lambda _, args, named: ((args[0] * 10,), named), with_kwargs=True)
+    else:
+        model[0].register_forward_pre_hook(lambda _, args: (args[0] * 10,))
+    expected = model(x)
+    torch.testing.assert_close(core.quantize(model, "w8a16")(x), expected, rtol=0.02, atol=0.05)
+
+
+def test_single_layers_with_a_forward_of_their_own_are_left_out() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    layer = model[0]
+    layer.forward = lambda x: F.linear(x * 10, layer.weight)  # type: ignore[method-assign]
+    expected = model(x)
+    quantized = core.quantize(model, "w8a16")
+    report = report_of(quantized)
+    assert report is not None and [each.name for each in report.ignored] == ["0"]
+    torch.testing.assert_close(quantized(x), expected, rtol=0.02, atol=0.05)
 
 
 def test_subclasses_with_a_forward_of_their_own_are_left_out() -> None:
