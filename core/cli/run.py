@@ -215,20 +215,27 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
     if engine.config.speculative:
         stats = engine.stats()
         rows.append(("drafts", f"{stats.accepted} of {stats.drafted} drafted tokens accepted"))
-    if comparison is None:
-        return [*rows, ("check", "not run (--no-check)")]
+    return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", "not run (--no-check)")])]
+
+
+def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, str]]:
+    from core.common.quantization.report import report_of
+    from core.engine.quantized_check import widens
+
+    model, num_captures = engine.loaded.model, engine.report().num_captures
+    eager = "eager" if report_of(model) is None else "the quantised model's own eager"
+    allowed = "rounding to codes allows" if widens(model, engine.loaded.dtype) else "eager"
     ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
     verdict = comparison.verdict
     return [
-        *rows,
         ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
         (
-            "tokens/s, compiled" if report.num_captures else "tokens/s, engine",
-            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x eager, {comparison.rounds} rounds in turns)",
+            "tokens/s, compiled" if num_captures else "tokens/s, engine",
+            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {comparison.rounds} rounds in turns)",
         ),
         (
             "max logits error",
-            f"{verdict.max_error:.3g} against fp64 (eager {verdict.eager_max_error:.3g}); "
+            f"{verdict.max_error:.3g} against fp64 ({allowed} {verdict.eager_max_error:.3g}); "
             + ("criterion T1 holds" if verdict.passed else f"criterion T1 FAILS: {verdict.reason}")
             if verdict
             else f"not judged: {comparison.skipped}",

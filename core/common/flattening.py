@@ -125,7 +125,8 @@ def _dispatches(kind: type) -> bool:
 def _unknown(path: str, tensor: Tensor) -> TraceError:
     return TraceError(
         f"tracing with {path}, a {_name(type(tensor))}",
-        found="this tensor class handles operations itself and does not say of which tensors it is made",
+        found=f"{path} is a {_name(type(tensor))}; this tensor class handles operations itself and does not say of "
+        "which tensors it is made (core.common.flattening.register_flattening takes a rule)",
         remedy="give it __tensor_flatten__ and __tensor_unflatten__, or register a rule: "
         "core.common.flattening.register_flattening",
     )

@@ -322,6 +322,17 @@ def _written_input(name: str) -> TraceError:
 
 def _trace_error(model: Callable[..., Any], error: Exception) -> TraceError:
     text = str(error).split("\n\nSet TORCHDYNAMO_VERBOSE")[0].strip() or type(error).__name__
+    faked = re.search(r"unsupported operator: ([\w.]+)\.\w+", text)
+    if faked is not None:
+        _, called, place = text.partition("from user code:")
+        op = faked[1].replace(".", "::", 1)
+        where = f", called here:{place}" if called else ""
+        return TraceError(
+            f"tracing {_name(model)} as one graph",
+            found=f"the op {op} has no fake kernel, which tracing runs in its place{where}",
+            remedy=f"declare one (docs/fakes.md; torch.library.register_fake({op!r}, …) for one process), or run this "
+            "phase with mode 'off' (eager)",
+        )
     return TraceError(
         f"tracing {_name(model)} as one graph",
         found=f"{type(error).__name__}: {text}",

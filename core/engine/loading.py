@@ -21,6 +21,7 @@ from torch import nn
 
 from core.common.quantization.config import stated_config
 from core.common.quantization.layers import num_weights, share_input_scales
+from core.common.quantization.tensors import QUANTIZED
 from core.engine.architecture import (
     check_architecture,
     check_causal,
@@ -101,6 +102,7 @@ def load_model(
             model, unexpected = _read_weights(asked, quantized.load, logged)
             warnings += quantized.warnings
         tokenizer, tokenizer_error = _load_tokenizer(checkpoint)
+    _refuse_codes(asked, unexpected)
     _move(asked, model, torch_device, progress)
     if unexpected:
         warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {_few(unexpected)}")
@@ -183,6 +185,18 @@ def _loaded(
         warnings=warnings,
         tokenizer_error=tokenizer_error,
     )
+
+
+def _refuse_codes(asked: str, unexpected: list[str]) -> None:
+    """Refuse weights of quantised layers that nothing says how to read: their codes would be taken for weights."""
+    codes = [name for name in unexpected if QUANTIZED.fullmatch(name)]
+    if codes:
+        raise ModelError(
+            asked,
+            found=f"{len(codes)} tensors of quantised layers ({_few(codes)}), and config.json states no "
+            "quantization_config",
+            remedy="use config.json and weights of one and the same checkpoint, as its author saved them",
+        )
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:

@@ -22,15 +22,22 @@ _ROUNDINGS = 8
 """Roundings of its dtype that a layer's input is off, in the mean: sums of hundreds of terms, layer after layer."""
 
 
+def widens(model: Any, dtype: torch.dtype) -> bool:
+    """Tell whether the yardstick of a model that computes in dtype is wider than eager's own error.
+
+    Not in half precision, where steps are taken so often that eager's own error tells.
+    """
+    return dtype.itemsize >= 4 and rounds_inputs(model)
+
+
 def widened(
     model: Any, eager: Sequence[Tensor], exact: Sequence[Tensor], reference: Callable[[], Sequence[Tensor]]
 ) -> list[Tensor]:
     """Return eager's logits as a yardstick: in each place as far off the exact ones as any right run may be.
 
-    reference: computes the exact, fp64 logits anew. As they are for a model that rounds no input to codes, and in half
-    precision, where steps are taken so often that eager's own error tells.
+    reference: computes the exact, fp64 logits anew. As they are where the yardstick is eager's own error (`widens`).
     """
-    if not rounds_inputs(model) or eager[0].dtype.itemsize < 4:
+    if not widens(model, eager[0].dtype):
         return list(eager)
     errors = [ours.double() - right for ours, right in zip(eager, exact, strict=True)]
     for run in range(NUM_RUNS):

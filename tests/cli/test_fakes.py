@@ -54,7 +54,7 @@ def test_what_became_of_each_declared_fake_is_listed(capsys: pytest.CaptureFixtu
     assert "55 fakes declared, 0 applied" in out
     lines = out.splitlines()
     at = lines.index("not applied  sgl_kernel::rotary_embedding_cpu -> like query; like key")
-    assert lines[at + 1].strip() == "op sgl_kernel::rotary_embedding_cpu is not installed here"
+    assert lines[at + 1].strip() == "op sgl_kernel::rotary_embedding_cpu is not loaded in this process"
 
 
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "rule": "nothing; writes out",
         "samples": True,
         "applied": False,
-        "reason": "op sgl_kernel::bmm_cpu is not installed here",
+        "reason": "op sgl_kernel::bmm_cpu is not loaded in this process",
     }
 
 

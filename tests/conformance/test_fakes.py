@@ -211,7 +211,7 @@ def test_a_foreign_fake_without_samples_is_no_pass(samples: Any) -> None:
 
 
 def test_a_library_that_is_absent_is_not_supported() -> None:
-    absent = FakeResult(applied=False, reason="op absent::Gate is not installed here")
+    absent = FakeResult(applied=False, reason="op absent::Gate is not loaded in this process")
     case = found(with_fake("absent::Gate", absent))["fakes/foreign/absent.gate"]
     assert case.not_supported == absent.reason
 

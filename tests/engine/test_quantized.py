@@ -176,6 +176,15 @@ def test_scales_of_a_quantised_cache_come_with_the_checkpoint(
     assert K_SCALE in load_file(save(loaded.model, tmp_path / "again") / "model.safetensors")
 
 
+def test_codes_without_a_statement_are_not_taken_for_weights(tmp_path: Path) -> None:
+    folder = quantized_folder(tmp_path, "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"14 tensors of quantised layers .*states no quantization_config"):
+        load(folder)
+
+
 def test_a_quantised_cache_without_a_scale_is_said(tmp_path: Path) -> None:
     _with_cache_scales(tmp_path, [0.5])
     edit(tmp_path, lambda tensors: tensors.pop(K_SCALE))

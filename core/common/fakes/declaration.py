@@ -84,7 +84,7 @@ def _apply(fake: FakeOp) -> FakeResult:
         )
     overload = find_overload(fake.op)
     if overload is None:
-        return FakeResult(applied=False, reason=f"op {fake.op} is not installed here")
+        return FakeResult(applied=False, reason=f"op {fake.op} is not loaded in this process")
     schema = overload._schema
     # A library that is loaded anew has other ops under the same names.
     if _APPLIED.get(fake.op) == str(schema) and has_fake(fake.op):

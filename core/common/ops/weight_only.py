@@ -51,7 +51,9 @@ def unpacked(codes: Tensor, num_bits: int, num_codes: int) -> Tensor:
 def unpack(words: Tensor, num_bits: int, num_codes: int) -> Tensor:
     """Return the first num_codes int8 codes of each row of int32 words, lowest bits first, each stored off zero."""
     shifts = torch.arange(0, WORD_BITS, num_bits, dtype=torch.int32, device=words.device)
-    codes = ((words[..., None] >> shifts) & ((1 << num_bits) - 1)).flatten(-2)
+    # Expanded by hand: some devices give a shift the size of its left side alone.
+    spread = words[..., None].expand(*words.shape, shifts.numel())
+    codes = ((spread >> shifts) & ((1 << num_bits) - 1)).flatten(-2)
     return (codes[..., :num_codes] - (1 << (num_bits - 1))).to(torch.int8)
 
 

@@ -206,4 +206,4 @@ def test_another_version_of_an_op_is_skipped_with_the_reason() -> None:
 def test_where_the_library_is_absent_nothing_is_registered() -> None:
     declared = [replace(fake, op=fake.op.replace("sgl_kernel", "absent_kernels")) for fake in SGL_KERNEL[:3]]
     for fake, result in apply_fakes(declared):
-        assert result == FakeResult(applied=False, reason=f"op {fake.op} is not installed here")
+        assert result == FakeResult(applied=False, reason=f"op {fake.op} is not loaded in this process")

@@ -28,7 +28,7 @@ from core.common.fakes import (
     results,
     size,
 )
-from core.errors import PluginError
+from core.errors import PluginError, TraceError
 from tests.support import refused
 
 
@@ -97,6 +97,18 @@ def test_a_library_that_is_loaded_later_gets_its_fakes_at_the_next_compile(libra
     assert torch.equal(program(x=torch.ones(4)), torch.full((4,), 2.0))
 
 
+def test_an_op_without_a_fake_is_named_where_a_trace_meets_it(library: torch.library.Library) -> None:
+    library.define("unfaked(Tensor x) -> Tensor")
+    library.impl("unfaked", lambda x: x.clone(), "CPU")
+    with refused(TraceError, "the op fakes_test::unfaked has no fake kernel", "test_declaration.py", "docs/fakes.md"):
+        core.compile(
+            lambda x: torch.ops.fakes_test.unfaked(x) + 1,
+            "cpu",
+            inputs={"x": core.InputSpec((4,), torch.float32)},
+            strict=True,
+        )
+
+
 def test_a_rule_for_an_op_that_only_writes() -> None:
     assert apply(FakeOp(op="fakes_test::fill", rule=nothing)).applied
     assert faked("fill", 2) is None
@@ -115,7 +127,9 @@ def test_an_op_with_a_fake_of_its_own_keeps_it(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["fakes_test::absent", "fakes_nowhere::f"])
 def test_an_op_that_is_not_installed_is_skipped_with_a_reason(op: str) -> None:
-    assert apply(FakeOp(op=op, rule=like())) == FakeResult(applied=False, reason=f"op {op} is not installed here")
+    assert apply(FakeOp(op=op, rule=like())) == FakeResult(
+        applied=False, reason=f"op {op} is not loaded in this process"
+    )
 
 
 @pytest.mark.parametrize("op", ["gate", "::gate", "fakes_test::", ""])
