@@ -12,11 +12,14 @@ CoreError
 ├── TraceError                  a model could not be traced as one graph
 ├── LoweringError               a traced graph could not be turned into a callable
 └── CaptureError                a callable could not be captured, or a key that was not captured was asked for
+    └── GraphResourcesError     the device holds no more graphs; those captured before stay valid
 
 This module imports nothing of `core`: every layer may raise these.
 """
 
 from __future__ import annotations
+
+import re
 
 
 class CoreError(Exception):
@@ -87,3 +90,29 @@ class LoweringError(CoreError):
 
 class CaptureError(CoreError):
     """A callable could not be captured, or a key that was not captured was asked for."""
+
+
+class GraphResourcesError(CaptureError):
+    """The device holds no more graphs (its streams are used up, say); those captured before stay valid.
+
+    Raised by a backend's `capture_one` or `segment`; what was captured of the failed key is gone. The buckets that are
+    left are then served by larger captured ones, or eagerly.
+    """
+
+
+def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError | None:
+    """Return the error for an import of torch that failed by an installed backend of another device; None otherwise.
+
+    torch imports all installed backend extensions by itself, so one whose own libraries are missing takes torch away
+    from every device.
+    """
+    match = re.match(r"Failed to load the backend extension: (\S+?)\.(?:\s|$)", str(error))
+    if match is None:
+        return None
+    cause = " ".join(str(error.__cause__ or "").split()) or "no reason is given"
+    return DeviceUnavailableError(
+        asked,
+        found=f"torch cannot be imported, since its backend extension {match[1]} is installed and fails: {cause[:300]}",
+        remedy=f"set TORCH_DEVICE_BACKEND_AUTOLOAD=0 (core imports the backend of the device asked for by itself), "
+        f"uninstall {match[1]}, or install what it needs",
+    )

@@ -14,7 +14,7 @@ import pluggy
 
 from core.device import PluginInfo
 from core.discovery import PLUGIN_GROUP
-from core.errors import CoreError, PluginError
+from core.errors import CoreError, PluginError, broken_extension
 from core.hook_results import RESULT_CHECKS
 from core.hookspecs import PROJECT, CoreSpec, DeviceContext, OpenContext
 
@@ -77,7 +77,8 @@ def load_plugin(info: PluginInfo) -> LoadedPlugin:
     try:
         plugin = EntryPoint(info.device, info.entry_point, PLUGIN_GROUP).load()
     except (Exception, SystemExit) as error:
-        raise plugin_error(info, f"importing it raised {describe(error)}") from error
+        unloadable = broken_extension(f"device {info.device!r}", error)
+        raise unloadable or plugin_error(info, f"importing it raised {describe(error)}") from error
     if inspect.isclass(plugin):
         raise plugin_error(info, "its entry point names a class; it must name a module or an instance")
     manager = pluggy.PluginManager(PROJECT)

@@ -36,6 +36,7 @@ from core.common.graphs.backend import CallBackend, GraphKey
 from core.common.graphs.breaks import modules_of
 from core.common.graphs.buffers import StaticBuffers
 from core.common.graphs.inputs import BucketTable, InputSpec
+from core.common.graphs.order import capture_order
 from core.common.graphs.runner import CaptureCost, GraphRunner
 from core.common.graphs.untraced import OutputDims
 from core.common.graphs.watch import Watched, watch_modules
@@ -44,7 +45,7 @@ from core.common.report import BucketReport, CacheReport, ProgramReport
 from core.common.settings import Settings
 from core.common.shared import SharedTrace
 from core.device import Device, Mode
-from core.errors import CaptureError, TraceError
+from core.errors import CaptureError, GraphResourcesError, TraceError
 from core.factors import Subject
 from core.phases import TracedPhases
 from core.program import CapturedBucket, Program
@@ -66,6 +67,7 @@ class _Account:
     modes: dict[str, Mode] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     buckets: list[BucketReport] = field(default_factory=list)
+    dropped: dict[GraphKey, str] = field(default_factory=dict)
     kernels: KernelCount = field(default_factory=KernelCount)
 
 
@@ -183,6 +185,7 @@ class Pipeline:
             report=self._report(buffers),
             strict=self.options.strict,
             bound=self.bound,
+            dropped=self.account.dropped,
         )
 
     def _stages(self, examples: Examples) -> _Stages:
@@ -277,8 +280,16 @@ class Pipeline:
             phase = ""
             try:
                 with self.stages.runner.capture_session():
-                    for phase in sorted(keys, key=lambda each: -_largest(keys[each])):
-                        captured |= self._capture_phase(phase, keys[phase], tell)
+                    watched = {phase: self._watched(phase) for phase, each in keys.items() if each}
+                    order = capture_order(keys)
+                    for key in order:
+                        phase = key.phase
+                        tell.begin(key)
+                        try:
+                            captured[key] = self._capture(key, watched[phase])
+                        except GraphResourcesError as error:
+                            self._drop([other for other in order if other not in captured], error)
+                            break
                 tell.end()
                 return captured
             except CaptureError as error:
@@ -288,16 +299,22 @@ class Pipeline:
             # All start anew: a backend can't drop single graphs, and the memory of those captured would stay taken.
             self.stages.runner.cleanup()
             self.account.buckets.clear()
+            self.account.dropped.clear()
             keys[phase] = self._prepare(phase, left[phase])
 
-    def _capture_phase(self, phase: str, keys: Sequence[GraphKey], tell: _Teller) -> dict[GraphKey, CapturedBucket]:
-        """Capture the keys of a phase, largest first: later captures then fit into memory that the first one took."""
-        captured = {}
-        watched = watch_modules(modules_of(self.models[phase])) if self.options.debug else ()
-        for key in sorted(keys, key=lambda key: (-max(key.dims, default=1), key.dims)):
-            tell.begin(key)
-            captured[key] = self._capture(key, watched)
-        return captured
+    def _watched(self, phase: str) -> Sequence[Watched]:
+        return watch_modules(modules_of(self.models[phase])) if self.options.debug else ()
+
+    def _drop(self, keys: Sequence[GraphKey], error: GraphResourcesError) -> None:
+        """Leave these buckets out, as the device holds no more graphs; raise the error where strict."""
+        if self.options.strict:
+            raise error
+        self.account.dropped.update(dict.fromkeys(keys, reason := _reason(error)))
+        names = ", ".join(map(str, keys))
+        self._note(
+            f"not captured: {names}: {reason}; a larger captured bucket of the phase serves them, or none does "
+            "and they run eagerly"
+        )
 
     def _capture(self, key: GraphKey, watched: Sequence[Watched]) -> CapturedBucket:
         model, mode, views = self.models[key.phase], self.account.modes[key.phase], self.stages.buffers.views(key)
@@ -354,12 +371,9 @@ class Pipeline:
             total_s=time.perf_counter() - account.start,
             num_kernels=account.kernels.total,
             cache=stages.cache.report if stages is not None and stages.cache is not None else CacheReport(),
+            dropped=dict(account.dropped),
             notes=(*account.notes, *(stages.untraced.notes if stages is not None else ())),
         )
-
-
-def _largest(keys: Sequence[GraphKey]) -> int:
-    return max((max(key.dims, default=1) for key in keys), default=0)
 
 
 def _reason(error: TraceError | CaptureError) -> str:

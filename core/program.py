@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.common.graphs.backend import GraphKey, Guards
 from core.common.graphs.buffers import Staging, StaticBuffers, check_mirrors
+from core.common.graphs.host_arguments import step_of_call
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.plan import Cropper, Plan, make_plan
 from core.common.graphs.runner import GraphRunner
@@ -40,6 +41,7 @@ class CapturedBucket:
     values: tuple[Any, ...] = ()
 
 
+FEWER_GRAPHS = "declare fewer buckets, or free other programs of the process; every graph takes streams of the device"
 MAX_PLANS = 4096
 """Plans kept, one per combination of input shapes; beyond that all are dropped and made anew as they are needed."""
 
@@ -65,12 +67,17 @@ class Program:
         report: ProgramReport,
         strict: bool = False,
         bound: Mapping[str, Tensor] | None = None,
+        dropped: Mapping[GraphKey, str] | None = None,
     ) -> None:
+        """dropped: buckets that could not be captured while others were, each with the reason; larger ones serve."""
         self.device = device
         self._models = dict(models)
         self._modes = dict(modes)
         self._inputs = dict(inputs)
         self._table = table
+        self._dropped = dict(dropped or {})
+        self._captured_table = table.without(self._dropped)
+        self._updates = device.capabilities.update
         self._buffers = buffers
         self._runner = runner
         self._captured = dict(captured)
@@ -93,6 +100,7 @@ class Program:
             self._report,
             replays=self._runner.replays(),
             fallbacks=dict(self._runner.fallbacks),
+            stand_ins=dict(self._runner.stand_ins),
             compiles=dict(self._runner.compiles.counts),
         )
 
@@ -110,8 +118,19 @@ class Program:
 
         guards: the phase's guards by name. Raises `UsageError` for a phase or guard that the program does not have.
         """
-        key = self._table.find(self._phase(phase), sizes, self._table.check_guards(phase, guards or {}))
+        key = self._captured_table.find(self._phase(phase), sizes, self._table.check_guards(phase, guards or {}))
         return key if key in self._captured else None
+
+    def stand_in(
+        self, phase: str, sizes: Mapping[str, int], guards: Mapping[str, Hashable] | None = None
+    ) -> GraphKey | None:
+        """Return the dropped bucket in whose place `bucket` gives another; its replays go to `count_stand_in`."""
+        wanted = self._table.find(self._phase(phase), sizes, self._table.check_guards(phase, guards or {}))
+        return wanted if wanted in self._dropped else None
+
+    def count_stand_in(self, wanted: GraphKey, used: GraphKey) -> None:
+        """Count a replay of `used` in place of a dropped bucket."""
+        self._runner.stand_ins[f"{used} in place of {wanted}"] += 1
 
     def staging(self, *, mirrors: int = 1) -> Staging:
         """Return host memory laid out like the static buffers, for engines that prepare inputs on the host.
@@ -125,7 +144,12 @@ class Program:
             found = "it was closed" if self._closed else "no phase of it is captured"
             raise CaptureError("staging inputs", found=found, remedy="compile with a mode other than 'off'")
         pinned = self.device.capabilities.asynchronous
-        return Staging(self._buffers, self.replay, mirrors=mirrors, pinned=pinned)
+        host = self._runner.host_arguments
+        return Staging(self._buffers, self.replay, mirrors=mirrors, pinned=pinned, host_arguments=host)
+
+    def host_arguments(self, key: GraphKey) -> frozenset[str]:
+        """Return the names of the host-side arguments that a replay of a captured bucket is given as its step."""
+        return self._runner.host_arguments(self._bucket(key).key)
 
     def source(self, key: GraphKey) -> str:
         """Return the generated Python that replays a key captured in parts; "" for a key that is one graph."""
@@ -158,8 +182,9 @@ class Program:
         """Run the model on `inputs`: copy them into the smallest bucket that fits, replay, slice the padding off.
 
         phase may be left out where the program has one only. guards: the phase's guards by name. step: host-side
-        arguments, as for `replay`. Padding is right where the model treats the entries of a bucket dimension
-        independently or masks them itself; declaring the dimension states that.
+        arguments, as for `replay`; those that are inputs given on the host need not be repeated in it. Padding is right
+        where the model treats the entries of a bucket dimension independently or masks them itself; declaring the
+        dimension states that.
 
         Where no captured graph may serve the call, the model runs eagerly, which is logged once per reason and counted
         in `report().fallbacks`; a strict program raises `CaptureError` instead. Raises `UsageError` for inputs that
@@ -178,6 +203,8 @@ class Program:
             plan = self._plans[signature] = self._plan(self._phase(phase), guards or {}, inputs)
         if isinstance(plan, str):
             return self._run_eager(self._phase(phase), guards or {}, inputs, plan)
+        if self._updates and step is None:
+            step = self._host_step(plan.key, inputs)
         for name, buffer, dtype in plan.copies:
             tensor = inputs[name]
             if tensor.dtype is not dtype:
@@ -187,6 +214,8 @@ class Program:
             tail.copy_(value) if isinstance(value, Tensor) else tail.fill_(value)
         if self._bound:
             self._check_bound(plan.key, inputs)
+        if plan.wanted is not None:
+            self.count_stand_in(plan.wanted, plan.key)
         outputs: Any = self._runner.replay(plan.key, step)
         if plan.crops or plan.views_of_inputs:
             outputs = list(outputs)
@@ -230,6 +259,10 @@ class Program:
                 remedy="pass one of these as the first argument",
             )
         return phase
+
+    def _host_step(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
+        names, sizes = self._runner.host_arguments(key), self._table.sizes(key)
+        return step_of_call(key, names, inputs, specs=self._inputs, sizes=sizes) if names else None
 
     def _check_names(self, inputs: Mapping[str, Tensor]) -> None:
         if not self._inputs.keys() - self._bound.keys() <= inputs.keys() <= self._inputs.keys():
@@ -288,9 +321,14 @@ class Program:
     def _captured_plan(
         self, phase: str, guards: Guards, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
     ) -> Plan:
-        key = self._table.find(phase, sizes, guards)
+        wanted = self._table.find(phase, sizes, guards)
+        key = self._captured_table.find(phase, sizes, guards)
         if key is None:
             asked = f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards))
+            if wanted is not None:
+                raise CaptureError(
+                    asked, found=f"its buckets could not be captured: {self._dropped[wanted]}", remedy=FEWER_GRAPHS
+                )
             alike = [known for known in self._table.phases[phase] if known.guards == guards]
             if not alike:
                 given = ", ".join(f"{name} = {value}" for name, value in guards)
@@ -313,6 +351,7 @@ class Program:
             output=bucket.output,
             cropper=bucket.cropper,
             views_of_inputs=bucket.views_of_inputs,
+            wanted=wanted if wanted != key else None,
         )
 
     def _bucket(self, key: GraphKey) -> CapturedBucket:

@@ -128,7 +128,7 @@ class Rewriter:
         passes_s = time.perf_counter() - start
         aten_s = 0.0
         start = time.perf_counter()
-        for staged in later_stages(self.manager.passes, traced.module, self._prepare):
+        for staged in later_stages(self.manager.running, traced.module, self._prepare):
             traced = replace(traced, module=staged.module)
             aten_s += time.perf_counter() - start
             start = time.perf_counter()

@@ -18,7 +18,7 @@ from core.common.graphs.buffers import StaticBuffers
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.runner import CaptureCost, GraphRunner
 from core.common.graphs.untraced import ObservedCropper, OutputDims, UntracedCall
-from core.errors import CaptureError
+from core.errors import CaptureError, GraphResourcesError
 from core.phases import Bound
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class UntracedPhases:
                 with breaks_at(modules, patterns):
                     outputs, cost = capture()
                 break
+            except GraphResourcesError:
+                raise  # no module is to blame
             except CaptureError as error:
                 further = _alike(blamed_module(error.__cause__ or error, modules), modules)
                 if not further:

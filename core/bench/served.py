@@ -166,11 +166,16 @@ class CoreSubject:
         key = self._key()
         if key is None:
             return False
-        program = self._program
+        program, step = self._program, self._host_step(key)
         with program.serving():
             for _ in range(count):
-                program.replay(key)
+                program.replay(key, step)
         return True
+
+    def _host_step(self, key: GraphKey) -> dict[str, list[int]] | None:
+        """Return the host-side arguments of the last step, which each replay of the same inputs has to be given."""
+        names, inputs = self._program.host_arguments(key), self._program.inputs(key)
+        return {name: inputs[name].reshape(-1).tolist() for name in names} or None
 
     def finish(self, record: Record) -> None:
         """Note how the program came about and whether it ran as captured."""
@@ -228,7 +233,7 @@ class CoreSubject:
             self._record.notes.append("logits not judged: there is no captured graph that could be repeated")
             return
         with self._program.serving():
-            logits: Tensor = self._program.replay(key)[1]
+            logits: Tensor = self._program.replay(key, self._host_step(key))[1]
         wanted = 1 if self._cell.phase == "prefill" else 2
         rows = [row for row, tokens in enumerate(self._record.tokens) if len(tokens) == wanted]
         self._record.logits = logits[rows].to("cpu", copy=True)

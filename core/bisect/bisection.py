@@ -148,7 +148,7 @@ class _Phase:
             before.append(Snapshot(module).module())
 
         options: dict[str, Any] = {"tokens": tokens, "constants": self.constants, "check": self._check}
-        for staged in later_stages(self.manager.passes, self.module, prepare):
+        for staged in later_stages(self.manager.running, self.module, prepare):
             self.module = staged.module
             if before and staged.refused is None:
                 self._judge_aten(before.pop(), staged.stage)

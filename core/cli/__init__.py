@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: arguments without the program's name (default: the process's own).
     """
     from core.cli.output import print_core_error, print_internal_error, print_usage_error
-    from core.errors import CoreError
+    from core.errors import CoreError, broken_extension
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug, arguments = _take_debug(arguments)
@@ -61,6 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # typer carries its own copy of click or uses the installed one, by version: told by shape, not by class.
         if hasattr(error, "format_message") and hasattr(error, "show"):
             print_usage_error(error, as_json=as_json)
+            return EXIT_USER
+        unloadable = broken_extension(f"core {' '.join(arguments)}".strip(), error)
+        if unloadable is not None:
+            unloadable.__cause__ = error
+            print_core_error(unloadable, as_json=as_json, debug=debug)
             return EXIT_USER
         print_internal_error(error, as_json=as_json, debug=debug)
         return EXIT_INTERNAL

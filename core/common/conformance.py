@@ -16,7 +16,9 @@ class HostArgumentExample:
     """A call of an op that takes host-side arguments, for a device that declares `update`.
 
     function: called as `function(**inputs, **step)`; gives one tensor. inputs: tensors on the device, by name. steps:
-    sets of host-side arguments, by the names of the op's arguments; two at least, each with another result.
+    sets of host-side arguments, by the names of the op's arguments; two at least, each with another result. Where the
+    names of a step are those of inputs, the arguments are the values of these: a step holds flat lists of them, and
+    `function` is called as `function(**inputs)`.
     """
 
     function: Callable[..., torch.Tensor]

@@ -84,7 +84,9 @@ class ProgramReport:
     """The account of one `core.compile` call; `str()` is for a terminal, `to_json()` for machines.
 
     notes: what was done otherwise than asked or preferred, each with the reason. replays: how often each key was
-    replayed. fallbacks: reason -> how often the model ran eagerly for want of a graph. compiles: what torch compiled
+    replayed. fallbacks: reason -> how often the model ran eagerly for want of a graph. dropped: buckets that were left
+    out since the device holds no more graphs, each with the reason; stand_ins: how often a larger captured bucket ran
+    in place of one of them. compiles: what torch compiled
     while the program was serving, and how often. num_kernels: compiled for this program by a compiler of kernels, those
     that it found compiled on disk not counted. cache: what the compile cache did.
     """
@@ -100,6 +102,8 @@ class ProgramReport:
     notes: tuple[str, ...] = field(default=())
     replays: Mapping[GraphKey, int] = field(default_factory=dict)
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[GraphKey, str] = field(default_factory=dict)
+    stand_ins: Mapping[str, int] = field(default_factory=dict)
     compiles: Mapping[str, int] = field(default_factory=dict)
     num_kernels: int = 0
     cache: CacheReport = field(default_factory=CacheReport)
@@ -147,6 +151,7 @@ class ProgramReport:
         for bucket, kept in zip(document["buckets"], self.buckets, strict=True):
             bucket["key"] = str(kept.key)
         document["counters"] = self.counters
+        document["dropped"] = {str(key): reason for key, reason in self.dropped.items()}
         document["replays"] = {str(key): count for key, count in self.replays.items()}
         return document
 
@@ -199,6 +204,7 @@ class ProgramReport:
             lines.append(f"  served {phase}: {sum(used.values())} replays" + (f" ({each})" if each else ""))
         eager, compiled = sum(self.fallbacks.values()), sum(self.compiles.values())
         lines.append(f"  {eager} eager calls, {compiled} compiles while serving")
+        lines += [f"  {count} replays of {which}" for which, count in self.stand_ins.items()]
         lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
         return lines + [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
 

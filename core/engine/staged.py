@@ -38,19 +38,24 @@ class StagedSteps:
         # Whose blocks each row of a phase's block tables holds, in each mirror and on the device.
         self._owners: list[dict[str, list[Sequence | None]]] = [{} for _ in range(_MIRRORS)]
         self._sent: dict[str, list[Sequence | None]] = {}
-        self._keys: dict[tuple[Any, ...], GraphKey | None] = {}  # the search among all buckets, once per size
+        # The search among all buckets, once per size: the key that serves it, and the dropped one it stands in for.
+        self._keys: dict[tuple[Any, ...], tuple[GraphKey | None, GraphKey | None]] = {}
         pinned = device.capabilities.asynchronous
         self._tokens = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
 
     def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
-        """Return the captured key that serves a step; None where none does."""
+        """Return the captured key that serves a step; None where none does. Call it once for each step."""
         signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
         if signature not in self._keys:
             if len(self._keys) >= MAX_PLANS:
                 self._keys.clear()
             sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
-            self._keys[signature] = self._program.bucket(step.phase, sizes, guards)
-        return self._keys[signature]
+            find, missed = self._program.bucket, self._program.stand_in
+            self._keys[signature] = find(step.phase, sizes, guards), missed(step.phase, sizes, guards)
+        key, wanted = self._keys[signature]
+        if key is not None and wanted is not None:
+            self._program.count_stand_in(wanted, key)
+        return key
 
     def run(self, key: GraphKey, step: Step, *, sampled: bool, feed: Tensor | None = None) -> StepOutput:
         """Run a step in the graph of `key`; wait for nothing.

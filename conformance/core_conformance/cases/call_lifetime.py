@@ -1,21 +1,19 @@
-"""Promises of programs: failing captures, closing, serving, threads, and arguments that come from the host."""
+"""Promises of programs: failing captures, closing, serving and threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.graphs.inputs import InputSpec
 from core.device import Device, Mode
-from core.errors import CaptureError, CoreError, TraceError, UsageError
+from core.errors import CaptureError, CoreError, TraceError
 from core.program import Program
 from core_conformance.cases.call_programs import ARMED, BUCKETS, doubled, fragile, make, rows, rows_spec
-from core_conformance.cases.graph_promises import GRAPHS, NO_PARTS, PARTS, Promise
+from core_conformance.cases.graph_promises import NO_PARTS, PARTS, Promise
 from core_conformance.cases.graph_threads import in_threads
 from core_conformance.trial import Trial
 
@@ -183,42 +181,6 @@ def threads(trial: Trial, mode: Mode) -> None:
         program.close()
 
 
-def host_arguments(trial: Trial, mode: Mode) -> None:
-    """Renew the host-side arguments of the plugin's own example at each replay."""
-    device, make_example = trial.device, trial.profile.host_argument_example
-    if make_example is None:
-        trial.require(False, "the device declares update=True, and its profile has no host_argument_example to try")
-        return
-    example = make_example(device.torch_device)
-    inputs: dict[str, Any] = dict(example.inputs)
-    name = next(iter(inputs))
-
-    def function(step: Mapping[str, Any], **given: Tensor) -> Tensor:
-        return example.function(**{**given, name: doubled(given[name])}, **step)
-
-    specs = {each: InputSpec(tuple(tensor.shape), tensor.dtype) for each, tensor in inputs.items()}
-    steps = [*example.steps, *reversed(example.steps)]
-    wanted = [function(step, **inputs) for step in example.steps]
-    trial.require(
-        len(wanted) > 1 and not any(torch.equal(a, b) for a, b in pairwise(wanted)),
-        "host_argument_example gives fewer than two steps, or steps with equal results: they prove nothing",
-    )
-    with make(device, mode, partial(function, example.steps[0]), specs) as program:
-        (key,) = program.keys
-        for number, step in enumerate(steps):
-            given: dict[str, Any] = {each: tensor.flip(0) if number % 2 else tensor for each, tensor in inputs.items()}
-            want = function(step, **given)
-            trial.same(f"step {number}, called", program(step=step, **given), want)
-            trial.same(f"step {number}, replayed", program.replay(key, step=step), want)
-        for wrong in (None, {}, {**steps[0], "no_such_argument": 1}):
-            try:
-                program.replay(key, step=wrong)
-            except UsageError:
-                continue
-            trial.require(False, f"a replay with host-side arguments {wrong} is not refused")
-        trial.same("after refusals", program(step=steps[0], **inputs), wanted[0])
-
-
 PROMISES = (
     Promise(name="failing-capture", what="an op that raises in a capture: the key is named", run=failing_capture),
     Promise(name="reading", what="a host read in a compiled function is refused, or followed", run=reading),
@@ -232,7 +194,4 @@ PROMISES = (
         elsewhere=NO_PARTS,
     ),
     Promise(name="threads", what="programs serve in threads while others are made and closed", run=threads),
-)
-UPDATES = Promise(
-    name="host-arguments", what="host-side arguments are renewed at each replay", run=host_arguments, modes=GRAPHS
 )

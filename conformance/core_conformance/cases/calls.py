@@ -18,7 +18,7 @@ from core.device import Device, Mode
 from core.program import Program
 from core_conformance import oracle
 from core_conformance.case import Case
-from core_conformance.cases import call_buckets, call_lifetime
+from core_conformance.cases import call_buckets, call_host_arguments, call_lifetime
 from core_conformance.cases.call_programs import BREAK, BUCKETS, WIDTH, doubled, lowering_of, make
 from core_conformance.cases.graph_promises import DTYPES, Promise, cases_of, working_dtype
 from core_conformance.trial import Trial, tensors
@@ -162,6 +162,6 @@ PROMISES = (
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     """Yield the cases about programs."""
     yield from cases_of(PROMISES, device)
-    for case in cases_of([call_lifetime.UPDATES], device):
+    for case in cases_of([call_host_arguments.UPDATES], device):
         no_updates = "" if device.capabilities.update else "the device declares update=False"
         yield replace(case, not_supported=case.not_supported or no_updates)

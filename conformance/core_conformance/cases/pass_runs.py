@@ -154,7 +154,7 @@ class Bench:
             passes,
             enable=[
                 *(name for name in self.device.capabilities.unprofitable if name in names),
-                *(declared.name for declared in passes if declared.closes),
+                *(declared.name for declared in passes if declared.closes or declared.on_request),
             ],
             capabilities=self.device.capabilities,
             implemented=frozenset(implementation.op for implementation in self.device.ops),

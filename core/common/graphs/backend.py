@@ -62,7 +62,8 @@ class GraphBackend(Protocol):
         each other's memory, so a backend must not hold outputs in a way that keeps the pool from reusing theirs.
         Warm-up really runs `fn`; `after_warmup` undoes what that wrote, where the runner cares. Called inside
         `capture_session`; a key captured again replaces its graph. A failed capture must leave the device usable and
-        raise; the runner attaches key and remedy.
+        raise; the runner attaches key and remedy. Where the device holds no more graphs, that is `GraphResourcesError`:
+        what was captured of this key is gone, and every other key stays valid.
         """
         ...
 
@@ -100,7 +101,11 @@ class SegmentBackend(GraphBackend, Protocol):
 
 
 class UpdateBackend(GraphBackend, Protocol):
-    """A backend whose captured ops take host-side arguments, which must be renewed before each replay."""
+    """A backend whose captured ops take host-side arguments, which must be renewed before each replay.
+
+    An argument that is the values of a declared input goes by that input's name: its value is the flat list of them at
+    the bucket's size, padding included, which whoever prepares inputs on the host gives by itself.
+    """
 
     def host_arguments(self, key: GraphKey) -> frozenset[str]:
         """Return the names of the host-side arguments that were captured under `key`."""

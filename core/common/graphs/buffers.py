@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
+from core.common.graphs.host_arguments import step_of_mirror
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.errors import UsageError
 
@@ -96,10 +97,17 @@ class Staging:
     """
 
     def __init__(
-        self, buffers: StaticBuffers, replay: Callable[[GraphKey, Any], Any], *, mirrors: int, pinned: bool
+        self,
+        buffers: StaticBuffers,
+        replay: Callable[[GraphKey, Any], Any],
+        *,
+        mirrors: int,
+        pinned: bool,
+        host_arguments: Callable[[GraphKey], Collection[str]] = lambda key: (),
     ) -> None:
         self._buffers = buffers
         self._replay = replay
+        self._host_arguments = host_arguments
         self._mirrors = [self._mirror(pinned) for _ in range(mirrors)]
         self._views: list[dict[GraphKey, dict[str, Tensor]]] = [{} for _ in range(mirrors)]
         self._device_views: dict[GraphKey, dict[str, Tensor]] = {}
@@ -133,8 +141,12 @@ class Staging:
 
         feed: tensors of the device that take the place of the mirror's, each no longer than the bucket's along the
         first dimension (outputs of the replay before may be given). kept: inputs whose buffers hold the right content
-        already and need not be copied; some may be all the same. step, result: as of `Program.replay`.
+        already and need not be copied; some may be all the same. step, result: as of `Program.replay`; where no step is
+        given, host-side arguments that are inputs get their values from the mirror.
         """
+        names = self._host_arguments(key) if step is None else ()
+        if names:
+            step = step_of_mirror(key, names, self.inputs(key), {*kept, *(feed or ())})
         span = self._span(key, tuple(kept))
         self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
         for name, tensor in (feed or {}).items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 from types import MappingProxyType
@@ -228,6 +228,11 @@ class BucketTable:
         wanted = tuple(sizes[d] for d in self.dims)
         keys = (key for key in self.phases[phase] if key.guards == guards)
         return next((k for k in keys if all(a >= b for a, b in zip(k.dims, wanted, strict=True))), None)
+
+    def without(self, keys: Container[GraphKey]) -> BucketTable:
+        """Return the table without these keys; a phase may be left with none."""
+        phases = {phase: tuple(key for key in each if key not in keys) for phase, each in self.phases.items()}
+        return replace(self, phases=phases)
 
     def check_guards(self, phase: str, guards: Mapping[str, Hashable]) -> Guards:
         """Return the guards of a call as a key holds them; raise `UsageError` unless they are the phase's."""

@@ -22,6 +22,7 @@ class Plan(NamedTuple):
     key: the graph that is replayed. copies: name, the part of the buffer that the input fills, its dtype. fills: what
     is written into the rest of the buffers. crops: by output, the part that belongs to the real inputs.
     views_of_inputs: outputs that lie in an input's buffer and are cloned. single: index of the only output, or -1.
+    wanted: the smaller bucket in whose place the key's graph runs, since that one was dropped; None otherwise.
     """
 
     key: GraphKey
@@ -31,6 +32,7 @@ class Plan(NamedTuple):
     views_of_inputs: tuple[int, ...]
     output: OutputTree
     single: int
+    wanted: GraphKey | None = None
 
 
 class Cropper(Protocol):
@@ -97,6 +99,7 @@ def make_plan(
     output: OutputTree,
     cropper: Cropper,
     views_of_inputs: tuple[int, ...],
+    wanted: GraphKey | None = None,
 ) -> Plan:
     """Return the plan of a call; raise `CaptureError` where padding or cutting it would be a guess."""
     copies = []
@@ -118,6 +121,7 @@ def make_plan(
         views_of_inputs=views_of_inputs,
         output=output,
         single=output.leaves[0].index if output.is_single else -1,
+        wanted=wanted,
     )
 
 

@@ -75,6 +75,7 @@ class GraphRunner:
         self._serving = 0
         self.compiles = CompileWatch(strict=strict)
         self.fallbacks: Counter[str] = Counter()
+        self.stand_ins: Counter[str] = Counter()
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:

@@ -136,7 +136,11 @@ class StreamGraphBackend:
     def segment(self, key: GraphKey) -> Iterator[None]:
         """Capture the work of the block; an exception abandons the capture and leaves the device usable."""
         self._require_session(key)
-        graph = self._device.begin(self._pool)
+        try:
+            graph = self._device.begin(self._pool)
+        except BaseException:
+            self._pool = self._device.new_pool()  # the allocator may record to the old one by now
+            raise
         try:
             yield
             self._device.end(graph)

@@ -6,7 +6,7 @@ memory to the next capture, so what must be known of it after the capture is its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Loose", "addresses", "has_address", "release", "weak_tensor"]
+__all__ = ["Loose", "addresses", "has_address", "release", "weak_by", "weak_tensor"]
+
+_MAKERS: dict[torch.device, Callable[[Tensor], Tensor]] = {}
+
+
+def weak_by(device: torch.device, make: Callable[[Tensor], Tensor]) -> None:
+    """Let `make` give the weak tensors of a device, index included.
+
+    Where storages are of a class of the device's own, which its kernels count on, torch's plain storage over an address
+    will not do.
+    """
+    _MAKERS[device] = make
 
 
 def weak_tensor(tensor: Tensor) -> Tensor:
@@ -23,6 +34,9 @@ def weak_tensor(tensor: Tensor) -> Tensor:
 
     The caller sees to it that the memory outlives the result: reading it later than that is undefined.
     """
+    make = _MAKERS.get(tensor.device)
+    if make is not None:
+        return make(tensor)
     storage = tensor.untyped_storage()
     return _over(
         torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes()), tensor

@@ -126,6 +126,11 @@ class PassManager:
         reason, start = " ".join(str(refused).split()), time.perf_counter()
         return tuple(self._report(each, PassResult(matched=0), start, skipped=reason) for each in passes)
 
+    @property
+    def running(self) -> tuple[Pass, ...]:
+        """The passes that may run: all but those on request, or unprofitable, that nobody has asked for by name."""
+        return tuple(declared for declared in self.passes if declared.name not in self._unprofitable)
+
     def uuids(self, stage: Stage | None = None) -> tuple[str, ...]:
         """Return the identity of each pass, in order."""
         return tuple(self._uuid(declared) for declared in self.passes if stage in (None, declared.stage))

@@ -132,11 +132,22 @@ class _Search:
             lost = [
                 node
                 for node, into in self.old_writes.written.items()
-                if into & keys and node not in found and node.name not in self.kept and self.order[node] < end
+                if into & keys
+                and node not in found
+                and node.name not in self.kept
+                and (self.order[node] < end or self._of_one_site(node, found))
             ]
             if not lost:
                 return found
             found |= _slice(lost, partial(_among, lost, inside))
+
+    def _of_one_site(self, node: fx.Node, found: set[fx.Node]) -> bool:
+        """Tell whether a node that the pass took out was computed, through others that it took out, from these."""
+
+        def taken_out(other: fx.Node) -> bool:
+            return other.op.startswith("call_") and other.name not in self.kept
+
+        return not found.isdisjoint(_slice([node], taken_out))
 
     def _changing(self, old: set[fx.Node], sources: set[fx.Node]) -> frozenset[str] | None:
         """Return the sources in memory that is written, or None where the region can't be run apart from the rest."""

@@ -179,6 +179,18 @@ def test_a_broken_capture_is_abandoned_and_its_pool_left(where: str) -> None:
     assert device.log[-2:] == ["replay 1", "replay 3"]
 
 
+def test_a_capture_that_does_not_begin_leaves_its_pool() -> None:
+    device = FakeGraphs("begin 2 in pool 1")
+    backend = StreamGraphBackend(device)
+    with backend.capture_session(), backend.segment(OTHER):
+        pass
+    with pytest.raises(RuntimeError), backend.capture_session(), backend.segment(KEY):
+        pytest.fail("entered")
+    with backend.capture_session(), backend.segment(KEY):
+        pass
+    assert "begin 3 in pool 2" in device.log and backend.can_run(OTHER)
+
+
 def test_a_failing_warm_up_begins_no_capture() -> None:
     device = FakeGraphs()
     backend = StreamGraphBackend(device)

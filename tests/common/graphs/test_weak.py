@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from core.common.graphs.weak import addresses, release, weak_tensor
+from core.common.graphs import weak
+from core.common.graphs.weak import addresses, release, weak_by, weak_tensor
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,22 @@ def test_a_weak_tensor_keeps_nothing_alive() -> None:
     weak = weak_tensor(tensor)
     del tensor
     assert expired(reference) and weak.shape == (4,)
+
+
+def test_a_device_may_make_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weak, "_MAKERS", {})
+    made: list[Tensor] = []
+
+    def make(tensor: Tensor) -> Tensor:
+        made.append(torch.full_like(tensor, 7))
+        return made[-1]
+
+    weak_by(torch.device("meta"), make)
+    assert weak_tensor(torch.ones(2)).tolist() == [1, 1] and not made
+    weak_by(torch.device("cpu"), make)
+    assert weak_tensor(torch.ones(2)) is made[0]
+    (out,) = release([torch.ones(3)], torch.device("cpu"))
+    assert out is made[1]
 
 
 def test_release_lets_go_of_what_nobody_else_holds() -> None:

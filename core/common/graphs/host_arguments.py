@@ -1,0 +1,71 @@
+"""Host-side arguments that are the values of declared inputs: taken from where the inputs are on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from core.common.graphs.backend import GraphKey
+from core.common.graphs.inputs import InputSpec
+from core.errors import UsageError
+
+HostStep = dict[str, list[int]]
+"""The values of inputs by name, flat and padded to the bucket's size."""
+
+
+def step_of_mirror(
+    key: GraphKey, names: Collection[str], mirror: Mapping[str, Tensor], elsewhere: Collection[str]
+) -> HostStep | None:
+    """Return the step of inputs prepared on the host; None where an argument is no input, so that nothing is known.
+
+    mirror: the bucket's inputs, on the host. elsewhere: inputs that do not come from there in this step; raises
+    `UsageError` where an argument is one of them.
+    """
+    if not mirror.keys() >= set(names):
+        return None
+    unknown = sorted(set(names) & set(elsewhere))
+    if unknown:
+        raise UsageError(
+            f"replaying {key} from host memory with {', '.join(unknown)} from elsewhere",
+            found="the graph takes their values from the host too, where nobody knows them now",
+            remedy="write them into the mirror, or give them: replay(key, step={name: values})",
+        )
+    return {name: mirror[name].reshape(-1).tolist() for name in names}
+
+
+def step_of_call(
+    key: GraphKey,
+    names: Collection[str],
+    inputs: Mapping[str, Tensor],
+    *,
+    specs: Mapping[str, InputSpec],
+    sizes: Mapping[str, int],
+) -> HostStep | None:
+    """Return the step of a call's inputs, padded to the bucket; None where an argument is no input.
+
+    sizes: of the bucket's dimensions. Raises `UsageError` where the values are not on the host: to read them back would
+    make every call wait for the device.
+    """
+    if not specs.keys() >= set(names):
+        return None
+    step = {}
+    for name in names:
+        spec, tensor = specs[name], inputs.get(name)
+        if tensor is None or not _is_on_host(tensor) or spec.padding in ("keep", "bound"):
+            where = "is not given" if tensor is None else f"is on {tensor.device}, with padding {spec.padding!r}"
+            raise UsageError(
+                f"running {key} with the values of {name!r} from the host",
+                found=f"the input {where}",
+                remedy=f"pass {name} on the host, or its values at the bucket's size: step={{{name!r}: [...]}}",
+            )
+        step[name] = spec.padded(tensor, sizes).reshape(-1).tolist()
+    return step
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    try:
+        tensor.detach().numpy()  # shares memory where the host can read it, and copies nothing
+    except (TypeError, RuntimeError):
+        return False
+    return True
