@@ -11,7 +11,13 @@ WORKERS ?= auto
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help run test check test-gpu clean
+# The tests of the real torch_npu run in an environment of their own: once installed, torch_npu stops `import torch`
+# wherever no NPU runtime is found. It stands on $(VENV), so that torch and the rest are there once.
+NPU_VENV ?= .venv-npu
+NPU_BIN := $(abspath $(NPU_VENV))/bin
+NPU_STAMP := $(NPU_VENV)/.installed
+
+.PHONY: help run test check test-gpu test-npu-sim clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +25,8 @@ help:
 	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest, WORKERS=0 for one process)"
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
-	@echo "make clean     remove $(VENV), caches and build results"
+	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils)"
+	@echo "make clean     remove $(VENV), $(NPU_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ ! -x "$(BIN)/python" ]; then echo "== making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv "$(VENV)"; fi
@@ -52,8 +59,23 @@ test-gpu:
 	@echo "== pytest -m gpu, with $$($(PYTHON) -c 'import sys; print(sys.executable)')"
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
+$(NPU_STAMP): $(STAMP) constraints-npu.txt
+	@echo "== installing torch_npu into $(NPU_VENV), which stands on $(VENV)"
+	@"$(BIN)/python" -m venv "$(NPU_VENV)"
+	@"$(NPU_BIN)/python" -c "import sysconfig as s; from pathlib import Path; \
+		base = next(Path('$(abspath $(VENV))').glob('lib/python*/site-packages')); \
+		Path(s.get_paths()['purelib'], 'base.pth').write_text(f'import site; site.addsitedir({str(base)!r})\n')"
+	@"$(NPU_BIN)/python" -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --constraint constraints-npu.txt torch_npu
+	@touch "$@"
+
+test-npu-sim: $(NPU_STAMP)
+	@echo "== pytest -m npu_sim: torch_npu on the simulated runtime"
+	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/tests/sim/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
+		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile plugins/npu/tests $(ARGS)
+
 clean:
-	@echo "== removing $(VENV), caches and build results"
-	@rm -rf "$(VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "== removing $(VENV), $(NPU_VENV), caches and build results"
+	@rm -rf "$(VENV)" "$(NPU_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

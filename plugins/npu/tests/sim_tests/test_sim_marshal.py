@@ -1,0 +1,85 @@
+"""Arguments of launches, read back from the objects that torch_npu makes, and what a specification refuses."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import sim.kernels  # noqa: F401  (registers all of them)
+import torch
+from sim import marshal, runtime
+from sim.library import library
+
+
+def made(function: str, *arguments: Any) -> int:
+    """Call one of the runtime's functions that create objects, and return the object's address."""
+    create = getattr(library(), function)
+    create.restype = ctypes.c_void_p
+    return int(create(*arguments))
+
+
+def test_every_kind_of_argument_is_read_as_it_was_given() -> None:
+    ints = (ctypes.c_int64 * 3)(4, -5, 6)
+    bools = (ctypes.c_bool * 2)(True, False)
+    floats = (ctypes.c_float * 2)(0.5, -2.0)
+    memory = torch.arange(6, dtype=torch.float32)
+    shape, strides = (ctypes.c_int64 * 2)(3, 2), (ctypes.c_int64 * 2)(1, 3)
+    tensor = made("aclCreateTensor", shape, 2, 0, strides, 0, 2, shape, 2, ctypes.c_void_p(memory.data_ptr()))
+    number = ctypes.c_float(1.25)
+    scalar = made("aclCreateScalar", ctypes.byref(number), 0)
+    pair = (ctypes.c_void_p * 2)(tensor, None)
+    text = ctypes.create_string_buffer(b"BNSD")
+    narrow = 0x7F00000000000000  # a narrow argument shares its register with whatever was there before
+    words = [
+        tensor,
+        made("aclCreateTensorList", pair, 2),
+        scalar,
+        made("aclCreateScalarList", (ctypes.c_void_p * 1)(scalar), 1),
+        made("aclCreateIntArray", ints, 3),
+        made("aclCreateBoolArray", bools, 2),
+        made("aclCreateFloatArray", floats, 2),
+        ctypes.addressof(text),
+        -7,
+        narrow | 0xFFFFFFFE,
+        narrow | 0xFD,
+        narrow | 1,
+        0,
+    ]
+    packed = ctypes.c_double.from_buffer_copy(bytes(number) + bytes(4))  # a float fills half of its register
+    read = marshal.arguments("TLSZABRCIDihbFT", words, [2.5, packed.value])
+    assert torch.equal(read[0], memory.view(2, 3).t())
+    assert torch.equal(read[1][0], read[0])
+    assert read[1][1] is None
+    assert read[2:] == [1.25, [1.25], [4, -5, 6], [True, False], [0.5, -2.0], "BNSD", -7, 2.5, -2, -3, True, 1.25, None]
+
+
+def test_specifications_are_checked_when_they_are_registered() -> None:
+    with pytest.raises(ValueError, match="unknown letters"):
+        marshal.kernel("aclnnNothing", "TX")
+    with pytest.raises(ValueError, match="has two handlers"):
+        marshal.kernel("aclnnAdd", "TTST")
+    with pytest.raises(ValueError, match="or too long"):
+        marshal.kernel("aclnnNothing", "D" * 9)
+
+
+def test_a_specification_that_does_not_fit_the_call_is_refused_at_the_call() -> None:
+    spec = marshal.registered()["aclnnSinh"]
+    library().ascend_sim_register(b"aclnnSinh", b"TIT")
+    try:
+        with pytest.raises(RuntimeError, match='aclnnSinh is specified as "TIT" and called with "TT"'):
+            torch.sinh(torch.ones(2, device="npu"))
+    finally:
+        library().ascend_sim_register(b"aclnnSinh", spec.encode())
+    assert torch.equal(torch.sinh(torch.ones(2, device="npu")).cpu(), torch.sinh(torch.ones(2)))
+
+
+def test_a_kernel_fails_on_demand() -> None:
+    x = torch.ones(4, device="npu")
+    runtime.fail_next("aclnnMuls", 507035, after=1)
+    _ = x * 2
+    with pytest.raises(RuntimeError, match="507035"):
+        _ = x * 2
+    assert torch.equal((x * 2).cpu(), torch.full((4,), 2.0))
+    runtime.fail_next("aclrtMemcpy", 507899)
+    assert runtime.forget_failures() == 1
