@@ -1,20 +1,30 @@
-"""The plugin of device "npu": opens an Ascend NPU through torch_npu.
-
-The present state: the device opens and runs models eagerly or through the default lowerings; it has no graph backend of
-its own, so its only mode is "off".
-"""
+"""The plugin of device "npu": opens an Ascend NPU through torch_npu and captures with NPU graphs."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from core.common.conformance import ConformanceProfile
+from core.common.fakes import FakeOp
+from core.common.graphs.backend import GraphBackendFactory
+from core.common.graphs.streams import capture_lock
+from core.common.graphs.weak import weak_by
+from core.common.lowering import Lowerings
+from core.common.lowerings import INLINE
+from core.common.ops.implementation import OpImplementation
+from core.common.passes.declaration import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
-from core.hookspecs import OpenContext, hookimpl
-from core_npu.probe import probe
+from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_npu.fakes import NPU_FAKES
+from core_npu.probe import SIMULATED, probe
+from core_npu.runner import NPUGraphBackend
 
 
 @hookimpl
@@ -24,7 +34,8 @@ def core_open_device(context: OpenContext) -> DeviceParts:
     found = probe()
     if not found.available:
         raise DeviceUnavailableError(asked, found=found.reason, remedy=found.hint)
-    npu = _import_runtime(asked)
+    torch_npu = _import_runtime(asked)
+    npu = torch_npu.npu
     num_devices = npu.device_count()
     if context.index >= num_devices:
         raise DeviceUnavailableError(
@@ -33,25 +44,77 @@ def core_open_device(context: OpenContext) -> DeviceParts:
             remedy="choose a smaller index, or make more devices visible with ASCEND_RT_VISIBLE_DEVICES",
         )
     npu.set_device(context.index)
+    # Else the kernel of GELU is not told which form is asked for; torch_npu decides at the first call of the process.
+    npu.use_compatible_impl(True)
     stream = npu.Stream()
+    name, simulated = npu.get_device_name(context.index), _is_simulated()
+    # Storages of the device hold the format of their memory, which its kernels read.
+    device = torch.device("npu", context.index)
+    weak_by(device, torch_npu._C._weak_ref_tensor)
     return DeviceParts(
-        torch_device=torch.device("npu", context.index),
+        torch_device=device,
         capabilities=Capabilities(
-            device_name=npu.get_device_name(context.index),
+            device_name=f"{name} (simulated on the host)" if simulated else name,
             dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}),
-            modes=("off",),
+            modes=("full", "piecewise", "segmented"),
             fp64=False,
+            update=True,
+            asynchronous=True,
+            extra={"simulated": simulated, "torch_npu_version": torch_npu.__version__},
         ),
         memory=partial(_memory, npu, context.index),
-        synchronize=partial(npu.synchronize, context.index),
+        synchronize=partial(_synchronize, npu, context.index),
         empty_cache=npu.empty_cache,
         reset_peak_memory=partial(npu.reset_peak_memory_stats, context.index),
         side_stream=lambda: npu.stream(stream),
+        record=partial(_record, npu),
     )
 
 
+@hookimpl
+def core_register_passes() -> Sequence[Pass]:
+    """Fuse what models that call torch_npu's own ops leave apart."""
+    from core_npu.passes.registry import available
+
+    return available()
+
+
+@hookimpl
+def core_register_ops() -> Sequence[OpImplementation]:
+    """Implement canonical ops by the kernels of torch_npu."""
+    from core_npu.implementations import IMPLEMENTATIONS
+
+    return IMPLEMENTATIONS
+
+
+@hookimpl
+def core_register_fakes() -> Sequence[FakeOp]:
+    """Let models that call torch_npu's own ops be traced, where it brings no fakes of them."""
+    return NPU_FAKES
+
+
+@hookimpl
+def core_lowering() -> Lowerings:
+    """Run the graph's own Python, whose kernels the graph captures."""
+    return INLINE
+
+
+@hookimpl
+def core_graph_backend(context: DeviceContext) -> GraphBackendFactory:
+    """Capture with NPU graphs, one memory pool per program."""
+    return partial(NPUGraphBackend, context.parts.torch_device)
+
+
+@hookimpl
+def core_conformance() -> ConformanceProfile:
+    """Declare where host-side lists are renewed, and give a call to try it on."""
+    from core_npu.conformance import PROFILE
+
+    return PROFILE
+
+
 def _import_runtime(asked: str) -> Any:
-    """Import torch_npu, which registers the device with torch as `torch.npu`, and return that module."""
+    """Import torch_npu, which registers the device with torch as `torch.npu`, and return it."""
     try:
         import torch_npu
     except Exception as error:
@@ -61,19 +124,47 @@ def _import_runtime(asked: str) -> Any:
             found=f"torch_npu is installed and cannot be imported: {type(error).__name__}: {error}",
             remedy=f"install the torch_npu made for torch {torch.__version__} and the installed CANN",
         ) from error
-    npu = torch_npu.npu
-    if not npu.is_available():
+    if _is_simulated() and os.environ.get(SIMULATED) != "1":
+        raise DeviceUnavailableError(
+            asked,
+            found="the loaded ACL runtime is a simulation for tests: it computes on the host",
+            remedy=f"source CANN's set_env.sh, so that its own is found first; for tests, set {SIMULATED}=1",
+        )
+    if not torch_npu.npu.is_available():
         raise DeviceUnavailableError(
             asked,
             found="torch_npu is imported and reports no usable NPU",
             remedy="run npu-smi info; driver, firmware and CANN must be of versions that fit each other",
         )
-    return npu
+    return torch_npu
+
+
+def _is_simulated() -> bool:
+    """Return whether the runtime that torch_npu has loaded is the one of the tests."""
+    try:
+        return hasattr(ctypes.CDLL("libascendcl.so"), "ascend_sim_version")
+    except OSError:
+        return False
+
+
+def _synchronize(npu: Any, index: int) -> None:
+    """Wait for all work of the NPU, and first for another thread's capture, which that would break."""
+    with capture_lock(torch.device("npu", index)):
+        npu.synchronize(index)
+
+
+def _record(npu: Any) -> Callable[[], None]:
+    event = npu.Event()
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 def _memory(npu: Any, index: int) -> MemoryInfo:
+    free_bytes, total_bytes = npu.mem_get_info(index)
     return MemoryInfo(
         used_bytes=npu.memory_allocated(index),
-        total_bytes=npu.mem_get_info(index)[1],
+        total_bytes=total_bytes,
         peak_bytes=npu.max_memory_allocated(index),
+        held_bytes=total_bytes - free_bytes,
     )

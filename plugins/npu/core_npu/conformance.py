@@ -1,0 +1,96 @@
+"""What the plugin declares for a conformance run, and the call on which the renewal of host-side lists is tried."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from core.common.conformance import ConformanceProfile, HostArgumentExample
+from core_npu.updates import host_values, is_capturing, updatable
+
+__all__ = ["PROFILE"]
+
+_IN_PARTS = "host-side lists are renewed in whole graphs; in a graph in parts the ops that take them are break points"
+_BATCH, _HEADS, _SIZE, _PAGE = 3, 2, 64, 16
+_LENGTHS = ([1, 7, 16], [16, 2, 9], [5, 5, 5])
+
+
+@torch.library.custom_op("core_npu::attend_decode", mutates_args=())
+def _attend_decode(query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
+    """Attend for one token of each sequence: query (B, H, D), pages (N, P, H * D), seq_lens (B,); returns (B, H, D)."""
+    npu, rows = torch.ops.npu, query.unsqueeze(1)
+    out, log_sum = torch.empty_like(rows), query.new_empty((0,), dtype=torch.float32)
+    options = {
+        "num_heads": query.shape[1],
+        "num_key_value_heads": query.shape[1],
+        "scale": query.shape[2] ** -0.5,
+        "block_size": keys.shape[1],
+        "block_table": block_table,
+        "input_layout": "BSND",
+    }
+    workspace = None
+    if is_capturing():
+        lengths = host_values(seq_lens)
+        workspace = npu._npu_fused_infer_attention_score_get_max_workspace(
+            rows, keys, values, actual_seq_lengths_kv=lengths, **options
+        )
+    updatable(
+        npu.npu_fused_infer_attention_score.out,
+        rows,
+        keys,
+        values,
+        host={"actual_seq_lengths_kv": seq_lens},
+        out=[out, log_sum],
+        workspace=workspace,
+        **options,
+    )
+    return out.squeeze(1)
+
+
+@_attend_decode.register_fake
+def _attend_decode_fake(query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
+    return torch.empty_like(query)
+
+
+def _example(device: torch.device) -> HostArgumentExample:
+    """Return a decode step of attention over pages, whose lengths the kernel takes from the host."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.float16).to(device)
+
+    return HostArgumentExample(
+        function=_attend_decode,
+        inputs={
+            "query": noise(_BATCH, _HEADS, _SIZE),
+            "keys": noise(_BATCH, _PAGE, _HEADS * _SIZE),
+            "values": noise(_BATCH, _PAGE, _HEADS * _SIZE),
+            "block_table": torch.arange(_BATCH, dtype=torch.int32).view(_BATCH, 1).to(device),
+            "seq_lens": torch.tensor(_LENGTHS[0], dtype=torch.int32).to(device),
+        },
+        steps=tuple({"seq_lens": lengths} for lengths in _LENGTHS),
+    )
+
+
+_ONE_STEP = (
+    "its kernel makes codes of values that are not rounded to half precision before: a few lie one step from those of "
+    "the ops it replaces, which verification compares for equality"
+)
+_CODED = (
+    "fuse_npu_add_rms_norm_quant",
+    "fuse_npu_add_rms_norm_dynamic_quant",
+    "fuse_npu_rms_norm_quant",
+    "fuse_npu_swiglu_dynamic_quant",
+)
+
+PROFILE = ConformanceProfile(
+    not_supported=MappingProxyType(
+        {
+            **{f"graphs/host-arguments/{mode}": _IN_PARTS for mode in ("piecewise", "segmented")},
+            **{f"passes/{name}/{case}": _ONE_STEP for name in _CODED for case in ("bfloat16", "float16", "near-miss")},
+        }
+    ),
+    host_argument_example=_example,
+)

@@ -1,0 +1,32 @@
+"""Ops whose Python reads lengths on the host: `core_npu::name`, one node of a graph that nothing traces into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from core.common.ops.declaration import CanonicalOp
+
+__all__ = ["NAMESPACE", "kernel_of"]
+
+NAMESPACE = "core_npu"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
+def kernel_of(op: CanonicalOp) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
+    """Return the decorator that registers a function as `core_npu::name`, of the schema and the fake of canonical `op`.
+
+    The function takes what the op takes, writes what it writes and returns what it returns.
+    """
+
+    def register(function: Callable[..., Any]) -> torch._ops.OpOverload:
+        _LIBRARY.define(op.schema)
+        # Without the Python that torch.library.custom_op puts around each call.
+        _LIBRARY.impl(op.name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=_LIBRARY)
+        overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
+        return overload
+
+    return register

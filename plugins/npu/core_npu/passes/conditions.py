@@ -1,0 +1,128 @@
+"""What the fused kernels of CANN take: dtypes, shapes, alignment; each condition gives a reason, or nothing.
+
+From CANN's operator documentation for Atlas A2 and A3 (aclnnAddRmsNorm and those named after it). Sizes that a trace
+leaves open are judged in every bucket that the graph serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from core.common.passes import view
+from core.common.passes.context import PassContext
+
+__all__ = [
+    "CODES",
+    "HALVES",
+    "aligned_rows",
+    "first_reason",
+    "is_row",
+    "last_axis",
+    "not_row",
+    "one_scale",
+    "same_tensors",
+    "static_scales",
+    "widened",
+]
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+CODES = HALVES | {torch.int8}
+"""For guards of passes whose sites end in codes: a guard looks at the result, the conditions at what is normed."""
+_ALIGNMENT = 32
+_HALF, _BRAIN, _WIDE = torch.float16, torch.bfloat16, torch.float32
+_SCALES = {_HALF: (_WIDE, _HALF), _BRAIN: (_BRAIN,)}
+_ZERO_POINTS = {_HALF: (torch.int32, torch.int8), _BRAIN: (_BRAIN,)}
+"""Of the values' dtype, the dtypes of scales and zero points that the kernel of norm and quantisation takes, first,
+and those that widen to them without a rounding: `npu_quantize` wants scales as its values are."""
+
+
+def first_reason(*reasons: str) -> str:
+    """Return the first reason there is, or nothing."""
+    return next((reason for reason in reasons if reason), "")
+
+
+def same_tensors(first: Any, second: Any) -> str:
+    """Return why two operands are no tensors of one shape, dtype and device, or nothing."""
+    left, right = view.value(first), view.value(second)
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return f"{first} and {second} are not both tensors"
+    if left.dtype != right.dtype or left.device != right.device:
+        return f"{first} is {left.dtype} on {left.device}, {second} {right.dtype} on {right.device}"
+    return "" if view.same_shape(first, second) else f"{first} and {second} differ in shape"
+
+
+def aligned_rows(context: PassContext, x: fx.Node) -> str:
+    """Return why rows of x are no whole number of 32-byte blocks, or of another dtype than kernels take; or nothing."""
+    dtype, shape = view.dtype(x), view.shape(x)
+    if dtype not in HALVES or not shape:
+        return f"{x} is {dtype}, the kernel takes {' and '.join(sorted(map(str, HALVES)))}"
+    sizes = context.served(shape[-1])
+    if sizes is None:
+        return f"how long the rows of {x} are is unknown"
+    assert dtype is not None
+    odd = [size * dtype.itemsize for size in sizes if size * dtype.itemsize % _ALIGNMENT]
+    return f"rows of {x} have {odd[0]} bytes, no multiple of {_ALIGNMENT}" if odd else ""
+
+
+def is_row(operand: Any, x: fx.Node) -> bool:
+    """Return whether an operand is a tensor (D,) of x's dtype, D being the size of x's rows."""
+    return view.dtype(operand) == view.dtype(x) and _has_row_shape(operand, x)
+
+
+def not_row(name: str, operand: Any, x: fx.Node) -> str:
+    """Return why an operand that is a row's parameter is none of x's dtype and row size, or nothing; None is none."""
+    if operand is None or is_row(operand, x):
+        return ""
+    found = f"{view.dtype(operand)} of shape {_text(view.shape(operand))}"
+    return f"{name} {operand} is {found}, {x} has rows of {view.dtype(x)}, {_text((view.shape(x) or ())[-1:])}"
+
+
+def static_scales(scales: Any, zero_points: Any, x: fx.Node) -> str:
+    """Return why the kernel does not take these scales and zero points for values like x, or nothing."""
+    dtype = view.dtype(x)
+    if dtype not in _SCALES:
+        return f"{x} is {dtype}"
+    for name, operand, table in (("scales", scales, _SCALES), ("zero points", zero_points, _ZERO_POINTS)):
+        if operand is None:
+            continue
+        if view.dtype(operand) not in table[dtype]:
+            return f"{name} {operand} are {view.dtype(operand)}, the kernel takes {' or '.join(map(str, table[dtype]))}"
+        if not _has_row_shape(operand, x):
+            found, row = _text(view.shape(operand)), _text((view.shape(x) or ())[-1:])
+            return f"{name} {operand} have shape {found}, the kernel takes one of each channel, {row}"
+    return ""
+
+
+def widened(operand: Any, x: fx.Node) -> torch.dtype | None:
+    """Return the dtype that scales or zero points for values like x have to be cast to, None where they need not."""
+    dtype = view.dtype(x)
+    assert dtype is not None  # `static_scales` has seen it
+    table = _SCALES if (view.dtype(operand) or torch.int8).is_floating_point else _ZERO_POINTS
+    wanted = table[dtype][0]
+    return None if operand is None or view.dtype(operand) == wanted else wanted
+
+
+def one_scale(scale: Any, x: fx.Node) -> str:
+    """Return why a scale is not a single one of x's dtype, in one dimension, or nothing."""
+    found, dtype = view.shape(scale), view.dtype(scale)
+    if found is not None and len(found) == 1 and view.same_sizes(found, (1,)) and dtype == view.dtype(x):
+        return ""
+    return f"scale {scale} is {dtype} of shape {_text(found)}, the kernel takes one of {view.dtype(x)}"
+
+
+def last_axis(axis: Any, x: fx.Node) -> str:
+    """Return why an axis is not x's last, or nothing."""
+    rank = len(view.shape(x) or ())
+    return "" if axis in (-1, rank - 1) else f"its scales lie along axis {axis} of {rank}, the kernel's along the last"
+
+
+def _has_row_shape(operand: Any, x: fx.Node) -> bool:
+    shape, rows = view.shape(operand), view.shape(x)
+    return shape is not None and bool(rows) and view.same_sizes(shape, (rows or ())[-1:])
+
+
+def _text(shape: tuple[Any, ...] | None) -> str:
+    return str(tuple(shape)) if shape is not None else "unknown"

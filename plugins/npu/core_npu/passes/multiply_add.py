@@ -1,0 +1,79 @@
+"""Take `x * number + y` for one call of `torch.add(y, x, alpha=number)`.
+
+Models scale what the experts give (`routed_scaling_factor`) or a residual so. torch_npu has no op of its own for it;
+the device's add has a factor, and takes both in one kernel. It rounds once where the model rounds twice, so the result
+is not the same in every bit, and not further from the exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+
+from core.common.passes import view
+from core.common.passes.common import LIFTS
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.rewrite import Site, near_miss
+from core_npu.passes.calls import other_reader
+from core_npu.passes.conditions import HALVES, first_reason, same_tensors
+from core_npu.passes.streams import fuse_in_stream
+
+
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the sum at a node and the product with a number that is one of its terms."""
+    if view.kind(node) != "add":
+        return None
+    for product, y in view.orders(node):
+        scaled = _scaled(product)
+        if scaled is None or not isinstance(y, fx.Node):
+            continue
+        x, number = scaled
+        reason = first_reason(same_tensors(x, y), other_reader(product, node))
+        if reason:
+            return near_miss(node, reason)
+        return Site(anchor=node, target=torch.add, args=(y, x), kwargs={"alpha": number}, interior=(product, node))
+    return None
+
+
+def _scaled(product: view.Operand) -> tuple[fx.Node, float] | None:
+    """Return (x, number) where a node is their product, or None."""
+    if view.kind(product) == "mul":
+        for x, number in view.orders(product):
+            if isinstance(x, fx.Node) and view.is_number(number):
+                return x, number
+    return None
+
+
+def run(context: PassContext) -> PassResult:
+    """Fuse every such product and its sum."""
+    return fuse_in_stream(context, find)
+
+
+class _Scaled(nn.Module):
+    """What experts give, scaled and added, in several spellings."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        first = x * 2.5 + y
+        second = first.sin() + 0.22 * y
+        return first, second, torch.add(torch.mul(second, 1.7), x).cos()
+
+
+def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
+    """Yield the three sums."""
+    rows = partial(torch.randn, 6, 64, generator=torch.Generator().manual_seed(5))
+    yield _Scaled(), (rows(), rows())
+
+
+FUSE_MULTIPLY_ADD = Pass(
+    name="fuse_npu_multiply_add",
+    run=run,
+    guards=Guards(dtypes=HALVES),
+    # Norms, gates and rotations are written with such sums too, and a norm takes the add for nothing.
+    after=(*LIFTS, "fuse_npu_add_rms_norm"),
+    examples=examples,
+    owner="npu",
+)

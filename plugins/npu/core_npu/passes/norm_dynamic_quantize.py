@@ -1,0 +1,129 @@
+"""Fuse `npu_add_rms_norm`, a bias if there is one, and `npu_dynamic_quant` to `npu_add_rms_norm_dynamic_quant`.
+
+Asked for one quantisation alone (`output_mask` [True, False]), the op leaves its second codes and scales empty: they
+are never read. There is no op that does the same without an add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.rewrite import Site, near_miss
+from core_npu.passes.calls import INT8, called, op, read, results
+from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row, same_tensors
+from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.norm_examples import dynamic_norms
+from core_npu.passes.normed import ADD_NORM, Normed, normed
+from core_npu.passes.streams import fuse_in_stream, streams
+
+_RANKS = range(2, 9)
+
+
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the quantisation at a node and the norm before it."""
+    if called(node) != "npu_dynamic_quant":
+        return None
+    given = read(node)
+    found = normed(given["input"], node, ADD_NORM)
+    if found is None:
+        return None
+    if isinstance(found, str):
+        return near_miss(node, found)
+    reason = first_reason(other_codes(given), _refusal(context, found, given["smooth_scales"]), unread(node))
+    return near_miss(node, reason) if reason else _site(node, found, given["smooth_scales"])
+
+
+def other_codes(given: Mapping[str, object]) -> str:
+    """Return why a quantisation gives other codes than the fused op, or nothing."""
+    if given["group_index"] is not None:
+        return "it smooths groups of rows apart"
+    if given["dst_type"] not in INT8 or given["dst_type_max"]:
+        return f"its codes are {given['dst_type']}, not int8"
+    return "" if given["quant_mode"] == "pertoken" else f"it quantises {given['quant_mode']}, the fused op by token"
+
+
+def _refusal(context: PassContext, found: Normed, smooth: fx.Node | None) -> str:
+    given = found.given
+    return first_reason(
+        same_tensors(given["x1"], given["x2"]),
+        aligned_rows(context, found.x),
+        "" if found.rank in _RANKS else f"{found.x} has rank {found.rank}, the kernel takes 2 to 8",
+        not_row("gamma", given["gamma"], found.x),
+        not_row("the smooth scale", smooth, found.x),
+    )
+
+
+def unread(node: fx.Node) -> str:
+    """Return why the results of a quantisation cannot be replaced one by one, or nothing."""
+    found = results(node)
+    return "" if found and set(found) <= {0, 1} else f"{node} is used otherwise than by its results"
+
+
+def _site(node: fx.Node, found: Normed, smooth: fx.Node | None) -> Site:
+    readers = results(node) or {}
+    order = [
+        *((reader, 0) for reader in readers.get(0, ())),
+        *((reader, 3) for reader in readers.get(1, ())),
+        *((reader, 2) for reader in found.sums),
+    ]
+
+    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
+        call = builder.call(
+            op("npu_add_rms_norm_dynamic_quant"),
+            *(inputs[name] for name in ("x1", "x2", "gamma")),
+            smooth_scale1=inputs["smooth"],
+            beta=inputs["beta"],
+            epsilon=found.given["epsilon"],
+            output_mask=[True, False],
+        )
+        members = {index: builder.member(call, index) for index in sorted({index for _, index in order})}
+        for index in members.keys() & {0, 3} if found.flat else ():
+            members[index] = builder.call(torch.flatten, members[index], 0, found.rank - 2)
+        return [members[index] for _, index in order]
+
+    terms = {name: found.given[name] for name in ("x1", "x2", "gamma")}
+    target, args = replacement(terms | {"smooth": smooth, "beta": found.beta}, build)
+    outputs = tuple(reader for reader, _ in order)
+    return Site(anchor=outputs[0], target=target, args=args, interior=(*found.steps, node, *outputs), outputs=outputs)
+
+
+def run(context: PassContext) -> PassResult:
+    """Fuse every norm of a sum whose values are quantised by token, and only that."""
+    return fuse_in_stream(context, find)
+
+
+def expect(context: PassContext) -> int | None:
+    """Count from the other side: norms whose values one such quantisation alone reads, without anything between.
+
+    None where a bias, a view, a write or a stream makes it a matter of the graph's order and shapes.
+    """
+    if context.analysis("writes").all_written or streams(context.graph):
+        return None
+    count = 0
+    for norm in (node for node in context.graph.nodes if called(node) == ADD_NORM):
+        given, found = read(norm), results(norm) or {}
+        readers = [user for value in found.get(0, ()) for user in value.users]
+        if len(readers) != 1 or found.get(1):
+            continue
+        if called(readers[0]) != "npu_dynamic_quant":
+            return None
+        quantize = read(readers[0])
+        fits = aligned_rows(context, given["x1"]) or not_row("", quantize["smooth_scales"], given["x1"])
+        count += not first_reason(other_codes(quantize), fits)
+    return count
+
+
+FUSE_ADD_RMS_NORM_DYNAMIC_QUANT = Pass(
+    name="fuse_npu_add_rms_norm_dynamic_quant",
+    run=run,
+    guards=Guards(dtypes=CODES),
+    after=("eliminate_common_subexpressions", "fuse_npu_add_rms_norm"),
+    expect=expect,
+    examples=dynamic_norms,
+    owner="npu",
+)

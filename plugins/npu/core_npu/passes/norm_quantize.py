@@ -1,0 +1,203 @@
+"""Fuse a norm, a bias if there is one, and `npu_quantize` by given scales to the op that does them at once.
+
+`npu_add_rms_norm` becomes `npu_add_rms_norm_quant`, with scales of each channel, divided or multiplied by as the model
+has it: no reciprocal is taken, and scales of fp16 are widened, which is exact. `npu_rms_norm` becomes
+`npu_rms_norm_quant`, which multiplies by one scale for all, and wants a bias and a zero point: where the model has
+none, zeros are bound to the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from core.common.passes import view
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.rewrite import Site, near_miss
+from core_npu.passes.calls import INT8, called, op, read, results
+from core_npu.passes.conditions import (
+    CODES,
+    aligned_rows,
+    first_reason,
+    last_axis,
+    not_row,
+    one_scale,
+    same_tensors,
+    static_scales,
+    widened,
+)
+from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.norm_examples import static_norms, static_norms_of_sums
+from core_npu.passes.normed import ADD_NORM, NORM, Normed, normed
+from core_npu.passes.streams import fuse_in_stream, streams
+
+
+def find_add(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the quantisation at a node and the norm of a sum before it."""
+    found = _found(node, ADD_NORM)
+    if not isinstance(found, Normed):
+        return found
+    given = read(node)
+    reason = _refusal_add(context, found, given)
+    return near_miss(node, reason) if reason else _add_site(node, found, given)
+
+
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the quantisation at a node and the norm before it."""
+    found = _found(node, NORM)
+    if not isinstance(found, Normed):
+        return found
+    given = read(node)
+    reason = _refusal(context, found, given)
+    return near_miss(node, reason) if reason else _site(context, node, found, given["scales"])
+
+
+def _found(node: fx.Node, norm: str) -> Normed | NearMiss | None:
+    if called(node) != "npu_quantize":
+        return None
+    found = normed(read(node)["input"], node, norm)
+    return near_miss(node, found) if isinstance(found, str) else found
+
+
+def _refusal_add(context: PassContext, found: Normed, given: Mapping[str, Any]) -> str:
+    x = found.given["x1"]
+    multiplied_with_bias = found.beta is not None and not given["div_mode"]
+    return first_reason(
+        same_tensors(x, found.given["x2"]),
+        aligned_rows(context, x),
+        not_row("gamma", found.given["gamma"], x),
+        _other_codes(given),
+        static_scales(given["scales"], given["zero_points"], x),
+        "with a bias the kernel divides by its scales, and these multiply" if multiplied_with_bias else "",
+    )
+
+
+def _refusal(context: PassContext, found: Normed, given: Mapping[str, Any]) -> str:
+    return first_reason(
+        aligned_rows(context, found.x),
+        not_row("gamma", found.given["gamma"], found.x),
+        _other_codes(given),
+        "the kernel multiplies by its scale, and this one divides" if given["div_mode"] else "",
+        one_scale(given["scales"], found.x),
+        "" if given["zero_points"] is None else "the kernel's zero point is int8, this one of the scale's dtype",
+    )
+
+
+def _other_codes(given: Mapping[str, Any]) -> str:
+    """Return why a quantisation gives other codes than the fused ops, or nothing."""
+    if given["dtype"] not in INT8:
+        return f"its codes are {given['dtype']}, not int8"
+    return last_axis(given["axis"], given["input"])
+
+
+def _add_site(node: fx.Node, found: Normed, given: Mapping[str, Any]) -> Site:
+    terms = {name: found.given[name] for name in ("x1", "x2", "gamma")}
+    terms |= {"scales": given["scales"], "zero_points": given["zero_points"], "beta": found.beta}
+
+    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
+        for name in ("scales", "zero_points"):
+            wanted = widened(given[name], found.x)
+            if wanted is not None:
+                inputs[name] = builder.call(torch.Tensor.to, inputs[name], wanted)
+        options = {"axis": -1, "epsilon": found.given["epsilon"], "div_mode": given["div_mode"]}
+        call = builder.call(op("npu_add_rms_norm_quant"), *inputs.values(), **options)
+        codes = _flat(builder, builder.member(call, 0), found)
+        return [codes, *([builder.member(call, 2)] * len(found.sums) if found.sums else [])]
+
+    target, args = replacement(terms, build)
+    outputs = (node, *found.sums)
+    return Site(anchor=node, target=target, args=args, interior=(*found.steps, *outputs), outputs=outputs)
+
+
+def _site(context: PassContext, node: fx.Node, found: Normed, scale: fx.Node) -> Site:
+    gamma = found.given["gamma"]
+    terms = {
+        "x": found.x,
+        "gamma": gamma,
+        "beta": found.beta or _zeros(context, gamma, view.value(gamma).shape, view.dtype(gamma)),
+        "scale": scale,
+        "offset": _zeros(context, gamma, (1,), torch.int8),
+    }
+
+    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
+        call = builder.call(op("npu_rms_norm_quant"), *inputs.values(), found.given["epsilon"])
+        return [_flat(builder, call, found)]
+
+    target, args = replacement(terms, build)
+    return Site(anchor=node, target=target, args=args, interior=(*found.steps, node))
+
+
+def _flat(builder: Builder, codes: fx.Node, found: Normed) -> fx.Node:
+    return builder.call(torch.flatten, codes, 0, found.rank - 2) if found.flat else codes
+
+
+def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype | None) -> fx.Node:
+    """Return a placeholder bound to zeros, the one that is there already if there is."""
+    name = f"npu_zeros_{shape[0]}_{str(dtype).removeprefix('torch.')}"
+    assert context.constants is not None  # the guard has seen it
+    if name in dict(context.constants.added):
+        known: fx.Node = next(node for node in context.graph.nodes if node.name == name)
+        return known
+    fake = view.value(like)
+    zeros = torch.zeros(shape, dtype=dtype, device=fake.device)
+    made = context.constants.add(context.graph, name, zeros, like=like)
+    if context.analyses is not None:  # they describe a graph without the new placeholder
+        context.analyses.invalidate()
+    made.meta["example_value" if "example_value" in like.meta else "val"] = fake.new_empty(tuple(shape), dtype=dtype)
+    return made
+
+
+def run_add(context: PassContext) -> PassResult:
+    """Fuse every norm of a sum whose values are quantised by given scales, and only that."""
+    return fuse_in_stream(context, find_add)
+
+
+def run(context: PassContext) -> PassResult:
+    """Fuse every norm whose values are quantised by one given scale, and only that."""
+    return fuse_in_stream(context, find)
+
+
+def expect_add(context: PassContext) -> int | None:
+    """Count from the other side: norms of sums whose values one quantisation alone reads, without anything between.
+
+    None where a bias, a view, a write or a stream makes it a matter of the graph's order and shapes.
+    """
+    if context.analysis("writes").all_written or streams(context.graph):
+        return None
+    count = 0
+    for norm in (node for node in context.graph.nodes if called(node) == ADD_NORM):
+        given, found = read(norm), results(norm) or {}
+        readers = [user for value in found.get(0, ()) for user in value.users]
+        if len(readers) != 1 or found.get(1):
+            continue
+        if called(readers[0]) != "npu_quantize":
+            return None
+        codes = read(readers[0])
+        fits = static_scales(codes["scales"], codes["zero_points"], given["x1"])
+        count += not first_reason(_other_codes(codes), fits, aligned_rows(context, given["x1"]))
+    return count
+
+
+_AFTER = ("eliminate_common_subexpressions", "fuse_npu_add_rms_norm")
+FUSE_ADD_RMS_NORM_QUANT = Pass(
+    name="fuse_npu_add_rms_norm_quant",
+    run=run_add,
+    guards=Guards(dtypes=CODES),
+    after=_AFTER,
+    expect=expect_add,
+    examples=static_norms_of_sums,
+    owner="npu",
+)
+FUSE_RMS_NORM_QUANT = Pass(
+    name="fuse_npu_rms_norm_quant",
+    run=run,
+    guards=Guards(dtypes=CODES, constants=True),
+    after=_AFTER,
+    examples=static_norms,
+    reads_content=False,
+    owner="npu",
+)

@@ -1,0 +1,86 @@
+"""Which stream and scope each node runs in: what is on two sides of a boundary stays two ops.
+
+Three marks are known: Dynamo's note on the nodes of a `torch.npu.stream` block, scopes that models for torch_npu's own
+compiler open (`scope_enter`, `scope_exit`: streams, core limits, determinism), and the waits and records of events.
+Work that a model put on a stream of its own is to run beside other work; a fusion would take it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import NearMiss, PassResult
+from core.common.passes.rewrite import apply_sites, near_miss
+from core.common.passes.sites import Finder, Site
+
+__all__ = ["apply_in_stream", "fuse_in_stream", "streams", "together"]
+
+_EVENTS = ("tagged_event_record", "tagged_event_wait", "record_event", "wait_event", "wait_stream", "record", "wait")
+
+
+def streams(graph: fx.Graph) -> Mapping[fx.Node, tuple[object, ...]]:
+    """Return for each node what it runs in: its stream, the scopes around it, and how many events came before.
+
+    Empty where the graph has no such mark at all.
+    """
+    found: dict[fx.Node, tuple[object, ...]] = {}
+    scopes: list[object] = []
+    num_events, marked = 0, False
+    for node in graph.nodes:
+        name = _name(node)
+        if name == "scope_exit" and scopes:
+            scopes.pop()
+        num_events += name in _EVENTS
+        found[node] = (_noted(node), *scopes, num_events)
+        marked = marked or found[node] != (None, 0)
+        if name.endswith("scope_enter"):
+            scopes.append((str(node.args), str(dict(node.kwargs))))
+    return found if marked else {}
+
+
+def together(*nodes: fx.Node) -> bool:
+    """Return whether nodes of one graph run in one stream and scope."""
+    known = streams(nodes[0].graph)
+    return len({known.get(node) for node in nodes}) == 1
+
+
+def fuse_in_stream(context: PassContext, find: Finder) -> PassResult:
+    """Do as `fuse` of core, but refuse sites of which a part runs in another stream or scope."""
+    found = [find(context, node) for node in context.graph.nodes]
+    sites = [item for item in found if isinstance(item, Site)]
+    misses = [item for item in found if isinstance(item, NearMiss)]
+    return apply_in_stream(context, sites, misses)
+
+
+def apply_in_stream(context: PassContext, sites: Iterable[Site], misses: Iterable[NearMiss] = ()) -> PassResult:
+    """Do as `apply_sites` of core, but refuse sites of which a part runs in another stream or scope."""
+    known = streams(context.graph)
+    judged = [(site, _split(site, known)) for site in sites]
+    refused = [miss for _, miss in judged if miss is not None]
+    return apply_sites(context, [site for site, miss in judged if miss is None], (*misses, *refused))
+
+
+def _split(site: Site, known: Mapping[fx.Node, tuple[object, ...]]) -> NearMiss | None:
+    for node in site.nodes if known else ():
+        # Reading a member off a result runs nothing.
+        if known[node] != known[site.anchor] and _name(node) != "getitem":
+            return near_miss(site.anchor, f"{node.name} runs in another stream or scope than {site.anchor.name}")
+    return None
+
+
+def _noted(node: fx.Node) -> object:
+    custom: Any = node.meta.get("custom")
+    return custom.get("stream") if isinstance(custom, Mapping) else None
+
+
+def _name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    name = str(getattr(node.target, "__name__", ""))
+    return name.removesuffix(".default")

@@ -1,0 +1,244 @@
+"""The tasks of a captured graph: calls whose host-side lists are renewed before each replay, and where these come from.
+
+What an op's code sees of it is in core_npu/updates.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.common.graphs.weak import has_address, weak_tensor
+from core.errors import CaptureError, UsageError
+
+__all__ = ["Argument", "GraphTasks", "capturing", "check_ints", "current", "made", "read_list", "record"]
+
+_INTS = (torch.int32, torch.int64)
+
+
+class _Place(NamedTuple):
+    """Where values stand: entries start to stop of an input, flattened."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One host-side argument of a captured op: the places of its values, and how it is made of them."""
+
+    places: tuple[_Place, ...]
+    transform: Callable[..., Any] | None
+
+    def value(self, step: Mapping[str, Sequence[int]]) -> Any:
+        """Return what the op takes, for the values of a step."""
+        return made([list(step[place.name][place.start : place.stop]) for place in self.places], self.transform)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One captured call whose host-side arguments are renewed. Tensors are held weakly: their memory is the graph's."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    host: Mapping[str, Argument]
+    event: Any
+    handle: Any
+
+    def issue(self, stream: Any, step: Mapping[str, Sequence[int]]) -> None:
+        """Issue the call with the values of a step on the current stream, into the captured task group."""
+        values = {name: argument.value(step) for name, argument in self.host.items()}
+        _npu().graph_task_update_begin(stream, self.handle)
+        try:
+            self.op(*self.args, **self.kwargs, **values)
+        finally:
+            _npu().graph_task_update_end(stream)
+        self.event.record(stream)
+
+
+@dataclass(slots=True)
+class GraphTasks:
+    """The update tasks of one graph, and what they are made from while it is captured.
+
+    inputs: the static inputs of the key, by name. recording: whether ops are recorded now, or run to warm up.
+    """
+
+    inputs: Mapping[str, Tensor]
+    recording: bool = False
+    tasks: list[_Task] = field(default_factory=list)
+    _seen: dict[str, list[int]] = field(default_factory=dict)
+    _read: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the inputs whose values the tasks take from the host."""
+        return frozenset(place.name for task in self.tasks for each in task.host.values() for place in each.places)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Enter around the capture; raise `CaptureError` where a value went into the graph that no task renews."""
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+        frozen = self._read - self.names
+        if frozen:
+            raise CaptureError(
+                f"capturing values of {', '.join(map(repr, sorted(frozen)))}",
+                found="an op read them by host_values() and no update task renews them: the graph would keep these",
+                remedy="give the op's list to updatable(), or run the op outside of the graph, as a break point",
+            )
+
+    def check(self, step: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return the lists of a step; raise `UsageError` unless they are ints, one for each entry of each input."""
+        if step.keys() != self.names:
+            raise UsageError(
+                f"an update with {sorted(step)}",
+                found=f"the graph takes from the host: {', '.join(sorted(self.names)) or 'nothing'}",
+                remedy="give exactly these",
+            )
+        for name, values in step.items():
+            wanted = self.inputs[name].numel()
+            ints = isinstance(values, (list, tuple)) and all(type(value) is int for value in values)
+            if not ints or len(values) != wanted:
+                raise UsageError(
+                    f"an update of {name!r}",
+                    found=f"{len(values)} entries" if ints else f"{values!r:.80} is no list of ints",
+                    remedy=f"give {wanted} ints, the padding of the bucket included",
+                )
+        return {name: list(values) for name, values in step.items()}
+
+    def update(self, stream: Any, step: Mapping[str, Sequence[int]]) -> None:
+        """Renew the arguments of all tasks on a stream of their own. step: as `check` returns it.
+
+        The graph must not be running: its replay would meet arguments that are half new.
+        """
+        with _npu().stream(stream):
+            for task in self.tasks:
+                task.issue(stream, step)
+
+    def values(self, place: _Place) -> list[int]:
+        """Return values as the last warm-up saw them."""
+        if not self.recording:
+            self._seen[place.name] = read_list(self.inputs[place.name])
+        elif place.name not in self._seen:
+            raise CaptureError(
+                f"the values of input {place.name!r} inside a capture",
+                found="no warm-up read them, and a capture can't",
+                remedy="let the op take the same way in a warm-up as in the capture",
+            )
+        return self._seen[place.name][place.start : place.stop]
+
+    def note_read(self, place: _Place) -> None:
+        """Note that values went into the graph by another way than a task."""
+        self._read.add(place.name)
+
+    def find(self, tensor: Tensor) -> _Place:
+        """Return which input a tensor is, or is a contiguous part of; raise `CaptureError` where it is none."""
+        check_ints(tensor)
+        for name, known in self.inputs.items():
+            if not has_address(known) or (known.dtype, known.device) != (tensor.dtype, tensor.device):
+                continue
+            start, rest = divmod(tensor.data_ptr() - known.data_ptr(), tensor.element_size())
+            inside = start >= 0 and start + tensor.numel() <= known.numel() and tensor.numel()
+            if inside and not rest and tensor.is_contiguous() and known.is_contiguous():
+                return _Place(name, start, start + tensor.numel())
+        raise CaptureError(
+            f"the values of a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, as a host-side list of a graph",
+            found=f"it is none of the program's inputs ({', '.join(self.inputs) or 'none'}), nor a contiguous part",
+            remedy="hand the op the input itself, without a cast or a computation (give updatable() a transform "
+            "instead), or a plain list where the values are constant",
+        )
+
+
+class _Current(threading.local):
+    """The graph that this thread captures, from its warm-up on."""
+
+    tasks: GraphTasks | None = None
+
+
+_CURRENT = _Current()
+
+
+@contextmanager
+def capturing(inputs: Mapping[str, Tensor]) -> Iterator[GraphTasks]:
+    """Enter around warm-up and capture of a graph; ops of this thread find their inputs in it and add their tasks."""
+    before, _CURRENT.tasks = _CURRENT.tasks, GraphTasks(inputs)
+    try:
+        yield _CURRENT.tasks
+    finally:
+        _CURRENT.tasks = before
+
+
+def current() -> GraphTasks | None:
+    """Return the tasks of the graph that this thread warms up for or captures; None outside."""
+    return _CURRENT.tasks
+
+
+def record(
+    tasks: GraphTasks,
+    op: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    host: dict[str, Argument],
+    values: dict[str, Any],
+) -> Any:
+    """Run one call in a task group of the capture under way, add its task, and return what the op returns.
+
+    args, kwargs: all of the call but its host-side arguments, of which `host` says where values come from and `values`
+    what they are now.
+    """
+    npu = _npu()
+    stream = npu.current_stream()
+    event = npu.ExternalEvent()
+    # An event holds from its record on until it is reset: reset right behind the wait, it serves one replay.
+    event.wait(stream)
+    event.reset(stream)
+    npu.graph_task_group_begin(stream)
+    try:
+        result = op(*args, **kwargs, **values)
+    except BaseException:
+        with suppress(RuntimeError):  # the capture is lost; the error under way tells the cause
+            npu.graph_task_group_end(stream)
+        raise
+    handle = npu.graph_task_group_end(stream)
+    weak_args, weak_kwargs = pytree.tree_map_only(Tensor, _weak, (args, kwargs))
+    tasks.tasks.append(_Task(op, weak_args, weak_kwargs, host, event, handle))
+    return result
+
+
+def _npu() -> Any:
+    return torch.npu  # type: ignore[attr-defined]  # torch_npu registers it
+
+
+def made(lists: Sequence[list[int]], transform: Callable[..., Any] | None) -> Any:
+    """Return what an op takes, made of one list per tensor."""
+    return lists[0] if transform is None else transform(*lists)
+
+
+def read_list(tensor: Tensor) -> list[int]:
+    """Read a tensor as a flat list, which waits for the device."""
+    values: list[int] = tensor.detach().reshape(-1).tolist()
+    return values
+
+
+def check_ints(tensor: Tensor) -> None:
+    """Raise `UsageError` unless a tensor holds ints that a list of the host can be made of."""
+    if tensor.dtype not in _INTS:
+        raise UsageError(
+            f"host-side values of a tensor of {tensor.dtype}", found="no ints", remedy="give an int32 or int64 tensor"
+        )
+
+
+def _weak(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" else weak_tensor(tensor)

@@ -1,0 +1,90 @@
+"""Norms, gates and codes on an NPU against the references of the canonical ops: numbers by T1, layouts as faked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from npu_kernel_cases import BY_NAME, Call, moved, npu, on_device, own_calls, reason, taken
+
+from core.common.ops.declaration import CanonicalOp
+from core_npu.ops import norm, quantize
+from tests.kernel_cases import CPU, DTYPES, check, check_codes, randn
+
+pytestmark = pytest.mark.npu_sim
+HALF = (torch.bfloat16, torch.float16)
+
+
+def calls(op: CanonicalOp, dtype: torch.dtype) -> list[Call]:
+    return taken(op, own_calls(op, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_activation", "gated_activation_fused"])
+def test_rows_agree_with_the_reference(name: str, dtype: torch.dtype) -> None:
+    device, op = npu(), BY_NAME[name]
+    check(op, on_device(op, device), calls(op, dtype), CPU)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["quantize", "add_rms_norm_quantize", "gated_activation_quantize"])
+def test_codes_agree_with_the_reference(name: str, dtype: torch.dtype) -> None:
+    device, op = npu(), BY_NAME[name]
+    check_codes(op, calls(op, dtype), on_device(op, device), CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zero_points_that_are_given_agree_with_the_reference(dtype: torch.dtype) -> None:
+    device, op = npu(), BY_NAME["quantize_asymmetric"]
+    for call in calls(op, dtype):
+        codes, scale, zero = (each.cpu() for each in on_device(op, device)(**call))
+        wanted = op.reference(**call)
+        assert torch.equal(scale, wanted[1]) and torch.equal(zero, wanted[2])
+        # x / scale is rounded before the zero point is added, or after: the same but where it is half an odd number.
+        assert (codes.int() - wanted[0].int()).abs().max() <= 1
+        assert (codes != wanted[0]).float().mean() < 0.01
+
+
+def test_one_scale_is_taken_by_rows_of_float32_too() -> None:
+    device, op = npu(), BY_NAME["quantize"]
+    call = {"x": randn(7, 48, scale=3.0), "scale": torch.tensor(0.02), "dtype": torch.int8, "granularity": "tensor"}
+    assert reason(op, call) is None
+    check_codes(op, [call], on_device(op, device), CPU)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+def test_scales_are_returned_in_memory_of_their_own(granularity: str) -> None:
+    device = npu()
+    x, scale = randn(3, 64, dtype=torch.bfloat16).to(device), torch.tensor(0.02, device=device)
+    given = scale if granularity == "tensor" else None
+    _, used = quantize.quantize(x, given, dtype=torch.int8, granularity=granularity)
+    assert used.data_ptr() != scale.data_ptr() and used.dtype == torch.float32
+
+
+def test_rows_of_zeros_have_the_smallest_scale_and_codes_of_zero() -> None:
+    device = npu()
+    x, weight = torch.zeros(2, 64, dtype=torch.float16, device=device), torch.ones(64, device=device).half()
+    tiny = torch.finfo(torch.float32).tiny
+    for codes, scale, *_ in (
+        quantize.quantize(x, None, dtype=torch.int8),
+        norm.add_rms_norm_quantize(x, x, weight, 1e-6, None, dtype=torch.int8),
+    ):
+        assert torch.equal(codes.cpu(), torch.zeros(2, 64, dtype=torch.int8))
+        assert torch.equal(scale.cpu(), torch.full((2, 1), tiny))
+
+
+def test_gemma_adds_one_to_the_weight_in_its_kernel() -> None:
+    from sim import runtime
+
+    device = npu()
+    call: Any = {"x": randn(4, 64, dtype=torch.bfloat16), "weight": randn(64, dtype=torch.bfloat16), "eps": 1e-6}
+    if not runtime.is_simulated():
+        pytest.skip("reads the launches of the simulated runtime")
+    launched = []
+    for offset in (0.0, 1.0):
+        on_the_device = moved(call, device)
+        runtime.clear()
+        norm.rms_norm(**on_the_device, offset=offset)
+        launched.append(runtime.kernels("launch"))
+    assert launched == [["aclnnRmsNorm"], ["aclnnGemmaRmsNorm"]]
