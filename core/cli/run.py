@@ -207,6 +207,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
             else f"{modes}; nothing compiled",
         ),
         *(("note", note) for note in report.notes),
+        *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
         ("compile cache", _cache_line(report)),

@@ -155,7 +155,9 @@ class GraphTasks:
                 return _Place(name, start, start + tensor.numel())
         raise CaptureError(
             f"the values of a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, as a host-side list of a graph",
-            found=f"it is none of the program's inputs ({', '.join(self.inputs) or 'none'}), nor a contiguous part",
+            found=f"it is none of the program's inputs ({', '.join(self.inputs)}), nor a contiguous part"
+            if self.inputs
+            else "the graph is a part of a key, or of a program without inputs: it has none to take values of",
             remedy="hand the op the input itself, without a cast or a computation (give updatable() a transform "
             "instead), or a plain list where the values are constant",
         )
