@@ -21,7 +21,7 @@ from core.common.cache.store import Damaged, Store, Untrusted, each_line, key_of
 from core.common.cache.uncacheable import Uncacheable
 from core.common.report import CacheReport, TraceReport
 from core.common.traced import TracedGraph
-from core.factors import Subject, factors_of, plugin_packages
+from core.factors import Subject, factors_of, plugin_packages, runtime_packages
 
 if TYPE_CHECKING:
     from core.device import Mode
@@ -49,13 +49,14 @@ class ProgramCache:
         """Read the factors off the program and look for its entry."""
         self._table = subject.table
         self._packages = plugin_packages(subject.device)
+        self._whole = self._packages | runtime_packages(subject.device)
         self._targets = Targets(subject.device.ops, self._packages)
         self._store = Store.of_user()
         self._made: dict[tuple[str, str], list[CachedGraph]] = {}
         self._found: dict[tuple[str, str], list[CachedGraph]] = {}
         self.report = CacheReport(state="miss", folder=str(self._store.folder))
         try:
-            self._inventory = Inventory(subject.models, whole=self._packages)
+            self._inventory = Inventory(subject.models, whole=self._whole)
             self._factors = factors_of(subject, self._inventory, self._packages)
         except Exception as error:  # what a model holds may fail in any way when it is looked at
             self._refuse(f"the model can't be read: {type(error).__name__}: {error}")
@@ -139,7 +140,7 @@ class ProgramCache:
         if failed:
             raise Uncacheable(f"passes were undone: {', '.join(failed)}")
         for code in made.traced.code:
-            if not self._inventory.covers(code) and is_foreign_code(code, self._packages):
+            if not self._inventory.covers(code) and is_foreign_code(code, self._whole):
                 where = f"{code.co_filename}:{code.co_firstlineno}"
                 raise Uncacheable(f"the trace ran through {code.co_qualname} ({where}), to which no factor leads")
         imported = sorted(self._inventory.unloaded & sys.modules.keys())

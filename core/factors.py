@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from core.common.cache import factors
@@ -47,6 +48,15 @@ def plugin_packages(device: Device) -> frozenset[str]:
     return found - {"", "torch", "core", "builtins", "__main__", "None"}
 
 
+def runtime_packages(device: Device) -> frozenset[str]:
+    """Return the top package, other than torch, that torch's module for a device is from: it counts by its version.
+
+    Such a package puts functions of its own in the place of torch's, and so lies on the way of every model.
+    """
+    package = torch.get_device_module(device.torch_device).__name__.partition(".")[0]
+    return frozenset({package}) - {"torch"}
+
+
 def factors_of(subject: Subject, inventory: Inventory, packages: frozenset[str]) -> Factors:
     """Return the factors of a program; inventory: what its callables reach; packages: those of its device's plugin."""
     device, options, table = subject.device, subject.options, subject.table
@@ -56,7 +66,7 @@ def factors_of(subject: Subject, inventory: Inventory, packages: frozenset[str])
     shared = subject.shared
     return {
         "model": {phase: _model_name(inventory, phase, model) for phase, model in subject.models.items()},
-        "versions": factors.version_factors(device.plugin.distribution),
+        "versions": factors.version_factors(device.plugin.distribution, runtime_packages(device)),
         "source": factors.source_factors(packages),
         "device": factors.as_text(named | capabilities),
         "torch": factors.torch_factors(device.torch_device),

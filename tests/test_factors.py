@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import InputSpec
+from core.common.cache.factors import version_factors
+from core.factors import runtime_packages
+from core.host import select_device
 from tests import cached_model
 from tests.cached_model import TABLE, Block, Model, X, assert_miss, cache_of, counts, look, start
 
@@ -257,3 +260,17 @@ def test_source_that_changed_after_it_was_loaded_stands_for_nothing_else(tmp_pat
         for what in ("edits", "reads")
     ]
     assert found[0] != found[1]
+
+
+def test_a_runtime_that_extends_torch_counts_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = select_device("cpu")
+    assert runtime_packages(device) == frozenset()
+    vendor: Any = ModuleType("vendor_of_a_test")
+    vendor.__version__ = "1.2"
+    monkeypatch.setitem(sys.modules, "vendor_of_a_test", vendor)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: ModuleType("vendor_of_a_test.backend"))
+    assert runtime_packages(device) == {"vendor_of_a_test"}
+    before = version_factors("core", runtime_packages(device))
+    assert before["package vendor_of_a_test"] == "1.2"
+    vendor.__version__ = "1.3"
+    assert version_factors("core", runtime_packages(device)) != before

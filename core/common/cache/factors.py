@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from core.common.passes.declaration import Pass
 
 
-def version_factors(distribution: str) -> dict[str, str]:
-    """Return the versions of Python, torch, core, transformers and all that a plugin's distribution requires."""
+def version_factors(distribution: str, packages: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Return the versions of Python, torch, core, transformers and all that a plugin's distribution requires.
+
+    packages: further loaded packages, whose own `__version__` counts.
+    """
     found = {"python": ".".join(map(str, sys.version_info[:3])), "torch": f"{torch.__version__} {_torch_commit()}"}
     found["core"] = __version__
     names = {"transformers", "numpy", "triton", distribution, *_required(distribution)}
@@ -31,7 +34,7 @@ def version_factors(distribution: str) -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "(not installed)"
-    return found
+    return found | {f"package {name}": str(getattr(sys.modules[name], "__version__", "")) for name in sorted(packages)}
 
 
 def _torch_commit() -> str:

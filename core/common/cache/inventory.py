@@ -293,8 +293,11 @@ class Inventory(Facts):
             else:
                 self._waiting.append((f"{home}:{name}", value))
         for name in code.imports_of(function):
-            if name in sys.modules:
-                self._add_attributes(sys.modules[name], frozenset(names), set())
+            module: Any = sys.modules.get(name)
+            if isinstance(module, types.ModuleType):
+                self._add_attributes(module, frozenset(names), set())
+            elif module is not None:  # a stand-in that loads the module when it is used: that would be done here
+                self.note(f"module {name}", code.name_of(type(module)))
             elif not code.is_whole(name.partition(".")[0], self._whole):
                 self.unloaded.add(name)
 

@@ -276,6 +276,23 @@ def test_a_value_that_a_function_imports_counts(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
 
 
+def test_a_stand_in_for_a_module_is_not_made_to_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy:
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"{name} is asked for before the package is loaded")
+
+    text = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        import lazy_of_a_test\n"
+    (tmp_path / "model_of_a_test.py").write_text(f"{text}        return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = __import__("model_of_a_test").Model()
+    assert "lazy_of_a_test" in Inventory({"main": model}).unloaded
+    before = read(model)
+    monkeypatch.setitem(sys.modules, "lazy_of_a_test", Lazy())  # type: ignore[arg-type]
+    assert "lazy_of_a_test" not in Inventory({"main": model}).unloaded
+    assert read(model) != before
+    monkeypatch.delitem(sys.modules, "model_of_a_test")
+
+
 def test_a_mapping_is_read_without_its_own_methods() -> None:
     class Lazy(dict[str, float]):
         def items(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,11 @@ NUM_TOKENS = 17  # a prefill and 16 decode steps, over the end of a block of the
 @pytest.fixture(scope="module")
 def npu() -> Device:
     return select_device("npu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path))
 
 
 def built(npu: Device, family: str, scheme: str | None = None) -> LoadedModel:
@@ -133,3 +139,14 @@ def test_an_engine_whose_streams_run_out_serves_with_what_it_has(npu: Device) ->
         (stand_in,) = report.stand_ins.items()
         assert stand_in == ("decode[4, 4, 4, sampling=greedy] in place of decode[1, 1, 1, sampling=greedy]", 5)
         assert not report.fallbacks
+
+
+def test_a_second_start_comes_from_the_compile_cache(npu: Device) -> None:
+    """torch_npu puts its functions in the place of torch's; the cache counts it by its version."""
+    params, found = SamplingParams(max_new_tokens=4, ignore_eos=True), []
+    for state in ("miss", "hit"):
+        with Engine(built(npu, "llama"), npu, config("full")) as engine:
+            found.append(engine.generate(PROMPTS[:1], params)[0].token_ids)
+            report = engine.report()
+            assert (report.cache.state, report.num_traces == 0) == (state, state == "hit"), report.cache
+    assert found[0] == found[1]
