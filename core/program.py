@@ -144,7 +144,7 @@ class Program:
             found = "it was closed" if self._closed else "no phase of it is captured"
             raise CaptureError("staging inputs", found=found, remedy="compile with a mode other than 'off'")
         pinned = self.device.capabilities.asynchronous
-        host = self._runner.host_arguments
+        host = self._runner.host_arguments if self._updates else None
         return Staging(self._buffers, self.replay, mirrors=mirrors, pinned=pinned, host_arguments=host)
 
     def host_arguments(self, key: GraphKey) -> frozenset[str]:

@@ -127,8 +127,10 @@ class PagedRunner:
         """Queue a decode step behind the one under way; None where it is not captured."""
         guard = sampling_guard(step.is_random, self._sampling)
         key = self._staged.key(step, {"sampling": guard}) if self._staged is not None else None
-        if key is None or self._staged is None or "input_ids" in self._program.host_arguments(key):
+        if key is None or self._staged is None:
             return None
+        if self._device.capabilities.update and "input_ids" in self._program.host_arguments(key):
+            return None  # its values would have to be known on the host
         with self._program.serving():
             return self._staged.run(key, step, sampled=guard == "random", feed=tokens)
 

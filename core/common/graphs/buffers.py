@@ -103,7 +103,7 @@ class Staging:
         *,
         mirrors: int,
         pinned: bool,
-        host_arguments: Callable[[GraphKey], Collection[str]] = lambda key: (),
+        host_arguments: Callable[[GraphKey], Collection[str]] | None = None,
     ) -> None:
         self._buffers = buffers
         self._replay = replay
@@ -144,8 +144,7 @@ class Staging:
         already and need not be copied; some may be all the same. step, result: as of `Program.replay`; where no step is
         given, host-side arguments that are inputs get their values from the mirror.
         """
-        names = self._host_arguments(key) if step is None else ()
-        if names:
+        if self._host_arguments is not None and step is None and (names := self._host_arguments(key)):
             step = step_of_mirror(key, names, self.inputs(key), {*kept, *(feed or ())})
         span = self._span(key, tuple(kept))
         self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
