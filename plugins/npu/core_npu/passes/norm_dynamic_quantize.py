@@ -7,6 +7,7 @@ are never read. There is no op that does the same without an add.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,8 +19,8 @@ from core_npu.passes.calls import INT8, called, op, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement
 from core_npu.passes.norm_examples import dynamic_norms
-from core_npu.passes.normed import ADD_NORM, Normed, normed
-from core_npu.passes.streams import fuse_in_stream, streams
+from core_npu.passes.normed import ADD_NORM, Normed, count_owed, normed
+from core_npu.passes.streams import fuse_in_stream
 
 _RANKS = range(2, 9)
 
@@ -102,20 +103,12 @@ def expect(context: PassContext) -> int | None:
 
     None where a bias, a view, a write or a stream makes it a matter of the graph's order and shapes.
     """
-    if context.analysis("writes").all_written or streams(context.graph):
-        return None
-    count = 0
-    for norm in (node for node in context.graph.nodes if called(node) == ADD_NORM):
-        given, found = read(norm), results(norm) or {}
-        readers = [user for value in found.get(0, ()) for user in value.users]
-        if len(readers) != 1 or found.get(1):
-            continue
-        if called(readers[0]) != "npu_dynamic_quant":
-            return None
-        quantize = read(readers[0])
-        fits = aligned_rows(context, given["x1"]) or not_row("", quantize["smooth_scales"], given["x1"])
-        count += not first_reason(other_codes(quantize), fits)
-    return count
+
+    def refused(given: Mapping[str, Any], codes: Mapping[str, Any]) -> str:
+        fits = aligned_rows(context, given["x1"]) or not_row("", codes["smooth_scales"], given["x1"])
+        return first_reason(other_codes(codes), fits)
+
+    return count_owed(context, "npu_dynamic_quant", refused)
 
 
 FUSE_ADD_RMS_NORM_DYNAMIC_QUANT = Pass(

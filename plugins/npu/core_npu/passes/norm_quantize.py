@@ -18,7 +18,7 @@ from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, near_miss
-from core_npu.passes.calls import INT8, called, op, read, results
+from core_npu.passes.calls import INT8, called, op, read
 from core_npu.passes.conditions import (
     CODES,
     aligned_rows,
@@ -32,8 +32,8 @@ from core_npu.passes.conditions import (
 )
 from core_npu.passes.inlined import Builder, replacement
 from core_npu.passes.norm_examples import static_norms, static_norms_of_sums
-from core_npu.passes.normed import ADD_NORM, NORM, Normed, normed
-from core_npu.passes.streams import fuse_in_stream, streams
+from core_npu.passes.normed import ADD_NORM, NORM, Normed, count_owed, normed
+from core_npu.passes.streams import fuse_in_stream
 
 
 def find_add(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -166,20 +166,12 @@ def expect_add(context: PassContext) -> int | None:
 
     None where a bias, a view, a write or a stream makes it a matter of the graph's order and shapes.
     """
-    if context.analysis("writes").all_written or streams(context.graph):
-        return None
-    count = 0
-    for norm in (node for node in context.graph.nodes if called(node) == ADD_NORM):
-        given, found = read(norm), results(norm) or {}
-        readers = [user for value in found.get(0, ()) for user in value.users]
-        if len(readers) != 1 or found.get(1):
-            continue
-        if called(readers[0]) != "npu_quantize":
-            return None
-        codes = read(readers[0])
+
+    def refused(given: Mapping[str, Any], codes: Mapping[str, Any]) -> str:
         fits = static_scales(codes["scales"], codes["zero_points"], given["x1"])
-        count += not first_reason(_other_codes(codes), fits, aligned_rows(context, given["x1"]))
-    return count
+        return first_reason(_other_codes(codes), fits, aligned_rows(context, given["x1"]))
+
+    return count_owed(context, "npu_quantize", refused)
 
 
 _AFTER = ("eliminate_common_subexpressions", "fuse_npu_add_rms_norm")

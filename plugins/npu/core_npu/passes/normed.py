@@ -5,7 +5,7 @@ Of the norm's results only the first may be read in another place, and only by w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 from torch import fx
 
 from core.common.passes import view
+from core.common.passes.context import PassContext
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import is_row
+from core_npu.passes.streams import streams
 
-__all__ = ["ADD_NORM", "NORM", "Normed", "flattens", "normed"]
+__all__ = ["ADD_NORM", "NORM", "Normed", "count_owed", "flattens", "normed"]
 
 NORM, ADD_NORM = "npu_rms_norm", "npu_add_rms_norm"
 _VIEWS = ("view", "reshape", "flatten")
@@ -121,3 +123,25 @@ def flattens(node: fx.Node) -> bool:
         return False
     source, result = view.shape(node.args[0]), view.shape(node)
     return bool(source) and result is not None and len(result) == 2 and view.same_sizes(result[1:], (source or ())[-1:])
+
+
+def count_owed(
+    context: PassContext, follower: str, refused: Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+) -> int | None:
+    """Count norms of sums whose values one call of `follower` alone reads, without anything between.
+
+    refused: called with the arguments of the norm and of the follower; gives a reason, or nothing. None where a bias, a
+    view, a write or a stream makes it a matter of the graph's order and shapes.
+    """
+    if context.analysis("writes").all_written or streams(context.graph):
+        return None
+    count = 0
+    for norm in (node for node in context.graph.nodes if called(node) == ADD_NORM):
+        found = results(norm) or {}
+        readers = [user for value in found.get(0, ()) for user in value.users]
+        if len(readers) != 1 or found.get(1):
+            continue
+        if called(readers[0]) != follower:
+            return None
+        count += not refused(read(norm), read(readers[0]))
+    return count
