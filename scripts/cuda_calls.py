@@ -21,19 +21,27 @@ def randn(*shape: int, device: str = "cuda") -> torch.Tensor:
     return torch.randn(*shape, device=device, dtype=DTYPE)
 
 
-def paged(batch: int, new: int, context: int, heads: Heads, device: str = "cuda") -> dict[str, Any]:
-    """Return a call of `core::attention`: `batch` sequences of `context` tokens, of which `new` are this step's."""
+def paged(
+    batch: int, new: int, context: int, heads: Heads, device: str = "cuda", *, codes: bool = False
+) -> dict[str, Any]:
+    """Return a call of `core::attention`: `batch` sequences of `context` tokens, of which `new` are this step's.
+
+    codes: whether the caches hold fp8 codes, which stand for themselves.
+    """
     num_heads, num_kv, size = heads
     blocks = -(-context // PAGE)
     table = 1 + torch.randperm(batch * blocks, device=device, dtype=torch.int32).view(batch, blocks)
     positions = torch.arange(context - new, context, device=device)
     slots = table.long()[:, positions // PAGE] * PAGE + positions % PAGE
+    caches = [randn(1 + batch * blocks, PAGE, num_kv, size, device=device) for _ in range(2)]
+    if codes:
+        caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
     return {
         "query": randn(batch * new, num_heads, size, device=device),
         "key": randn(batch * new, num_kv, size, device=device),
         "value": randn(batch * new, num_kv, size, device=device),
-        "key_cache": randn(1 + batch * blocks, PAGE, num_kv, size, device=device),
-        "value_cache": randn(1 + batch * blocks, PAGE, num_kv, size, device=device),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
         "block_table": table,
         "slot_mapping": slots.flatten(),
         "seq_lens": torch.full((batch,), context, device=device, dtype=torch.int32),
@@ -43,9 +51,9 @@ def paged(batch: int, new: int, context: int, heads: Heads, device: str = "cuda"
     }
 
 
-def moved_bytes(batch: int, new: int, context: int, heads: Heads) -> int:
+def moved_bytes(batch: int, new: int, context: int, heads: Heads, *, codes: bool = False) -> int:
     """Return the bytes that such a call must move: keys and values once, queries in and results out."""
-    return 2 * batch * heads[1] * heads[2] * context * 2 + 2 * 2 * batch * new * heads[0] * heads[2]
+    return 2 * batch * heads[1] * heads[2] * context * (1 if codes else 2) + 2 * 2 * batch * new * heads[0] * heads[2]
 
 
 def dense(call: Mapping[str, Any], new: int, context: int) -> torch.Tensor:
@@ -55,11 +63,12 @@ def dense(call: Mapping[str, Any], new: int, context: int) -> torch.Tensor:
     """
     batch = call["seq_lens"].shape[0]
     keys, values = (
-        call[name][call["block_table"].long()].flatten(1, 2)[:, :context].clone()
+        call[name].to(DTYPE)[call["block_table"].long()].flatten(1, 2)[:, :context].clone()
         for name in ("key_cache", "value_cache")
     )
-    keys[:, context - new :] = call["key"].unflatten(0, (batch, new))
-    values[:, context - new :] = call["value"].unflatten(0, (batch, new))
+    kept = call["key_cache"].dtype
+    keys[:, context - new :] = call["key"].to(kept).to(DTYPE).unflatten(0, (batch, new))
+    values[:, context - new :] = call["value"].to(kept).to(DTYPE).unflatten(0, (batch, new))
     query = call["query"].unflatten(0, (batch, new)).transpose(1, 2)
     out = functional.scaled_dot_product_attention(
         query, keys.transpose(1, 2), values.transpose(1, 2), is_causal=new > 1, enable_gqa=True, scale=call["scale"]

@@ -129,12 +129,13 @@ class QuantizedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of sequences with `new` tokens each, of `context` in all."""
+    """Attention of sequences with `new` tokens each, of `context` in all; codes: whether the cache holds fp8 codes."""
 
     batch: int
     new: int
     context: int
     heads: Heads
+    codes: bool = False
 
     library = None
 
@@ -151,11 +152,11 @@ class Attention:
     @property
     def num_bytes(self) -> int:
         """What it must move."""
-        return moved_bytes(self.batch, self.new, self.context, self.heads)
+        return moved_bytes(self.batch, self.new, self.context, self.heads, codes=self.codes)
 
     def make(self, device: str) -> dict[str, Any]:
         """Return a call."""
-        return paged(self.batch, self.new, self.context, self.heads, device)
+        return paged(self.batch, self.new, self.context, self.heads, device, codes=self.codes)
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
@@ -182,7 +183,7 @@ class Attention:
     def same_kernel(self, config: Any) -> tuple[Any, ...]:
         """Return what the compiled kernel depends on."""
         splits = {"splits": config.splits > 1} if self.new == 1 else {}
-        return (self.op, self.heads, *{**asdict(config), **splits}.values())
+        return (self.op, self.heads, self.codes, *{**asdict(config), **splits}.values())
 
     def _shape(self) -> Any:
         from core_cuda.ops import decode_attention, prefill_attention
@@ -191,7 +192,7 @@ class Attention:
         if self.new == 1:
             return decode_attention.DecodeShape(
                 num_seqs=self.batch, num_kv_heads=num_kv, num_rows=num_heads // num_kv, head_size=size,
-                value_size=size, num_positions=self.context, itemsize=DTYPE.itemsize,
+                value_size=size, num_positions=self.context, itemsize=1 if self.codes else DTYPE.itemsize,
             )  # fmt: skip
         return prefill_attention.PrefillShape(
             num_tokens=self.batch * self.new, num_seqs=self.batch, num_heads=num_heads, num_kv_heads=num_kv,
@@ -284,3 +285,4 @@ def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
         yield from (Experts(tokens, *experts) for tokens in (*rows, 1024, 4096))
     sizes = [(batch, 1, context) for batch, context in COUNTS] + [(1, tokens, tokens) for tokens in PROMPTS]
     yield from (Attention(*size, (heads, kv_heads, head)) for size in sizes)
+    yield from (Attention(batch, 1, context, (heads, kv_heads, head), codes=True) for batch, context in COUNTS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -100,7 +101,7 @@ def keep(path: Path, about: Mapping[str, Any], op: str, entry: Mapping[str, Any]
 
 def main(
     presets: str = typer.Option("llama-1b,llama-8b,qwen3-8b,qwen3-30b-a3b", help="Shapes, by name."),
-    only: str = typer.Option("", help="Tune only ops whose name holds this; the file keeps what it has of others."),
+    only: str = typer.Option("", help="Tune only problems whose op or text this expression finds; others are kept."),
     rows: str = typer.Option("1,2,4,8,16,32,64,128", help="Numbers of rows of linear layers."),
     out: Path | None = typer.Option(None, help="File to write; default: the plugin's own."),
     processes: int = typer.Option(os.cpu_count() or 1, help="Processes that compile."),
@@ -110,7 +111,7 @@ def main(
     from core_cuda import tuned
 
     counts = [int(count) for count in rows.split(",")]
-    found = dict.fromkeys(p for preset in presets.split(",") for p in problems(preset, counts) if only in p.op)
+    found = dict.fromkeys(p for preset in presets.split(",") for p in problems(preset, counts) if re.search(only, f"{p.op} {p}"))
     major, minor = torch.cuda.get_device_capability()
     tasks = distinct([(p, c, 10 * major + minor) for p in found for c in p.candidates() if not of_library(c)])
     print(f"compiling {len(tasks)} kernels in {processes} processes")

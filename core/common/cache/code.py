@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -26,6 +26,8 @@ _NEVER_CALLED = frozenset(
 # How classes hold attributes of their instances, whose values are read off the instances.
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _IMPORT = dis.opmap["IMPORT_NAME"]
+# Results of `importlib.metadata.packages_distributions`, whose order differs between processes: it takes names from sets.
+_OF_NO_ORDER = frozenset({"transformers.utils.import_utils:PACKAGE_DISTRIBUTION_MAPPING"})
 
 
 def is_whole(package: str, more: frozenset[str] = frozenset()) -> bool:
@@ -102,6 +104,12 @@ def plain_members(owner: types.ModuleType | type) -> Iterator[tuple[str, Any]]:
             code = isinstance(value, (types.ModuleType, type, *_DESCRIPTORS)) or unwrapped(value)
             if not code and not is_dunder(name):
                 yield name, value
+
+
+def items_of(path: str, mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return a mapping's items, not what a subclass makes of them, sorted where their order is one of chance."""
+    items = list(dict.items(mapping) if isinstance(mapping, dict) else mapping.items())
+    return [(key, sorted(value)) for key, value in sorted(items)] if path in _OF_NO_ORDER else items
 
 
 def names_of(function: types.FunctionType) -> tuple[str, ...]:

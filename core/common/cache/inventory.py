@@ -325,8 +325,7 @@ class Inventory(Facts):
 
     def _add_items(self, path: str, mapping: Mapping[Any, Any]) -> None:
         kind, names = type(mapping), []
-        held = dict.items(mapping) if isinstance(mapping, dict) else mapping.items()  # not what a subclass makes of it
-        for number, (key, value) in enumerate(held):
+        for number, (key, value) in enumerate(code.items_of(path, mapping)):
             if type(key) in _ATOMS:
                 name = repr(key)
                 self._texts.update([key] if type(key) is str else ())

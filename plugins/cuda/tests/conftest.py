@@ -31,10 +31,10 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mend Triton 3.6's interpreter: rounding to narrow dtypes, products of bfloat16, sizes as bounds of loops.
+    """Mend Triton 3.6's interpreter: rounding to narrow dtypes, products of bfloat16, sizes as bounds of loops, fma.
 
-    It truncates the first or loses a carry, multiplies the bits of the second as integers, and reads the third in a way
-    that numpy 2.4 refuses.
+    It truncates the first or loses a carry, multiplies the bits of the second as integers, reads the third in a way
+    that numpy 2.4 refuses, and rounds the product of the fourth.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -60,6 +60,10 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *wide, d, *options)
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -87,3 +91,4 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", create_dot)
+    monkeypatch.setattr(builder, "create_fma", create_fma)

@@ -205,6 +205,19 @@ def test_nothing_that_python_reads_is_lost(name: str) -> None:
     assert read(make(first)) != read(make(other))
 
 
+@pytest.mark.parametrize(
+    ("module", "same"), [("transformers.utils.import_utils", True), ("transformers.utils.import_utilities", False)]
+)
+def test_which_distributions_have_a_package_is_in_no_order(module: str, same: bool) -> None:
+    def knows(found: dict[str, list[str]]) -> dict[str, str]:
+        space = {"__name__": module, "PACKAGE_DISTRIBUTION_MAPPING": found}
+        exec("def call(x):\n    return x if 'a' in PACKAGE_DISTRIBUTION_MAPPING else -x\n", space)
+        return read(space["call"])[0]
+
+    assert (knows({"a": ["x", "y"], "b": []}) == knows({"b": [], "a": ["y", "x"]})) is same
+    assert knows({"a": []}) != knows({"b": []})
+
+
 @pytest.fixture
 def _variable() -> Iterator[None]:
     yield

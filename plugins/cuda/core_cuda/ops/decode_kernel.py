@@ -69,10 +69,21 @@ def fetch_rows(rows, SIZE: tl.constexpr):
 
 
 @triton.jit
+def narrowed(q, DTYPE: tl.constexpr):
+    """Return rows (M, D) over powers of two (M,) fp32, and these, so that all but what is tiny beside a row's largest
+    fits into fp16 exactly; rows with NaN or infinity keep NaN."""
+    wide = q.to(tl.float32)
+    # The exponent of the largest, as a number: no more than it, and more than half of it.
+    sizes = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    sizes = tl.maximum(sizes, 7.888609052210118e-31)  # 2 ** -100: of rows of zeros
+    return (wide / sizes[:, None]).to(DTYPE), sizes
+
+
+@triton.jit
 def absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.constexpr):
     """Take one tile of keys and values into (top, total, acc), the state of the online softmax.
 
-    q (M, D), k (N, D), v (N, V), visible (M, N); top (M,) largest score so far, total (M,) sum of powers below it, acc
+    q (M, D), k (N, D), v (N, V), visible (M, N); scale: of the scores, one or (M, 1); top (M,) largest score so far, total (M,) sum of powers below it, acc
     (M, V) sum of values weighted by them.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -181,6 +192,8 @@ def decode_kernel(
     table = block_table + seq * table_stride
     CODES: tl.constexpr = key_cache.dtype.element_ty.is_fp8()
     DTYPE: tl.constexpr = query.dtype.element_ty
+    # fp16 holds every code, and hardware turns codes into fp16 alone: on the way to bfloat16 each takes three steps.
+    WIDE: tl.constexpr = tl.float16 if CODES and DTYPE == tl.bfloat16 else DTYPE
     if k_scale is not None:
         k_scale = tl.load(k_scale + head * K_SCALE)
         scale *= k_scale
@@ -232,6 +245,10 @@ def decode_kernel(
         else:
             q = rotated_rows(q_rows, live, cos + tokens * cos_stride, sin + tokens * sin_stride, query_weight,
                              eps, offset, D, BLOCK_D, ROTATION)  # fmt: skip
+        factor = scale
+        if WIDE != DTYPE:
+            q, sizes = narrowed(q, WIDE)
+            factor = scale * sizes[:, None]
 
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -261,11 +278,11 @@ def decode_kernel(
             tl.store(k_slots[:, None] + d[None, :], k, mask=k_mask)
             tl.store(v_slots[:, None] + v_columns[None, :], v, mask=v_mask)
             if CODES:
-                k, v = k.to(DTYPE), v.to(DTYPE)
+                k, v = k.to(WIDE), v.to(WIDE)
             visible = there[None, :] & (new[None, :] <= steps[:, None])
             if WINDOWED:
                 visible = visible & (new[None, :] > steps[:, None] - window)
-            top, total, acc = absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+            top, total, acc = absorbed(q, k, v, visible, top, total, acc, factor, SOFTCAP)
 
         for tile in range(start, end, BLOCK_N):
             positions = tile + tl.arange(0, BLOCK_N)
@@ -277,11 +294,11 @@ def decode_kernel(
             v_places = v_head + (block * value_block + in_block * value_slot)[:, None] + v_columns[None, :]
             v = tl.load(v_places, mask=inside(there, v_columns, V, BLOCK_V), other=0.0)
             if CODES:
-                k, v = k.to(DTYPE), v.to(DTYPE)
+                k, v = k.to(WIDE), v.to(WIDE)
             visible = there[None, :]
             if WINDOWED:
                 visible = visible & (positions[None, :] > (num_old - window + steps)[:, None])
-            top, total, acc = absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+            top, total, acc = absorbed(q, k, v, visible, top, total, acc, factor, SOFTCAP)
 
         if num_shares == 1:
             finish(out, sinks, v_scale, out_scale, head, first, num_new, top, total, acc, GROUP, V, BLOCK_M, BLOCK_V,

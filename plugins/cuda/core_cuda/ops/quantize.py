@@ -79,8 +79,15 @@ def scale_of(largest_value, CODE: tl.constexpr):
 
 @triton.jit
 def to_codes(values, scale, CODE: tl.constexpr):
-    """Return values / scale as codes of dtype CODE: cut off at its range, to nearest even. NaN stays NaN in fp8."""
-    quotient = tl.div_rn(values, scale)
+    """Return values / scale as codes of dtype CODE: cut off at its range, to nearest even. NaN stays NaN in fp8.
+
+    The quotient is a product with the reciprocal and one correction, which gives the rounded quotient (Markstein, 1990)
+    at a third of a division's instructions; the reciprocal is taken once where one scale serves many values.
+    """
+    inverse = tl.div_rn(1.0, scale)
+    near = values * inverse
+    quotient = tl.fma(tl.fma(-near, scale, values), inverse, near)
+    quotient = tl.where(quotient == quotient, quotient, near)  # the correction makes NaN where one of them is infinite
     if CODE.is_int8():
         quotient = tl.where(quotient > 127.0, 127.0, tl.where(quotient < -128.0, -128.0, quotient))
         # 1.5 * 2**23: at this size fp32 holds integers only, so that the addition rounds.
