@@ -70,8 +70,8 @@ def judge_coded(trial: Trial, judged: Judged) -> None:
     """Judge codes, scales and further results of an op that computes values and ends in their codes.
 
     As `judge_quantized` does, but the values before the codes are rounded too, which moves codes of eager also: theirs
-    may be twice as far from the fp64 ones as eager's are, and twice as many may differ, beside the share that
-    quantising alone may move.
+    may be twice as far from the fp64 ones as eager's are, or as far as T1 lets the values be, and twice as many may
+    differ, beside the share that quantising alone may move.
     """
     codes, exact_codes, kwargs = judged.results[0], judged.references[0], judged.kwargs
     for index, name in enumerate(("scale", *("further result",) * (len(judged.results) - 2)), 1):
@@ -83,13 +83,26 @@ def judge_coded(trial: Trial, judged: Judged) -> None:
         return
     if not codes.numel():
         return
-    share = CODE_SHARES[kwargs[next(name for name in ("x", "gate", "query") if name in kwargs)].dtype]
+    dtype = kwargs[next(name for name in ("x", "gate", "query") if name in kwargs)].dtype
     given, eager, wanted = map(_ordinals, (codes, judged.eager[0], exact_codes))
-    trial.record(name, "T0", *_steps(given, wanted, share, (eager - wanted).abs()), like=codes)
     sides = (judged.results, judged.eager, judged.references)
     values = [_dequantized(results[0], results[1], kwargs) for results in sides]
     step = (_step(exact_codes) * _expanded(judged.references[1], exact_codes, kwargs)).abs()
+    close = _close(values, step, dtype)
+    trial.record(name, "T0", *_steps(given, wanted, CODE_SHARES[dtype], (eager - wanted).abs(), close), like=codes)
     trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
+
+
+def _close(values: list[Tensor], step: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tell of which values T1's bound on the largest error, and one step beside it, explains all of the difference.
+
+    Codes of a floating point lie ever closer next to zero, where what T1 lets an error be is many of them. Eager's
+    error is what its values differ by beyond a step, which quantising alone may explain.
+    """
+    result, eager, exact = values
+    error = ((eager - exact).abs() - step).clamp(min=0)
+    allowed = 3 * float(error.max()) + torch.finfo(dtype).eps * _rms(exact)  # T1's 4 f, f = eps / 4 * rms
+    return (result - exact).abs() <= allowed + 1.01 * step
 
 
 def judge_fp4(trial: Trial, judged: Judged) -> None:
@@ -141,11 +154,17 @@ def _ordinals(codes: Tensor) -> Tensor:
     return torch.where(bits >= 128, -(bits - 128), bits)
 
 
-def _steps(given: Tensor, wanted: Tensor, share: float, eager: Tensor | None = None) -> tuple[float, str]:
-    """Return the ratio of the share of differing codes to its bound, and why it fails. eager: how far its codes are."""
+def _steps(
+    given: Tensor, wanted: Tensor, share: float, eager: Tensor | None = None, close: Tensor | None = None
+) -> tuple[float, str]:
+    """Return the ratio of the share of differing codes to its bound, and why it fails.
+
+    eager: how far its codes are. close: of which codes the values are near enough, however many steps lie between.
+    """
     apart = (given - wanted).abs()
     most = 1 if eager is None else max(2 * int(eager.max()), 1)
-    far, differing = int((apart > most).sum()), int((apart > 0).sum())
+    beyond = apart > most if close is None else (apart > most) & ~close
+    far, differing = int(beyond.sum()), int((apart > 0).sum())
     if far:
         steps = "one step" if most == 1 else f"{most} steps"
         return _INF, f"{far} of {apart.numel()} codes are more than {steps} off, by up to {int(apart.max())}"

@@ -18,11 +18,11 @@ _CACHES = ("CORE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def measure_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return seconds by phase of a cold and a warm start; arguments: as `core.bench.start_worker.main` takes them.
+    """Return seconds by phase, and what the cache did, of a cold and a warm start.
 
-    Cold is with empty caches of graphs and of compiled kernels, warm with those that the cold start has filled. Both
-    find their files in the memory of the operating system if it holds them. Raises `ModelError` with what the process
-    printed last where it fails.
+    arguments: as `core.bench.start_worker.main` takes them. Cold is with empty caches of graphs and of compiled
+    kernels, warm with those that the cold start has filled. Both find their files in the memory of the operating system
+    if it holds them. Raises `ModelError` with what the process printed last where it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, name.lower()) for name in _CACHES}
@@ -42,8 +42,8 @@ def _run(arguments: Mapping[str, Any], caches: Mapping[str, str]) -> dict[str, A
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise _failed(" ".join((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-3:]))
-    phases: dict[str, float] = json.loads(lines[-1])
-    return {"phases": phases, "total_s": sum(phases.values())}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return {**found, "total_s": sum(found["phases"].values())}
 
 
 def _failed(found: str) -> ModelError:

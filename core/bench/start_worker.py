@@ -1,4 +1,4 @@
-"""The process that `core.bench.start` times: everything up to one token, then the seconds of each phase as JSON."""
+"""The process that `core.bench.start` times: all up to one token, then each phase's seconds and the cache, as JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def main(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Load, compile, serve one token; return seconds by phase.
+def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Load, compile, serve one token; return the seconds of the `phases` by name, and what the compile `cache` did.
 
     arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
     and `calibration` (or neither), `prompt` (its length) and `options` of `EngineConfig`.
@@ -64,7 +64,8 @@ def main(arguments: Mapping[str, Any]) -> dict[str, float]:
     checks = max(times.pop("engine") - report.total_s, 0.0)
     rest = max(report.total_s - sum(itemised.values()), 0.0)
     first = times.pop("first token")
-    return {**times, "checks": checks, **itemised, "rest of compile": rest, "first token": first}
+    phases = {**times, "checks": checks, **itemised, "rest of compile": rest, "first token": first}
+    return {"phases": phases, "cache": f"{report.cache.state}: {report.cache.reason}".removesuffix(": ")}
 
 
 if __name__ == "__main__":

@@ -113,4 +113,4 @@ def start_lines(start: Mapping[str, Any]) -> Iterator[str]:
     for kind in ("cold", "warm"):
         phases: Mapping[str, float] = start[kind]["phases"]
         each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
-        yield f"  {kind}: {start[kind]['total_s']:.2f} s ({each})"
+        yield f"  {kind}: {start[kind]['total_s']:.2f} s ({each}); compile cache: {start[kind]['cache']}"

@@ -22,7 +22,7 @@ from core.bench.model import open_model
 from core.bench.rates import Rates
 from core.bench.rounds import measure
 from core.bench.start import measure_start
-from core.bench.text import renderables
+from core.bench.text import renderables, start_lines
 from core.engine.engine import Engine
 from core.engine.loading import LoadedModel
 from core.errors import ModelError, UsageError
@@ -301,7 +301,9 @@ ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto"
 
 
 def test_a_start_is_itemised() -> None:
-    phases = start_worker.main({**ASKED, "began": time.time() - 1, "options": {**OPTIONS, "disable_passes": []}})
+    found = start_worker.main({**ASKED, "began": time.time() - 1, "options": {**OPTIONS, "disable_passes": []}})
+    phases, cache = found["phases"], found["cache"]
+    assert cache.split(":")[0] in ("off", "hit", "miss", "refused") and cache.rstrip(": ") == cache
     assert list(phases)[:3] == ["imports", "device", "weights"]
     assert list(phases)[3:] == ["checks", "trace", "passes", "lower", "capture", "rest of compile", "first token"]
     assert all(seconds >= 0 for seconds in phases.values()) and phases["imports"] > 1 and phases["trace"] > 0
@@ -312,12 +314,15 @@ def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pyt
 
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
         calls.append((command, env))
-        return subprocess.CompletedProcess(command, 0, f'loading\n{{"imports": {len(calls)}, "weights": 2.5}}\n', "")
+        phases = {"imports": len(calls), "weights": 2.5}
+        told = json.dumps({"phases": phases, "cache": "miss" if len(calls) == 1 else "hit"})
+        return subprocess.CompletedProcess(command, 0, f"loading\n{told}\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     found = measure_start({**ASKED, "options": {}})
-    assert found["cold"] == {"phases": {"imports": 1, "weights": 2.5}, "total_s": 3.5}
-    assert found["warm"]["total_s"] == 4.5
+    assert found["cold"] == {"phases": {"imports": 1, "weights": 2.5}, "cache": "miss", "total_s": 3.5}
+    assert found["warm"]["total_s"] == 4.5 and found["warm"]["cache"] == "hit"
+    assert list(start_lines(found))[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
     assert calls[0][0][1:3] == ["-m", "core.bench.start_worker"] and json.loads(calls[0][0][3])["began"] > 0
     folders = [env["TORCHINDUCTOR_CACHE_DIR"] for _, env in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()

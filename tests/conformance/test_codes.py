@@ -15,6 +15,7 @@ from core.common.ops.normalization_quantized import RMS_NORM_QUANTIZE, add_rms_n
 from core.common.ops.quantization import quantize
 from core_conformance.cases import ops
 from core_conformance.codes import judge_coded
+from core_conformance.judging import Judged, by_t1
 from core_conformance.trial import Trial
 from tests.conformance.planted_ops import norm_by_division, quantize_by_reciprocal, quantize_truncates
 from tests.support import cpu
@@ -96,6 +97,27 @@ def test_further_results_are_judged_too() -> None:
     failures = judged("add_rms_norm_quantize", sum_of_another, torch.float32).failures
     assert any("further result: error over bound" in failure for failure in failures)
     assert not judged("add_rms_norm_quantize", add_rms_norm_quantize, torch.float32).failures
+
+
+@pytest.mark.parametrize(("by", "passes"), [(0.25, True), (0.5, True), (20.0, False)])
+def test_next_to_zero_codes_may_be_as_far_off_as_values(by: float, passes: bool) -> None:
+    """There the codes of a float lie so close that an error which T1 passes is many of them."""
+    exact = torch.randn(64, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact[:, ::16] *= 1e-4
+    floor = torch.finfo(torch.bfloat16).eps / 4 * exact.pow(2).mean().sqrt()
+    off = exact.clone()
+    off[:, ::16] += by * floor  # next to zero alone, where rounding to half precision moves eager's codes hardly
+    scale = torch.tensor(0.0093)
+    sides = [
+        quantize(x, scale, dtype=torch.float8_e4m3fn, granularity="tensor") for x in (off, exact.bfloat16(), exact)
+    ]
+    apart = (sides[0][0].view(torch.uint8).int() - sides[2][0].view(torch.uint8).int()).abs()
+    assert apart[:, ::16][sides[2][0][:, ::16].float() >= 0].max() > 4
+    trial = Trial("cpu", lambda: (cpu(), ConformanceProfile()))
+    call = {"x": exact.bfloat16(), "granularity": "tensor"}
+    judge_coded(trial, Judged("call", call, sides[0], sides[1], lambda: sides[2], by_t1))
+    far = [failure for failure in trial.failures if "steps off" in failure or "step off" in failure]
+    assert bool(far) is not passes, trial.failures
 
 
 def test_the_op_is_judged_by_this_rule() -> None:
