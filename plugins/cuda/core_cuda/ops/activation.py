@@ -52,7 +52,7 @@ def default_config(num_rows: int, width: int, *, region: int = 0) -> GateConfig:
     """
     if region == width:
         block = triton.next_power_of_2(width)
-        return GateConfig(block=block, num_warps=min(max(block // 512, 1), 16))
+        return GateConfig(block=block, num_warps=min(max(block // 512, 1), 32))
     many = num_rows * width >= 4096 * launching.num_multiprocessors()
     block = max(min(2048 if many else 512, max(triton.next_power_of_2(width), 32)), region)
     # 16 bytes of half precision to a thread and load; two loads each of gate and up where there is enough to do.

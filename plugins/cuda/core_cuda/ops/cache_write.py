@@ -11,7 +11,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.quantize import to_codes
+from core_cuda.ops.quantize import to_codes, to_numbers
 
 __all__ = ["CODES", "codes_of", "head_stride", "refused_cache", "refused_dtypes", "write_cache"]
 
@@ -108,11 +108,11 @@ def refused_cache(name: str, cache: Tensor) -> str | None:
 
 @triton.jit
 def codes_of(rows, scale, CODE: tl.constexpr):
-    """Return the codes of dtype CODE of rows in fp32 over their scale, None for 1."""
+    """Return the codes of dtype CODE of rows in fp32 over their scale, None for 1, and as numbers, in fp32."""
     if scale is None:
-        return to_codes(rows, 1.0, CODE)
+        return to_codes(rows, 1.0, CODE), to_numbers(rows, 1.0)
     else:
-        return to_codes(rows, scale, CODE)
+        return to_codes(rows, scale, CODE), to_numbers(rows, scale)
 
 
 @triton.jit
@@ -174,9 +174,9 @@ def _write_kernel(
             k_scale = tl.load(k_scale + head * K_SCALE)
         if v_scale is not None:
             v_scale = tl.load(v_scale + head * V_SCALE)
-        keys = codes_of(keys.to(tl.float32), k_scale, key_cache.dtype.element_ty)
-        values = codes_of(values.to(tl.float32), v_scale, value_cache.dtype.element_ty)
-        write_rows(keys, rounded_key + rows * D, own, D, BLOCK_D)
-        write_rows(values, rounded_value + rows * V, own, V, BLOCK_V)
+        keys, key_numbers = codes_of(keys.to(tl.float32), k_scale, key_cache.dtype.element_ty)
+        values, value_numbers = codes_of(values.to(tl.float32), v_scale, value_cache.dtype.element_ty)
+        write_rows(key_numbers, rounded_key + rows * D, own, D, BLOCK_D)
+        write_rows(value_numbers, rounded_value + rows * V, own, V, BLOCK_V)
     write_rows(keys, key_cache + head * stride_key_head + slots * stride_key_slot, own, D, BLOCK_D)
     write_rows(values, value_cache + head * stride_value_head + slots * stride_value_slot, own, V, BLOCK_V)

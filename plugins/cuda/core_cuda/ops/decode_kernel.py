@@ -83,8 +83,8 @@ def narrowed(q, DTYPE: tl.constexpr):
 def absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.constexpr):
     """Take one tile of keys and values into (top, total, acc), the state of the online softmax.
 
-    q (M, D), k (N, D), v (N, V), visible (M, N); scale: of the scores, one or (M, 1); top (M,) largest score so far, total (M,) sum of powers below it, acc
-    (M, V) sum of values weighted by them.
+    q (M, D), k (N, D), v (N, V), visible (M, N); scale: of the scores, one or (M, 1); top (M,) largest score so far,
+    total (M,) sum of powers below it, acc (M, V) sum of values weighted by them.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
@@ -193,7 +193,7 @@ def decode_kernel(
     CODES: tl.constexpr = key_cache.dtype.element_ty.is_fp8()
     DTYPE: tl.constexpr = query.dtype.element_ty
     # fp16 holds every code, and hardware turns codes into fp16 alone: on the way to bfloat16 each takes three steps.
-    WIDE: tl.constexpr = tl.float16 if CODES and DTYPE == tl.bfloat16 else DTYPE
+    WIDE: tl.constexpr = tl.float16 if CODES and DTYPE.is_bf16() else DTYPE
     if k_scale is not None:
         k_scale = tl.load(k_scale + head * K_SCALE)
         scale *= k_scale
@@ -270,15 +270,18 @@ def decode_kernel(
             k_slots = k_head + slots // PAGE * key_block + slots % PAGE * key_slot
             v_slots = v_head + slots // PAGE * value_block + slots % PAGE * value_slot
             if CODES:
-                k, v = codes_of(k.to(tl.float32), k_scale, key_cache.dtype.element_ty), v.to(tl.float32)
+                k_codes, k = codes_of(k.to(tl.float32), k_scale, key_cache.dtype.element_ty)
+                v = v.to(tl.float32)
                 if v_scale is None:
-                    v = codes_of(v, None, value_cache.dtype.element_ty)
+                    v_codes, v = codes_of(v, None, value_cache.dtype.element_ty)
                 else:
-                    v = codes_of(v, tl.load(v_scale), value_cache.dtype.element_ty)
-            tl.store(k_slots[:, None] + d[None, :], k, mask=k_mask)
-            tl.store(v_slots[:, None] + v_columns[None, :], v, mask=v_mask)
-            if CODES:
+                    v_codes, v = codes_of(v, tl.load(v_scale), value_cache.dtype.element_ty)
+                tl.store(k_slots[:, None] + d[None, :], k_codes, mask=k_mask)
+                tl.store(v_slots[:, None] + v_columns[None, :], v_codes, mask=v_mask)
                 k, v = k.to(WIDE), v.to(WIDE)
+            else:
+                tl.store(k_slots[:, None] + d[None, :], k, mask=k_mask)
+                tl.store(v_slots[:, None] + v_columns[None, :], v, mask=v_mask)
             visible = there[None, :] & (new[None, :] <= steps[:, None])
             if WINDOWED:
                 visible = visible & (new[None, :] > steps[:, None] - window)

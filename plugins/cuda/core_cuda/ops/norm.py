@@ -52,14 +52,16 @@ class NormConfig:
 def default_config(num_rows: int, width: int) -> NormConfig:
     """Return how rows of this width are shared out: 16 values to a thread, several narrow rows to a program.
 
-    Few rows are spread over as many programs as there are multiprocessors, since then only latency counts.
+    Few rows are spread over as many programs as there are multiprocessors, and over twice as many threads, since then
+    only latency counts.
     """
     block = triton.next_power_of_2(width)
     if block > MAX_WIDTH:
         return NormConfig(rows=1, num_warps=16, early=False)
     spread = max(num_rows // launching.num_multiprocessors(), 1)
     rows = min(max(1024 // block, 1), 1 << (spread.bit_length() - 1))
-    num_warps = min(max(rows * block // 512, 1), 16)
+    per_thread = 8 if num_rows <= launching.num_multiprocessors() else 16
+    num_warps = min(max(rows * block // (32 * per_thread), 1), 16)
     return NormConfig(rows=rows, num_warps=num_warps, early=rows * block <= _FEW_REGISTERS * 32 * num_warps)
 
 

@@ -140,16 +140,18 @@ def _turn(
             k_scale = tl.load(k_scale + at[2] * K_SCALE, mask=live, other=1.0)[:, None]
         KEY: tl.constexpr = to_rows.dtype.element_ty
         CODE: tl.constexpr = cache[0].dtype.element_ty
-        first = codes_of(first.to(KEY).to(tl.float32), k_scale, CODE)
-        second = codes_of(second.to(KEY).to(tl.float32), k_scale, CODE)
+        first_code, first = codes_of(first.to(KEY).to(tl.float32), k_scale, CODE)
+        second_code, second = codes_of(second.to(KEY).to(tl.float32), k_scale, CODE)
     _store_pairs(to_rows, live, first, second, STYLE == "interleaved", PAIRS, BLOCK)
     if TURNED < SIZE:
         tail = tail.to(to_rows.dtype.element_ty)
         if CODES:
-            codes = codes_of(tail.to(tl.float32), k_scale, CODE)
-            tail = codes.to(to_rows.dtype.element_ty)
+            codes, numbers = codes_of(tail.to(tl.float32), k_scale, CODE)
+            tail = numbers.to(to_rows.dtype.element_ty)
         tl.store(to_rows[:, None] + TURNED + columns[None, :], tail, mask=tail_mask)
     if WRITE:
+        if CODES:
+            first, second = first_code, second_code
         _store_pairs(cached_rows, written, first, second, STYLE == "interleaved", PAIRS, BLOCK)
         if TURNED < SIZE:
             tail_mask = _inside(written, columns, SIZE - TURNED, TAIL)
@@ -174,8 +176,8 @@ def _write_values(
     if rounded is not None:
         if v_scale is not None:
             v_scale = tl.load(v_scale + head * V_SCALE, mask=written, other=1.0)[:, None]
-        values = codes_of(values.to(tl.float32), v_scale, cache[0].dtype.element_ty)
-        write_rows(values, rounded + row.to(tl.int64) * SIZE, written, SIZE, BLOCK)
+        values, numbers = codes_of(values.to(tl.float32), v_scale, cache[0].dtype.element_ty)
+        write_rows(numbers, rounded + row.to(tl.int64) * SIZE, written, SIZE, BLOCK)
     write_rows(values, cache[0] + head * cache[2] + slots * cache[1], written, SIZE, BLOCK)
 
 

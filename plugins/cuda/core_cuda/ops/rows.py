@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.common.ops.declaration import CanonicalOp, declared_ops
+from core.common.ops.declaration import CanonicalOp
+from core.common.ops.layout import layouts_of
 
 __all__ = ["TYPES", "Rows", "as_rows", "outputs", "row_starts"]
 
@@ -100,24 +100,8 @@ def _levels(tensors: Sequence[Tensor]) -> tuple[_Level, _Level] | None:
 
 def outputs(op: CanonicalOp, arguments: Mapping[str, Any], device: torch.device) -> list[Tensor]:
     """Return new tensors for the results of a call of a canonical op, of exactly the strides that its fake tells."""
-    told = tuple(
-        (name, (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value)
-        for name, value in arguments.items()
-    )
-    return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype in _layouts(op.name, told)]
-
-
-@functools.lru_cache(maxsize=1024)
-def _layouts(name: str, told: tuple[tuple[str, Any], ...]) -> list[tuple[tuple[int, ...], tuple[int, ...], Any]]:
-    # What torch makes of strides it does not write down; so this asks it, once for each form of a call.
-    arguments = {
-        name: torch.empty_strided(value[0], value[1], dtype=value[2], device="meta")
-        if isinstance(value, tuple)
-        else value
-        for name, value in told
-    }
-    made = declared_ops()[f"core::{name}"].fake(**arguments)
-    return [(tuple(t.shape), t.stride(), t.dtype) for t in (made if isinstance(made, tuple) else (made,))]
+    made = layouts_of(op.fake, (), arguments)
+    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in made]
 
 
 @triton.jit
