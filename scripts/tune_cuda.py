@@ -111,7 +111,8 @@ def main(
     from core_cuda import tuned
 
     counts = [int(count) for count in rows.split(",")]
-    found = dict.fromkeys(p for preset in presets.split(",") for p in problems(preset, counts) if re.search(only, f"{p.op} {p}"))
+    every = (problem for preset in presets.split(",") for problem in problems(preset, counts))
+    found = dict.fromkeys(problem for problem in every if re.search(only, f"{problem.op} {problem}"))
     major, minor = torch.cuda.get_device_capability()
     tasks = distinct([(p, c, 10 * major + minor) for p in found for c in p.candidates() if not of_library(c)])
     print(f"compiling {len(tasks)} kernels in {processes} processes")

@@ -26,7 +26,7 @@ _NEVER_CALLED = frozenset(
 # How classes hold attributes of their instances, whose values are read off the instances.
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _IMPORT = dis.opmap["IMPORT_NAME"]
-# Results of `importlib.metadata.packages_distributions`, whose order differs between processes: it takes names from sets.
+# Results of `importlib.metadata.packages_distributions`, which takes names from sets: orders differ between processes.
 _OF_NO_ORDER = frozenset({"transformers.utils.import_utils:PACKAGE_DISTRIBUTION_MAPPING"})
 
 
