@@ -125,6 +125,18 @@ def test_a_content_that_a_pass_has_read_is_a_factor() -> None:
     assert counts(other)["traces"] == 1 and "by, which has changed" in cache_of(other).reason
 
 
+def test_the_codes_that_a_pass_may_move_are_still_told() -> None:
+    def run(context: PassContext) -> PassResult:
+        return PassResult(matched=0)
+
+    device = {"passes": (Pass(name="looks", run=run, codes=("acme::quantize",), owner="acme 1"),)}
+    cold, warm = (start(device=device) for _ in range(2))
+    assert_warm(warm)
+    for program in (cold, warm):
+        (report,) = (each for each in program.report().traces[0].passes if each.name == "looks")
+        assert report.codes == ("acme::quantize",)
+
+
 def test_what_can_not_be_written_down_is_not_cached(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def computed(context: PassContext) -> PassResult:
         assert context.constants is not None

@@ -48,7 +48,8 @@ def decode_report(text: Mapping[str, Any], known: Collection[GraphKey]) -> Trace
 
 def _pass(text: Mapping[str, Any]) -> PassReport:
     misses = tuple(NearMiss(**each) for each in text["near_misses"])
-    return PassReport(**{**text, "elapsed_ms": 0.0, "sites": tuple(text["sites"]), "near_misses": misses})
+    lists = {name: tuple(text[name]) for name in ("sites", "codes")}
+    return PassReport(**{**text, **lists, "elapsed_ms": 0.0, "near_misses": misses})
 
 
 def encode_key(key: GraphKey) -> dict[str, Any]:

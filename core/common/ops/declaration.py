@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from core.common.ops.implementation import OpCall
+from core.common.ops.layout import laid_out
 from core.errors import UsageError
 
 _LIBRARY = torch.library.Library("core", "DEF")
@@ -80,13 +81,18 @@ class CanonicalOp:
 
 
 def declare(op: CanonicalOp) -> CanonicalOp:
-    """Register the op with torch (reference as kernel on every device, fake for tracing) and return it."""
+    """Register the op with torch (reference as kernel on every device, fake for tracing) and return it.
+
+    Of what is returned, reference and eager give results laid out as the fake says, whatever the device.
+    """
     if op.qualified_name in _DECLARED:
         raise UsageError(
             f"declaring the canonical op {op.qualified_name!r}",
             found="an op of that name is declared already",
             remedy="give it another name, or use the declared one",
         )
+    eager = None if op.eager is None else laid_out(op.eager, op.fake)
+    op = replace(op, reference=laid_out(op.reference, op.fake), eager=eager)
     _LIBRARY.define(op.schema)
     _LIBRARY.impl(op.name, op.reference, "CompositeExplicitAutograd")
     torch.library.register_fake(op.qualified_name, op.fake, lib=_LIBRARY)

@@ -136,6 +136,9 @@ class Pass:
     itself. examples: gives modules, each with its positional inputs, all in fp32 on the host, in every one of which the
     pass owes a match; each call gives new ones. For tests alone, and no part of the identity. reads_content: run may
     read what bound tensors hold, not only where and how they lie; a cached graph then serves equal contents only.
+    codes: ops, as "acme::quantize", whose int8 results are codes of a quantisation. What the pass puts in their place
+    may quantise values that were not rounded before: verification judges its codes by their steps from those of the
+    fp64 run. No part of the identity.
     """
 
     name: str
@@ -155,6 +158,7 @@ class Pass:
     on_request: str = ""
     examples: Examples | None = None
     reads_content: bool = True
+    codes: tuple[str, ...] = ()
     owner: str = "core"
 
     def __post_init__(self) -> None:

@@ -255,6 +255,7 @@ class PassManager:
             skipped=skipped,
             error=error,
             uuid=self._uuid(declared),
+            codes=declared.codes,
         )
 
     def _position(self, name: str) -> int:

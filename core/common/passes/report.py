@@ -11,7 +11,8 @@ from core.common.passes.declaration import NearMiss, Stage
 class PassReport:
     """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
 
-    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. All empty if not so.
+    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. codes: ops whose codes it
+    may move by a step (`Pass.codes`). All empty if not so.
     """
 
     name: str
@@ -25,6 +26,7 @@ class PassReport:
     skipped: str = ""
     error: str = ""
     uuid: str = ""
+    codes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Return one line: matches, near-misses and time, or why it was skipped or undone."""

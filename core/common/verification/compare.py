@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from core.common.numerics import MIN_ELEMENTS, judge
+from core.common.verification.codes import are_codes, judge_codes
 from core.common.verification.execution import error_line
 
 _INF = float("inf")
@@ -37,18 +39,24 @@ class Comparison:
         return "unjudged" if self.unjudged else "ok" if self.num_values else "nothing"
 
     def add(
-        self, names: Sequence[str], results: Sequence[Any], olds: Sequence[Any], exact: Callable[[], Sequence[Any]]
+        self,
+        names: Sequence[str],
+        results: Sequence[Any],
+        olds: Sequence[Any],
+        exact: Callable[[], Sequence[Any]],
+        codes: Collection[int] = (),
     ) -> list[tuple[str, str, float]]:
         """Judge results by the values they should be and return name, reason and ratio of each that fails.
 
-        exact: gives all fp64 values; it is called at most once, and only if something differs in a bit.
+        exact: gives all fp64 values; it is called at most once, and only if something differs in a bit. codes: which of
+        the results are codes of a quantisation.
         """
         if len(results) != len(olds):
             return [self.fail("the results", f"{len(results)} instead of {len(olds)}")]
         reference = _Reference(exact)
         failed = []
         for index, (name, result, old) in enumerate(zip(names, results, olds, strict=True)):
-            outcome = compare(result, old, lambda index=index: reference.value(index))  # type: ignore[misc]
+            outcome = compare(result, old, partial(reference.value, index), codes=index in codes)
             if outcome is None:
                 continue
             reason, ratio = outcome
@@ -84,11 +92,12 @@ class _Reference:
         return None if self._values is None else self._values[index]
 
 
-def compare(result: Any, old: Any, reference: Callable[[], Any]) -> tuple[str, float] | None:
+def compare(result: Any, old: Any, reference: Callable[[], Any], *, codes: bool = False) -> tuple[str, float] | None:
     """Judge a result by T0 and T1; return the reason why it fails ("" if it does not) and its error over the bound.
 
-    reference: gives the fp64 value, and is asked for only where a floating result differs in a bit; None if there is
-    none, and then None is returned.
+    reference: gives the fp64 value, and is asked for only where a floating result differs in a bit, or codes do; None
+    if there is none, and then None is returned, but for codes, which have to be equal then. codes: int8 results are
+    codes of a quantisation, that a rounding may move.
     """
     if not isinstance(old, Tensor) or not isinstance(result, Tensor):
         return ("", 0.0) if type(result) is type(old) and result == old else (f"{result!r} instead of {old!r}", _INF)
@@ -99,6 +108,8 @@ def compare(result: Any, old: Any, reference: Callable[[], Any]) -> tuple[str, f
         return f"on {result.device} instead of {old.device}", _INF
     if torch.equal(result, old) or _both_nan(result, old):
         return "", 0.0
+    if codes and are_codes(old) and are_codes(exact := reference()) and exact.shape == old.shape:
+        return judge_codes(result, old, exact)
     if not old.dtype.is_floating_point:
         return f"{int((result != old).sum())} of {old.numel()} elements differ", _INF
     exact = reference()

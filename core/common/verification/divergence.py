@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,12 @@ def first_divergence(
     after: tuple[fx.GraphModule, Sequence[Any]],
     decided: Mapping[str, Any],
     pinned: Mapping[str, Any],
+    codes: Collection[str] = (),
 ) -> Divergence | None:
     """Return the first node of the graph after whose value is not that of its counterpart before, or None.
 
     Counterparts have the same name, or one replaced the other. decided, pinned: for the fp64 run, and for that of the
-    graph after. None also where the fp64 run fails.
+    graph after. codes: nodes of the graph before with codes that the pass may move. None also where the fp64 run fails.
     """
     for names in _rounds(pass_name, before[0], after[0]):
         old, new, exact = _Values(before[0], names.values()), _Values(after[0], names), _Values(before[0], ())
@@ -57,7 +58,8 @@ def first_divergence(
                     run_graph(*before, watchers=[exact], fp64=True, pinned=decided)
                 except Exception:
                     return None
-            reason, ratio = _judge(new.seen[name], old.seen[counterpart], exact.seen.get(counterpart))
+            values = new.seen[name], old.seen[counterpart], exact.seen.get(counterpart)
+            reason, ratio = _judge(*values, codes=counterpart in codes)
             if reason:
                 node = next(node for node in after[0].graph.nodes if node.name == name)
                 return Divergence(name, site_name(node), f"here the graphs part: {reason}", ratio)
@@ -113,14 +115,14 @@ def _equal(result: Any, old: Any) -> bool:
     return not reason
 
 
-def _judge(result: Any, old: Any, exact: Any) -> tuple[str, float]:
+def _judge(result: Any, old: Any, exact: Any, *, codes: bool = False) -> tuple[str, float]:
     """Judge a value leaf by leaf; without a reference whatever differs in a bit is wrong."""
     news, olds = pytree.tree_leaves(result), pytree.tree_leaves(old)
     references = pytree.tree_leaves(exact) if exact is not None else [None] * len(olds)
     if not len(news) == len(olds) == len(references):
         return f"{len(news)} values instead of {len(olds)}", float("inf")
     for new, known, reference in zip(news, olds, references, strict=True):
-        outcome = compare(new, known, lambda reference=reference: reference)  # type: ignore[misc]
+        outcome = compare(new, known, lambda reference=reference: reference, codes=codes)  # type: ignore[misc]
         reason, ratio = outcome if outcome is not None else ("it differs", float("inf"))
         if reason:
             return reason, ratio

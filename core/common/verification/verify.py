@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from core.common.passes.sites import MADE_BY
+from core.common.verification.codes import codes_among, outputs_among, quantisations
 from core.common.verification.compare import Comparison
 from core.common.verification.divergence import first_divergence
 from core.common.verification.execution import Run, bind, error_line, run_graph, widened
@@ -153,21 +154,30 @@ class _Judged:
         added = {name: value for name, value in added.items() if name not in known}
         old = run_graph(self._before, old_values, watchers=[Feed(regions, added, self.site)])
         pinned = _unchanged(old.decided, self._report.name, self._before, self._after)
+        # What the pass may quantise anew is no decision, but rounded, in the fp64 run too; all other codes are kept.
+        made = quantisations(self._before.graph, self._report.codes) - pinned.keys()
+        codes = codes_among(self._before.graph, made)
+        decided = {name: value for name, value in old.decided.items() if name not in codes}
         try:
             new = run_graph(self._after, new_values, pinned=pinned)
         except Exception as error:
             self._wrong("the rewritten graph", f"it can't be run: {error_line(error)}")
             return
-        self.whole(old, new, old_values)
+        self.whole(old, new, old_values, decided, codes)
         if len(self.findings) > num_findings and not any(finding.node for finding in self.findings[num_findings:]):
             found = first_divergence(
-                self._report.name, (self._before, old_values), (self._after, new_values), old.decided, pinned
+                self._report.name, (self._before, old_values), (self._after, new_values), decided, pinned, codes
             )
             if found is not None:
                 self.findings.append(Finding(where=found.site, reason=found.reason, ratio=found.ratio, node=found.node))
 
-    def whole(self, old: Run, new: Run, values: Sequence[Any]) -> None:
-        """Judge outputs and written inputs of the two whole runs."""
+    def whole(
+        self, old: Run, new: Run, values: Sequence[Any], decided: Mapping[str, Any], codes: Collection[str]
+    ) -> None:
+        """Judge outputs and written inputs of the two whole runs.
+
+        decided: what the fp64 run takes as it was in the old one; codes: nodes that the pass may quantise anew.
+        """
         if len(old.outputs) != len(new.outputs):
             self._wrong("the outputs", f"{len(new.outputs)} instead of {len(old.outputs)}")
             return
@@ -182,10 +192,10 @@ class _Judged:
         olds = [*old.outputs, *old.written.values()]
 
         def exact() -> list[Any]:
-            run = run_graph(self._before, values, fp64=True, pinned=old.decided)
+            run = run_graph(self._before, values, fp64=True, pinned=decided)
             return [*run.outputs, *(run.written[name] for name in old.written)]
 
-        self._judge(names, results, olds, exact)
+        self._judge(names, results, olds, exact, codes=outputs_among(self._before, codes))
 
     def site(self, region: Region, seen: Mapping[str, Any]) -> None:
         """Judge one region on the values that both sides get."""
@@ -203,12 +213,16 @@ class _Judged:
         results = [new.inputs[after[name]] if name in after else seen[name] for name in wrote]
         olds = [old.inputs[writes[name]] if name in writes else seen[name] for name in wrote]
 
+        codes = codes_among(region.before.graph, quantisations(region.before.graph, self._report.codes))
+        decided = {name: value for name, value in old.decided.items() if name not in codes}
+
         def exact() -> list[Any]:
-            run = run_graph(region.before, region.order_before(seen), fp64=True, pinned=old.decided)
+            run = run_graph(region.before, region.order_before(seen), fp64=True, pinned=decided)
             return [*run.outputs, *(run.inputs[writes[name]] if name in writes else seen[name] for name in wrote)]
 
         names = [region.site] * (len(old.outputs) + len(wrote))
-        self._judge(names, [*new.outputs, *results], [*old.outputs, *olds], exact, region.node)
+        coded = outputs_among(region.before, codes)
+        self._judge(names, [*new.outputs, *results], [*old.outputs, *olds], exact, region.node, coded)
 
     def _judge(
         self,
@@ -217,8 +231,9 @@ class _Judged:
         olds: Sequence[Any],
         exact: Callable[[], Sequence[Any]],
         node: str = "",
+        codes: Collection[int] = (),
     ) -> None:
-        for name, reason, ratio in self.compared.add(names, results, olds, exact):
+        for name, reason, ratio in self.compared.add(names, results, olds, exact, codes):
             self.findings.append(Finding(where=name, reason=reason, ratio=ratio, node=node))
 
     def _wrong(self, where: str, reason: str, node: str = "") -> None:

@@ -52,7 +52,7 @@ def test_without_implementations_the_reference_is_called(arguments: dict[str, An
     assert lower_ops(module, ()) == (
         OpChoice(op="core::attention", node="attention_default", implementation="reference"),
     )
-    assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [reference]
+    assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [ATTENTION.reference]
     assert torch.equal(run(module, arguments), before)
 
 

@@ -1,0 +1,91 @@
+"""Results laid out as their op's fake says, also where a device's own ops lay them out otherwise.
+
+A trace believes fakes, which give what torch's elementwise ops promise: results in the memory order of their inputs.
+Not every device keeps that promise; some give contiguous results for whatever lies in another order. A reference is
+plain torch ops, so there its results would have other strides than the graph that was traced counts on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides in elements, dtype."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def laid_out(reference: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reference with its results copied into the layout that the fake gives, where theirs is another.
+
+    Asks the fake only where an argument is not contiguous. Results are never moved while a graph is traced: a tracer's
+    tensors have the strides that the fake gives.
+    """
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = reference(*args, **kwargs)
+        if torch.compiler.is_compiling() or not _may_differ((*args, *kwargs.values())):
+            return results
+        layouts = layouts_of(fake, args, kwargs)
+        if isinstance(results, Tensor):
+            return _moved(results, layouts[0])
+        return tuple(map(_moved, results, layouts)) if isinstance(results, tuple) else results
+
+    return run
+
+
+def layouts_of(fake: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Layout]:
+    """Return what a fake says of the results of a call with these arguments: the layout of each, in order."""
+    return _layouts(fake, tuple(map(_told, args)), tuple((name, _told(value)) for name, value in kwargs.items()))
+
+
+def _may_differ(values: Sequence[Any]) -> bool:
+    """Tell whether these are tensors with memory of their own, of which one is not contiguous."""
+    found = False
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in _PLAIN or torch._is_functional_tensor(value):
+                return False
+            found = found or not value.is_contiguous()
+    return found
+
+
+def _told(value: Any) -> Any:
+    return (_told, tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _shown(value: Any) -> Any:
+    if not isinstance(value, tuple) or value[:1] != (_told,):
+        return value
+    _, shape, strides, dtype = value
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+@functools.lru_cache(maxsize=1024)
+def _layouts(
+    fake: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[Layout, ...]:
+    # What torch makes of strides it does not write down; so this asks it, once for each form of a call. What watches
+    # the call itself, as a mode that records it, is to see nothing of this.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        made = fake(*map(_shown, args), **{name: _shown(value) for name, value in kwargs})
+    results = made if isinstance(made, tuple) else (made,)
+    return tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
+
+
+def _moved(result: Tensor, layout: Layout) -> Tensor:
+    """Return a result in the strides of the layout, itself where it has them already."""
+    shape, strides, _ = layout
+    # A dimension of one, or an empty tensor, has no stride that anything could read.
+    if tuple(result.shape) != shape or not result.numel():
+        return result
+    if all(have == want for have, want, size in zip(result.stride(), strides, shape, strict=True) if size > 1):
+        return result
+    return torch.empty_strided(shape, strides, dtype=result.dtype, device=result.device).copy_(result)
