@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import core.common.ops.canonical  # noqa: F401  # registers the namespace that a test names
-from core._fake_worker import _load
+from core import _fake_worker
+from core._fake_worker import _Library, _load
+from core.common.fakes import FakeOp, FakeResult, like
+from core.common.ops.declaration import Sample
 from core.errors import UsageError
 from core.fake_checks import LibraryCheck, OpCheck, check_library
-from tests.support import refused
+from tests.support import cpu, refused
 
 LYING = str(Path(__file__).parent / "data/lying_ops.py")
 
@@ -88,6 +93,17 @@ def test_declared_samples_come_first_and_the_fakes_of_the_device_are_tested() ->
     }
     assert {verdicts[name].verdict for name in untrue} == {"lies"}
     assert verdicts["rotary_embedding_cpu"].calls == 3
+
+
+def test_an_op_of_another_device_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(device: torch.device) -> Iterator[Sample]:
+        raise NotImplementedError("another chip's op")
+        yield
+
+    fake = FakeOp(op="aten::neg", rule=like("self"), samples=samples)
+    opened = _Library(cpu(fakes=((fake, FakeResult(applied=False, reason="")),)), ["aten::neg"])
+    monkeypatch.setattr(_fake_worker, "_opened", lambda: opened)
+    assert _fake_worker._call("aten::neg", 0, run=True) == {"state": "impossible", "why": "another chip's op"}
 
 
 def test_a_library_that_can_not_be_loaded_is_one_clear_error() -> None:

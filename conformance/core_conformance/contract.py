@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from core.common.fakes.memory import memory, same_bits, whole
 from core.common.fakes.parity import alias_problems, sharing
@@ -32,12 +33,15 @@ def check_writes(
     trial: Trial, name: str, mutates: Sequence[str], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> None:
     """Require that the memory of every argument outside `mutates` holds the bits it held before the call."""
-    may_change = {memory(after[key]) for key in mutates if isinstance(after.get(key), Tensor)}
+    may_change = {memory(leaf) for key in mutates for leaf in _tensors(after.get(key))}
     for key, value in after.items():
-        if not isinstance(value, Tensor) or memory(value) in may_change:
-            continue
-        kept = same_bits(whole(value), whole(before[key]))
+        pairs = zip(_tensors(value), _tensors(before[key]), strict=True)
+        kept = all(memory(leaf) in may_change or same_bits(whole(leaf), whole(old)) for leaf, old in pairs)
         trial.require(kept, f"{name}: writes its argument {key!r}, which the schema does not declare")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def check_aliasing(trial: Trial, name: str, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:

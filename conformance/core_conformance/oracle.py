@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from core.common.verification.execution import Copies, ReferenceMode
 
@@ -13,7 +14,7 @@ from core.common.verification.execution import Copies, ReferenceMode
 def own(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with tensors of their own, for a function that may write into them; sharing is kept."""
     copies = Copies()
-    return {name: copies.of(value) for name, value in arguments.items()}
+    return {name: pytree.tree_map(copies.of, value) for name, value in arguments.items()}
 
 
 def on_host(arguments: Mapping[str, Any]) -> dict[str, Any]:

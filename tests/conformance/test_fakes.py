@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -76,10 +77,44 @@ def library() -> Iterator[torch.library.Library]:
         lib.define(f"{name}(Tensor x) -> (Tensor, Tensor)")
         lib.impl(name, _parts, "CPU")
         torch.library.register_fake(f"conformance_test::{name}", fake, lib=lib)
+    lib.define("kernelless(Tensor x) -> Tensor")
+    torch.library.register_fake("conformance_test::kernelless", torch.empty_like, lib=lib)
+    lib.define("picky(Tensor x) -> Tensor")
+    lib.impl("picky", _rank_two, "CPU")
+    torch.library.register_fake("conformance_test::picky", torch.empty_like, lib=lib)
+    lib.define("found(Tensor x) -> Tensor")
+    lib.impl("found", lambda x: x[x != 0].clone(), "CPU")
+    torch.library.register_fake("conformance_test::found", _of_some_size, lib=lib)
+    lib.define("found_wide(Tensor x) -> Tensor")
+    lib.impl("found_wide", lambda x: x[x != 0].double(), "CPU")
+    torch.library.register_fake("conformance_test::found_wide", _of_some_size, lib=lib)
+    lib.define("fill(Tensor x, Tensor[] out) -> ()")
+    lib.impl("fill", _fill_last, "CPU")
+    torch.library.register_fake("conformance_test::fill", lambda x, out: None, lib=lib)
+    lib.define("space(Tensor x) -> Tensor")
+    lib.impl("space", lambda x: torch.full_like(x, float(next(_NUMBERS))), "CPU")
+    torch.library.register_fake("conformance_test::space", torch.empty_like, lib=lib)
     lib.define("untaught(Tensor x) -> Tensor")
     lib.impl("untaught", lambda x: x.clone(), "CPU")
     yield lib
     lib._destroy()
+
+
+_NUMBERS = itertools.count()
+
+
+def _rank_two(x: Tensor) -> Tensor:
+    if x.dim() != 2:
+        raise NotImplementedError(f"rank {x.dim()}")
+    return x.clone()
+
+
+def _fill_last(x: Tensor, out: list[Tensor]) -> None:
+    out[-1].copy_(x)
+
+
+def _of_some_size(x: Tensor) -> Tensor:
+    return x.new_empty((torch.library.get_ctx().new_dynamic_size(),))
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,6 +243,66 @@ def test_declared_aliases_of_a_foreign_op_are_compared(name: str, failures: list
 def test_a_foreign_fake_without_samples_is_no_pass(samples: Any) -> None:
     trial = trial_of(with_fake("conformance_test::right", samples=samples), "foreign/conformance_test.right")
     assert trial.failures == ["the fake of conformance_test::right can't be checked: give FakeOp.samples"]
+
+
+def ranks(device: torch.device) -> Iterator[Sample]:
+    yield from matrices(device)
+    yield Sample(name="a vector", kwargs={"x": torch.ones(3, device=device)})
+
+
+def no_such_chip(device: torch.device) -> Iterator[Sample]:
+    raise NotImplementedError("another chip's op")
+    yield  # what makes it a generator
+
+
+def test_an_op_without_a_kernel_for_the_device_is_not_supported() -> None:
+    with pytest.raises(NotSupported, match="Could not run 'conformance_test::kernelless'"):
+        trial_of(with_fake("conformance_test::kernelless", samples=ranks), "foreign/conformance_test.kernelless")
+    with pytest.raises(NotSupported, match="another chip's op"):
+        trial_of(with_fake("conformance_test::right", samples=no_such_chip), "foreign/conformance_test.right")
+
+
+def test_an_op_that_refuses_some_samples_fails() -> None:
+    trial = trial_of(with_fake("conformance_test::picky", samples=ranks), "foreign/conformance_test.picky")
+    assert trial.failures == ["a vector: raises NotImplementedError: rank 1"]
+    assert trial.measurements, "the other sample was judged"
+
+
+def test_an_op_that_raises_anything_else_on_every_sample_fails() -> None:
+    def wrong(device: torch.device) -> Iterator[Sample]:
+        yield Sample(name="rows", kwargs={"x": torch.ones(3, 8), "weight": torch.ones(5), "eps": 1e-5})
+
+    trial = trial_of(with_fake("conformance_test::right", samples=wrong), "foreign/conformance_test.right")
+    assert trial.failures and trial.failures[0].startswith("rows: raises")
+
+
+@pytest.mark.parametrize(("name", "failures"), [("found", []), ("found_wide", ["(24,) float64"])])
+def test_a_size_that_only_a_run_can_tell_fits_any(name: str, failures: list[str]) -> None:
+    trial = trial_of(with_fake(f"conformance_test::{name}", samples=matrices), f"foreign/conformance_test.{name}")
+    against = [each for each in trial.failures if "against the fake" in each]
+    assert len(against) == len(failures) and all(text in each for text, each in zip(failures, against, strict=True))
+
+
+def test_a_write_into_a_list_of_tensors_is_seen() -> None:
+    def lists(device: torch.device) -> Iterator[Sample]:
+        yield Sample(name="two", kwargs={"x": torch.ones(3), "out": [torch.zeros(2), torch.zeros(3)]})
+
+    trial = trial_of(with_fake("conformance_test::fill", samples=lists), "foreign/conformance_test.fill")
+    assert "two: writes its argument 'out', which the schema does not declare" in trial.failures
+
+
+def test_memory_that_nobody_writes_is_not_compared() -> None:
+    case, unequal = "foreign/conformance_test.space", "test_aot_dispatch_dynamic"
+    compared = trial_of(with_fake("conformance_test::space", samples=matrices), case)
+    assert any(unequal in each for each in compared.failures)
+    declared = trial_of(with_fake("conformance_test::space", samples=matrices, unwritten=True), case)
+    assert not declared.failures and not any(unequal in each.name for each in declared.measurements)
+    assert declared.notes == ["not run in a traced graph: its results are memory that it leaves as it was"]
+
+
+def test_ops_that_return_their_arguments_are_not_traced_where_torch_can_not() -> None:
+    trial = trial_of(with_fake("conformance_test::aliased", samples=matrices), "foreign/conformance_test.aliased")
+    assert not trial.failures and "torch functionalizes no op that returns its arguments" in trial.notes[0]
 
 
 def test_a_library_that_is_absent_is_not_supported() -> None:

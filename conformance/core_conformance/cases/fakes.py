@@ -26,7 +26,7 @@ from core_conformance import oracle
 from core_conformance.case import Case
 from core_conformance.cases.ops import DTYPES, judged_ops, slug
 from core_conformance.contract import check_metadata, check_writes
-from core_conformance.faked import faked, leaves
+from core_conformance.faked import faked, leaves, told
 from core_conformance.opcalls import calls, positional, refusal
 from core_conformance.opcheck import Recorder, check, check_recorded
 from core_conformance.trial import NotSupported, Trial
@@ -104,17 +104,46 @@ def judge_traced(trial: Trial, *, op: CanonicalOp, of: OpImplementation) -> None
 
 
 def judge_foreign(trial: Trial, *, fake: FakeOp) -> None:
-    """Compare a foreign op and its fake on the samples that the plugin gives with it."""
+    """Compare a foreign op and its fake on the samples that the plugin gives with it.
+
+    An op without a kernel for this device, which is torch's `NotImplementedError` on every sample or for the making of
+    them, is not supported; one that has a kernel and refuses some of the samples fails.
+    """
     overload = find_overload(fake.op)
     if overload is None:
         raise NotSupported(f"op {fake.op} is not installed here")
-    given = [] if fake.samples is None else list(fake.samples(trial.device.torch_device))
+    try:
+        given = [] if fake.samples is None else list(fake.samples(trial.device.torch_device))
+    except NotImplementedError as error:
+        raise NotSupported(error_line(error)) from error
     if not given:
         trial.require(False, f"the fake of {fake.op} can't be checked: give FakeOp.samples")
         return
+    refused: dict[str, str] = {}
+    untraced = _untraced(fake, overload)
     for index, sample in enumerate(given):
-        _compare(trial, sample.name, overload, sample.kwargs, _of_overload(overload))
-        check(trial, sample.name, overload, (), sample.kwargs, dynamic=not index)
+        try:
+            _compare(trial, sample.name, overload, sample.kwargs, _of_overload(overload))
+        except NotImplementedError as error:
+            refused[sample.name] = error_line(error)
+            continue
+        check(trial, sample.name, overload, (), sample.kwargs, dynamic=not index and not untraced)
+    if len(refused) == len(given):
+        raise NotSupported(next(iter(refused.values())))
+    for name, reason in refused.items():
+        trial.require(False, f"{name}: raises {reason}")
+    if untraced:
+        trial.note(f"not run in a traced graph: {untraced}")
+
+
+def _untraced(fake: FakeOp, op: OpOverload) -> str:
+    """Say why torch's check of a traced call can't tell anything of an op; "" where it can."""
+    if fake.unwritten:
+        return "its results are memory that it leaves as it was"
+    given_back = any(each.alias_info is not None for each in op._schema.returns)
+    if given_back and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Functionalize"):
+        return "torch functionalizes no op that returns its arguments, unless the library does it itself"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +178,10 @@ def _compare(
     contract: _Contract,
     recorder: Recorder | None = None,
 ) -> None:
-    """Require of a real call what the same call on fakes says, and that it writes and shares nothing undeclared."""
+    """Require of a real call what the same call on fakes says, and that it writes and shares nothing undeclared.
+
+    Raises NotImplementedError where a foreign op does.
+    """
     after = oracle.own(before)
     args, kwargs = contract.spread(after)
     try:
@@ -157,9 +189,11 @@ def _compare(
             results = leaves(function(*args, **kwargs))
         trial.device.synchronize()
     except Exception as error:
+        if contract.foreign and isinstance(error, NotImplementedError):
+            raise
         trial.require(False, f"{name}: raises {error_line(error)}")
         return
-    mode, given = faked(dict(before))
+    mode, given = faked(dict(before), sized_by_values=contract.foreign)
     args, kwargs = contract.spread(given)
     try:
         with torch.no_grad(), mode:
@@ -167,7 +201,11 @@ def _compare(
     except Exception as error:
         trial.require(False, f"{name}: runs on real tensors and raises on fake ones: {error_line(error)}")
         return
-    check_metadata(trial, name, results, fakes)
+    if contract.foreign and len(results) == len(fakes):
+        wanted = [told(*pair) for pair in zip(results, fakes, strict=True)]
+    else:
+        wanted = fakes
+    check_metadata(trial, name, results, wanted)
     check_writes(trial, name, contract.mutates, before, after)
     if len(results) == len(fakes):
         pair = sharing(results, after), sharing(fakes, given)

@@ -31,7 +31,8 @@ class FakeOp:
     those that its schema declares; None for whatever the schema says. also_writes: arguments that the kernel is known
     to write whether its schema declares it or not; where it does not, nothing may read them after a call. changes: the
     library changes the op's schema from version to version; where the rule does not fit it, the fake is left out with
-    the reason, instead of refused as a mistake.
+    the reason, instead of refused as a mistake. unwritten: results are memory that the op leaves as it was (workspaces,
+    what later calls write), so that two calls may differ in it.
     """
 
     op: str
@@ -40,6 +41,7 @@ class FakeOp:
     writes: tuple[str, ...] | None = None
     also_writes: tuple[str, ...] = ()
     changes: bool = False
+    unwritten: bool = False
 
     def __str__(self) -> str:
         rule = str(self.rule) if isinstance(self.rule, Rule) else getattr(self.rule, "__name__", repr(self.rule))

@@ -74,22 +74,38 @@ def _example(device: torch.device) -> HostArgumentExample:
     )
 
 
-_ONE_STEP = (
-    "its kernel makes codes of values that are not rounded to half precision before: a few lie one step from those of "
-    "the ops it replaces, which verification compares for equality"
+_UNWRITTEN = "torch_npu 2.13 leaves a result of {} that is not asked for as the memory was: two calls differ"
+_MASKED = (
+    "torch_npu 2.13 gives the masked results of npu_add_rms_norm_dynamic_quant another shape on fake tensors than on "
+    "real ones, and leaves them as the memory was"
 )
-_CODED = (
-    "fuse_npu_add_rms_norm_quant",
-    "fuse_npu_add_rms_norm_dynamic_quant",
-    "fuse_npu_rms_norm_quant",
-    "fuse_npu_swiglu_dynamic_quant",
+_FAKES = {
+    "fakes/moe_route/npu_moe_route": _UNWRITTEN.format("npu_moe_gating_top_k"),
+    "fakes/grouped_mlp/npu_grouped_mlp": _UNWRITTEN.format("npu_moe_init_routing_v2"),
+    "fakes/add_rms_norm_quantize/npu_add_rms_norm_quantize": _MASKED,
+}
+"""What torch's check of a traced call finds, comparing results that no implementation here reads."""
+
+_HIDDEN_WRITE = "torch_npu 2.13: its kernel writes {}, and its schema says that it does not"
+_OWN_INPUT = (
+    "torch_npu 2.13: it returns its input itself where that has the storage format already (which is so for every call "
+    "while private formats are off), and its schema says a new tensor"
 )
+_SCHEMAS = {
+    "fakes/foreign/atb._npu_group_topk": _HIDDEN_WRITE.format("self"),
+    "fakes/foreign/npu.npu_fused_infer_attention_score.out": _HIDDEN_WRITE.format("out, which it returns"),
+    "fakes/foreign/npu.npu_fused_infer_attention_score_v2.out": _HIDDEN_WRITE.format("out, which it returns"),
+    "fakes/foreign/npu.npu_format_cast": _OWN_INPUT,
+    "fakes/foreign/npu.npu_format_cast.tensor": _OWN_INPUT,
+}
+"""Schemas that are not true of their ops, which no fake can make up for; tests compare all else of these."""
 
 PROFILE = ConformanceProfile(
     not_supported=MappingProxyType(
         {
             **{f"graphs/host-arguments/{mode}": _IN_PARTS for mode in ("piecewise", "segmented")},
-            **{f"passes/{name}/{case}": _ONE_STEP for name in _CODED for case in ("bfloat16", "float16", "near-miss")},
+            **_FAKES,
+            **_SCHEMAS,
         }
     ),
     host_argument_example=_example,

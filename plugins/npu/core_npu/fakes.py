@@ -15,6 +15,8 @@ from torch import Tensor
 
 from core.common.fakes import FakeOp, ShapeRule, arg, argument, new, nothing, results, size
 from core_npu.fakes_attention import scored, scored_v2
+from core_npu.fakes_samples import SAMPLES
+from core_npu.fakes_samples_atb import ATB_SAMPLES
 
 __all__ = ["NPU_FAKES"]
 
@@ -42,9 +44,9 @@ def given_out(*_: Any, out: list[Tensor], **__: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(each) for each in out)
 
 
-def same_shape(input: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Be the rule of casts of a storage format: the sizes that torch sees stay."""
-    return input.new_empty(input.shape)
+def same_layout(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Be the rule of casts of a storage format: the sizes and strides that torch sees stay."""
+    return input.new_empty_strided(input.shape, input.stride())
 
 
 def loaded(
@@ -153,8 +155,8 @@ _RULES: Mapping[str, ShapeRule] = {
     "npu::_npu_fused_infer_attention_score_infer_output": scored,
     "npu::_npu_fused_infer_attention_score_v2_infer_output": scored_v2,
     "npu::npu_dual_level_quant_matmul": dual_level_product,
-    "npu::npu_format_cast": same_shape,
-    "npu::npu_format_cast.Tensor": same_shape,
+    "npu::npu_format_cast": same_layout,
+    "npu::npu_format_cast.Tensor": same_layout,
     "npu::npu_moe_init_routing_quant": routed,
     "npu::npu_top_k_top_p_sample": results(
         new(size("logits", 0), like="logits", dtype=torch.int64),
@@ -170,7 +172,20 @@ _UNDECLARED: Mapping[str, tuple[str, ...]] = {
 }
 """Op -> what its kernel writes and its schema denies: no graph may read that behind the op."""
 
+_UNWRITTEN = (in_bytes, of_its_dtype, scored, scored_v2)
+"""Rules of ops that only allocate."""
+
+_SAMPLES = {**SAMPLES, **ATB_SAMPLES}
+
 NPU_FAKES = tuple(
-    FakeOp(op=op, rule=rule, also_writes=_UNDECLARED.get(op, ()), changes=True) for op, rule in _RULES.items()
+    FakeOp(
+        op=op,
+        rule=rule,
+        samples=_SAMPLES[op],
+        also_writes=_UNDECLARED.get(op, ()),
+        changes=True,
+        unwritten=rule in _UNWRITTEN,
+    )
+    for op, rule in _RULES.items()
 )
 """The fakes that the plugin declares; each is applied where torch_npu has the op and no fake of it."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from core.common.fakes import FakeResult, apply_fakes, has_fake
+from core.common.fakes import FakeOp, FakeResult, apply_fakes, has_fake
+from core.common.fakes.parity import run_fake
 from core.common.fakes.schema import find_overload
 from core_npu.fakes import NPU_FAKES, routed
 from core_npu.fakes_attention import scored, scored_v2
@@ -85,9 +86,43 @@ def test_ops_that_write_give_what_they_were_given(applied: Any, mode: FakeTensor
     assert run("atb::npu_ring_mla.out", *[x] * 7, 1, 1, output=x, softmax_lse=out) == (x, out)
 
 
-def test_a_cast_of_the_storage_format_keeps_the_sizes(applied: Any, mode: FakeTensorMode) -> None:
+def test_a_cast_of_the_storage_format_keeps_sizes_and_strides(applied: Any, mode: FakeTensorMode) -> None:
     made = run("npu::npu_format_cast", half(4, 3).t(), 29)
-    assert made.shape == (3, 4) and made.is_contiguous() and made.dtype == torch.float16
+    assert (made.shape, made.stride(), made.dtype) == ((3, 4), (1, 3), torch.float16)
+    assert run("npu::npu_format_cast.Tensor", half(4, 6)[:, :3], half(4, 3)).stride() == (6, 1)
+
+
+@pytest.mark.parametrize("fake", NPU_FAKES, ids=lambda fake: fake.op)
+def test_declared_calls_fit_the_schema_and_the_fake(applied: Any, fake: FakeOp) -> None:
+    overload = find_overload(fake.op)
+    assert overload is not None and fake.samples is not None
+    samples = list(fake.samples(torch.device("cpu")))
+    assert samples and len({each.name for each in samples}) == len(samples)
+    returned = [each.alias_info for each in overload._schema.returns]
+    for sample in samples:
+        results, given = run_fake(overload, sample.kwargs)
+        assert len(results) == len(returned)
+        for result, alias in zip(results, returned, strict=True):
+            if alias is not None:
+                assert any(result is each for each in given.values()), "it gives what it was given"
+            elif isinstance(result, Tensor):
+                assert not any(result is each for each in given.values())
+
+
+def test_calls_have_no_tensor_that_says_nothing(applied: Any) -> None:
+    """What a kernel computes with is neither constant nor empty: a formula that leaves it out would not show."""
+    for fake in NPU_FAKES:
+        assert fake.samples is not None
+        for sample in fake.samples(torch.device("cpu")):
+            for name in ("query", "key_cache", "value_cache", "key", "value", "q_nope", "ctkv", "x", "logits"):
+                value = sample.kwargs.get(name)
+                if isinstance(value, Tensor):
+                    assert value.float().std() > 0, (fake.op, sample.name, name)
+
+
+def test_ops_that_only_allocate_are_declared_so() -> None:
+    unwritten = {fake.op for fake in NPU_FAKES if fake.unwritten}
+    assert unwritten == {fake.op for fake in NPU_FAKES if "workspace" in fake.op or "infer_output" in fake.op}
 
 
 def test_sizes_that_only_a_run_can_tell_are_symbols(applied: Any, mode: FakeTensorMode) -> None:

@@ -23,8 +23,8 @@ from tests.support import cpu
 
 npu_library.install()
 BY_NAME = {declared.name: declared for declared in PASSES}
-# Passes whose results are codes differ from what they replace by a step here and there.
-EXACT = [declared for declared in PASSES if "quant" not in declared.name and "lift" not in declared.name]
+JUDGED = [declared for declared in PASSES if "lift" not in declared.name]
+# Passes whose results are codes, which differ from those they replace by a step here and there.
 CODED = [declared for declared in PASSES if "quant" in declared.name]
 
 
@@ -43,16 +43,16 @@ def verified(declared: Pass, *, dtype: torch.dtype = torch.bfloat16) -> list[Rew
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("declared", EXACT, ids=lambda declared: declared.name)
+@pytest.mark.parametrize("declared", JUDGED, ids=lambda declared: declared.name)
 def test_each_site_is_judged_and_passes(declared: Pass, dtype: torch.dtype) -> None:
     for made in verified(declared, dtype=dtype):
         assert [report.matched > 0 for report in made.passes if report.name == declared.name] == [True]
 
 
 @pytest.mark.parametrize("declared", CODED, ids=lambda declared: declared.name)
-def test_codes_that_differ_by_a_rounding_are_told(declared: Pass) -> None:
+def test_codes_that_differ_by_a_rounding_pass_as_codes_alone(declared: Pass) -> None:
     with pytest.raises(PassError, match="elements differ"):
-        verified(declared)
+        verified(replace(declared, codes=()))
 
 
 def argument(op: str, index: int | str, change: Callable[[Any], Any]) -> Callable[[fx.Node], bool]:
@@ -84,9 +84,14 @@ def swapped(op: str, first: int, second: int) -> Callable[[fx.Node], bool]:
     return spoil
 
 
+# A factor of whole rows leaves codes by token as they are: there the mistake has to show in their scales.
 MISTAKES = {
     "fuse_npu_add_rms_norm": argument("npu_add_rms_norm", 3, lambda eps: eps + 0.05),
     "fuse_npu_add_rms_norm_cast": argument("npu_add_rms_norm_cast", 3, lambda eps: eps + 0.05),
+    "fuse_npu_add_rms_norm_quant": argument("npu_add_rms_norm_quant", "epsilon", lambda eps: eps + 0.05),
+    "fuse_npu_add_rms_norm_dynamic_quant": argument("npu_add_rms_norm_dynamic_quant", "epsilon", lambda eps: eps + 0.5),
+    "fuse_npu_rms_norm_quant": argument("npu_rms_norm_quant", 5, lambda eps: eps + 0.05),
+    "fuse_npu_swiglu_dynamic_quant": argument("npu_dequant_swiglu_quant", "activate_left", lambda left: not left),
     "fuse_npu_multiply_add": argument("add", "alpha", lambda alpha: alpha * 1.05),
     "fuse_npu_qkv_rms_norm_rope_cache": swapped("qkv_rms_norm_rotary_cache", 1, 2),
 }
@@ -95,7 +100,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_found(name: str) -> None:
     wrong = Mistake(name="argument", of=name, what="another argument", spoil=MISTAKES[name])
-    with pytest.raises(PassError, match=r"error over bound|differ"):
+    with pytest.raises(PassError, match=r"error over bound|differ|codes are"):
         verified(replace(spoiled(BY_NAME[name], wrong), name=name))
 
 

@@ -24,7 +24,8 @@ def quantize(x: Tensor, scale: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]
         return _divided(x, scale, None), scale.clone()
     if not x.numel():
         return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    codes, made = torch.ops.npu.npu_dynamic_quant(x)
+    # Of other strides the kernel gives contiguous codes all the same, and its fake codes of the strides of x.
+    codes, made = torch.ops.npu.npu_dynamic_quant(x.contiguous())
     # A row of zeros has scale 0 here; in the op it has the smallest normal number. Its codes stand for zero with both.
     return codes, made.unsqueeze(-1).clamp(min=torch.finfo(torch.float32).tiny)
 

@@ -118,5 +118,6 @@ FUSE_ADD_RMS_NORM_DYNAMIC_QUANT = Pass(
     after=("eliminate_common_subexpressions", "fuse_npu_add_rms_norm"),
     expect=expect,
     examples=dynamic_norms,
+    codes=("npu::npu_dynamic_quant",),
     owner="npu",
 )

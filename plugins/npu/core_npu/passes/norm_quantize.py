@@ -182,6 +182,7 @@ FUSE_ADD_RMS_NORM_QUANT = Pass(
     after=_AFTER,
     expect=expect_add,
     examples=static_norms_of_sums,
+    codes=("npu::npu_quantize",),
     owner="npu",
 )
 FUSE_RMS_NORM_QUANT = Pass(
@@ -191,5 +192,6 @@ FUSE_RMS_NORM_QUANT = Pass(
     after=_AFTER,
     examples=static_norms,
     reads_content=False,
+    codes=("npu::npu_quantize",),
     owner="npu",
 )

@@ -123,5 +123,6 @@ FUSE_SWIGLU_DYNAMIC_QUANT = Pass(
     after=("eliminate_common_subexpressions",),
     expect=expect,
     examples=examples,
+    codes=("npu::npu_dynamic_quant",),
     owner="npu",
 )

@@ -44,7 +44,7 @@ class Wanted:
     """What torch_npu asks of the vendor's libraries.
 
     libraries: file names; linked: functions bound when it is loaded; optional: functions it looks up by name; kernels:
-    names aclnn…, both of calls and of their preparation.
+    names aclnn… and Atb…, both of calls and of their preparation.
     """
 
     libraries: tuple[str, ...]
@@ -121,10 +121,12 @@ def find_wanted(wheel: Path) -> Wanted:
     # A weak name ("w") may stay absent; a strong one ("U") stops the loader.
     undefined = {name for path in binaries for name in _symbols(path, "--undefined-only", "U")}
     linked = {name for name in undefined - defined if not re.match(r"_?Py", name)}
-    looked_up = rb"acl[a-z]*[A-Z][A-Za-z0-9]+|Hccl[A-Z][A-Za-z0-9]+"
+    looked_up = rb"acl[a-z]*[A-Z][A-Za-z0-9]+|Hccl[A-Z][A-Za-z0-9]+|Atb[A-Z][A-Za-z0-9]+GetWorkspaceSize"
     texts = re.findall(rb"[ -~]{5,}", (wheel / "lib" / "libtorch_npu.so").read_bytes())
+    atb = wheel / "lib" / "libop_plugin_atb.so"
+    texts += re.findall(rb"Atb[A-Z]\w+", atb.read_bytes()) if atb.is_file() else []
     named = {text.decode() for text in texts if re.fullmatch(looked_up, text)}
-    kernels = {name for name in named if re.fullmatch(r"aclnn[A-Z]\w+", name)}
+    kernels = {name for name in named if re.fullmatch(r"(aclnn|Atb)[A-Z]\w+", name)}
     # Both halves of each call: some names appear only with their suffix.
     kernels |= {name.removesuffix("GetWorkspaceSize") for name in kernels}
     return Wanted(
@@ -159,7 +161,7 @@ def _compile(wheel: Path, wanted: Wanted, work: Path, into: Path) -> None:
     for target in objects:
         include = [f"-I{wheel}/include", f"-I{SOURCES}"]
         # The wheel's headers mark some enumerators deprecated in a way that gcc warns about wherever they are included.
-        warnings = ["-Wall", "-Wextra", "-Wno-attributes"]
+        warnings = ["-Wall", "-Wextra", "-Wno-attributes", "-Werror=implicit-function-declaration"]
         flags = ["-std=gnu11", "-fPIC", "-O1", "-fexceptions", "-fvisibility=hidden"]
         _run("gcc", "-c", *flags, *warnings, *include, "-o", target, SOURCES / f"{target.stem}.c")
     lines = _run("nm", "--defined-only", *objects).splitlines()
@@ -167,7 +169,8 @@ def _compile(wheel: Path, wanted: Wanted, work: Path, into: Path) -> None:
     rest = _write(work / "rest.c", _unsupported_source(sorted({*wanted.linked, *wanted.optional} - have)))
     runtime = into / RUNTIME_LIBRARY
     _link(runtime, [*objects, rest, "-Wl,-z,defs", "-lpthread", "-ldl", "-l:libstdc++.so.6"])
-    _link(into / KERNEL_LIBRARY, [_write(work / "kernels.c", _kernel_source(wanted.kernels)), runtime])
+    kernels = tuple(name for name in wanted.kernels if name not in have)
+    _link(into / KERNEL_LIBRARY, [_write(work / "kernels.c", _kernel_source(kernels)), runtime])
     empty = _write(work / "empty.c", "typedef int nothing;\n")
     for name in wanted.libraries:
         if name not in (RUNTIME_LIBRARY, KERNEL_LIBRARY):
@@ -215,17 +218,20 @@ def _kernel_source(names: tuple[str, ...]) -> str:
     lines = [
         "long sim_prepare(const char *, const long *, const double *);",
         "long sim_launch(const char *, void *, void *);",
+        "long sim_atb_prepare(const char *, const long *, const double *);",
+        "long sim_atb_launch(const char *, void *, void *);",
         f"#define WORDS {{ {', '.join(f'w{i}' for i in range(NUM_WORDS))} }}",
         "#define DOUBLES { d0, d1, d2, d3, d4, d5, d6, d7 }",
     ]
     for name in names:
+        own = "sim_atb_" if name.startswith("Atb") else "sim_"
         # The second form asks for the largest workspace that other lengths may need; the call is not launched.
         if name.endswith(("GetWorkspaceSize", "GetMaxWorkspaceSize")):
             kernel = name.removesuffix("GetWorkspaceSize").removesuffix("GetMaxWorkspaceSize")
-            body = f'long w[] = WORDS; double d[] = DOUBLES; return sim_prepare("{kernel}", w, d);'
+            body = f'long w[] = WORDS; double d[] = DOUBLES; return {own}prepare("{kernel}", w, d);'
             lines.append(f"long {name}({prototype}) {{ {body} }}")
         else:
-            body = f'(void)workspace; (void)size; return sim_launch("{name}", executor, stream);'
+            body = f'(void)workspace; (void)size; return {own}launch("{name}", executor, stream);'
             lines.append(f"long {name}(void *workspace, unsigned long size, void *executor, void *stream) {{ {body} }}")
     return "\n".join(lines) + "\n"
 

@@ -6,7 +6,7 @@ A kernel is a function of its arguments in the order of the C prototype of aclnn
     T tensor        L list of tensors   S scalar          Z list of scalars
     A list of ints  B list of bools     R list of floats  C string (char *)
     I int64         i int32 or an enum  h int8            b bool
-    D double        F float
+    D double        F float         P bytes: a struct of parameters
 
 A null object arrives as None. Tensors are views of the device's memory: a kernel writes its outputs in place. One that
 finds the size of an output itself fills the beginning of its memory and returns {index of the argument: its shape}.
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +57,15 @@ DTYPES: dict[int, torch.dtype] = {
 Kernel = Callable[..., dict[int, list[int]] | None]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in its storage format. memory: its elements as they lie; size: what torch sees of it."""
+
+    memory: torch.Tensor
+    size: list[int]
+    private: bool
+
+
 class _Tensor(ctypes.Structure):
     _fields_ = [
         ("magic", ctypes.c_int32),
@@ -64,8 +75,11 @@ class _Tensor(ctypes.Structure):
         ("dims", ctypes.c_int64 * 8),
         ("strides", ctypes.c_int64 * 8),
         ("offset", ctypes.c_int64),
+        ("num_stored", ctypes.c_int64),
+        ("stored", ctypes.c_int64 * 8),
         ("data", ctypes.c_void_p),
         ("origin", ctypes.c_void_p),
+        ("owned", ctypes.c_void_p),
     ]
 
 
@@ -113,6 +127,22 @@ def view_tensor(address: int | None) -> torch.Tensor | None:
     return torch.frombuffer(buffer, dtype=dtype).as_strided(size, strides, described.offset)
 
 
+def stored_tensor(address: int | None) -> Stored | None:
+    """Return a tensor as it lies in memory, in whatever format."""
+    if not address:
+        return None
+    described = _Tensor.from_address(address)
+    private = described.format in _PRIVATE_FORMATS
+    size = described.dims[: described.num_dims]
+    if not private:
+        found = view_tensor(address)
+        assert found is not None
+        return Stored(found, size, False)
+    dtype, shape = dtype_of(described.type), described.stored[: described.num_stored]
+    buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(described.data)
+    return Stored(torch.frombuffer(buffer, dtype=dtype).view(shape), size, True)
+
+
 def _scalar(address: int | None) -> Any:
     if not address:
         return None
@@ -139,6 +169,12 @@ def _objects(one: Callable[[int | None], Any]) -> Callable[[int | None], list[An
     return read
 
 
+def _bytes(address: int | None) -> bytes | None:
+    if not address:
+        return None
+    return ctypes.string_at(address + ctypes.sizeof(_List), _List.from_address(address).size)
+
+
 def _string(address: int | None) -> str | None:
     return ctypes.string_at(address).decode() if address else None
 
@@ -151,6 +187,7 @@ _READERS: dict[str, Callable[[int], Any]] = {
     "A": _values(ctypes.c_int64),
     "B": _values(ctypes.c_bool),
     "R": _values(ctypes.c_float),
+    "P": _bytes,
     "C": _string,
     # A narrow value fills only the low part of its register; the rest is whatever was there.
     "I": lambda word: word,
@@ -164,8 +201,9 @@ def _float(register: float) -> float:
     return float(ctypes.c_float.from_buffer_copy(ctypes.c_double(register)).value)
 
 
-def arguments(spec: str, words: Any, doubles: Any) -> list[Any]:
+def arguments(spec: str, words: Any, doubles: Any, *, formats: bool = False) -> list[Any]:
     """Read the arguments of one launch by the letters of its specification."""
+    readers = {**_READERS, "T": stored_tensor} if formats else _READERS
     read: list[Any] = []
     word = double = 0
     for letter in spec:
@@ -173,16 +211,20 @@ def arguments(spec: str, words: Any, doubles: Any) -> list[Any]:
             read.append(doubles[double] if letter == "D" else _float(doubles[double]))
             double += 1
         else:
-            read.append(_READERS[letter](words[word]))
+            read.append(readers[letter](words[word]))
             word += 1
     return read
 
 
 _KERNELS: dict[str, tuple[str, Kernel]] = {}
+_OF_FORMATS: set[str] = set()
 
 
-def kernel(name: str, spec: str) -> Callable[[Kernel], Kernel]:
-    """Register the decorated function as the arithmetic of kernel `name` (aclnn…) with arguments as `spec` says."""
+def kernel(name: str, spec: str, *, formats: bool = False) -> Callable[[Kernel], Kernel]:
+    """Register the decorated function as the arithmetic of kernel `name` (aclnn…, Atb…) with arguments as `spec` says.
+
+    formats: it takes tensors in whatever storage format, as `Stored`; others see plain ones only.
+    """
     unknown = set(spec) - set(_READERS) - {"D", "F"}
     if unknown or sum(letter in "DF" for letter in spec) > MAX_DOUBLES or len(spec) > MAX_WORDS:
         raise ValueError(f"specification {spec!r} of {name}: unknown letters {sorted(unknown)}, or too long")
@@ -193,6 +235,8 @@ def kernel(name: str, spec: str) -> Callable[[Kernel], Kernel]:
         if library().ascend_sim_register(name.encode(), spec.encode()):
             raise ValueError(f"kernel {name} has a name or specification that is too long")
         _KERNELS[name] = (spec, function)
+        if formats:
+            _OF_FORMATS.add(name)
         return function
 
     return register
@@ -232,7 +276,7 @@ def _compute(name: str, address: int) -> None:
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
     ):
-        shapes = function(*arguments(spec, executor.words, executor.doubles))
+        shapes = function(*arguments(spec, executor.words, executor.doubles, formats=name in _OF_FORMATS))
     for index, shape in (shapes or {}).items():
         word = sum(letter not in "DF" for letter in spec[:index])
         sizes = (ctypes.c_int64 * len(shape))(*shape)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from npu_kernel_cases import BY_NAME, Call, moved, npu, on_device, own_calls, reason, taken
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.ops.declaration import CanonicalOp
 from core_npu.ops import norm, quantize
@@ -60,6 +61,18 @@ def test_scales_are_returned_in_memory_of_their_own(granularity: str) -> None:
     given = scale if granularity == "tensor" else None
     _, used = quantize.quantize(x, given, dtype=torch.int8, granularity=granularity)
     assert used.data_ptr() != scale.data_ptr() and used.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_codes_of_transposed_rows_lie_as_a_trace_has_them(dtype: torch.dtype) -> None:
+    """The kernel gives contiguous codes for whatever strides, its fake the strides of x."""
+    x, mode = randn(64, 9, dtype=dtype).to(npu()).t(), FakeTensorMode()
+    codes, _ = quantize.quantize(x, None, dtype=torch.int8)
+    with mode:
+        traced, _ = quantize.quantize(mode.from_tensor(x), None, dtype=torch.int8)
+    assert codes.is_contiguous() and traced.stride() == codes.stride()
+    straight, _ = quantize.quantize(x.contiguous(), None, dtype=torch.int8)
+    assert torch.equal(codes.cpu(), straight.cpu())
 
 
 def test_rows_of_zeros_have_the_smallest_scale_and_codes_of_zero() -> None:

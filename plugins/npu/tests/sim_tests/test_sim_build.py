@@ -41,6 +41,7 @@ def test_what_torch_npu_wants_is_read_from_its_binaries() -> None:
     assert {"aclrtMalloc", "aclrtMemcpyAsync", "_ZN3atb13CreateContextEPPNS_7ContextE"} <= set(wanted.linked)
     assert "aclmdlRICaptureBegin" in wanted.optional
     assert {"aclnnAdd", "aclnnAddGetWorkspaceSize"} <= set(wanted.kernels)
+    assert {"AtbMLA", "AtbMLAGetWorkspaceSize", "AtbRingMLA"} <= set(wanted.kernels)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sim.kernels  # noqa: F401  (registers all of them)
 import torch
-from sim import marshal, runtime
+from sim import atb, marshal, runtime
 from sim.library import library
 
 
@@ -25,7 +25,8 @@ def test_every_kind_of_argument_is_read_as_it_was_given() -> None:
     floats = (ctypes.c_float * 2)(0.5, -2.0)
     memory = torch.arange(6, dtype=torch.float32)
     shape, strides = (ctypes.c_int64 * 2)(3, 2), (ctypes.c_int64 * 2)(1, 3)
-    tensor = made("aclCreateTensor", shape, 2, 0, strides, 0, 2, shape, 2, ctypes.c_void_p(memory.data_ptr()))
+    two = ctypes.c_uint64(2)
+    tensor = made("aclCreateTensor", shape, two, 0, strides, 0, 2, shape, two, ctypes.c_void_p(memory.data_ptr()))
     number = ctypes.c_float(1.25)
     scalar = made("aclCreateScalar", ctypes.byref(number), 0)
     pair = (ctypes.c_void_p * 2)(tensor, None)
@@ -52,6 +53,30 @@ def test_every_kind_of_argument_is_read_as_it_was_given() -> None:
     assert torch.equal(read[1][0], read[0])
     assert read[1][1] is None
     assert read[2:] == [1.25, [1.25], [4, -5, 6], [True, False], [0.5, -2.0], "BNSD", -7, 2.5, -2, -3, True, 1.25, None]
+
+
+def test_a_struct_of_parameters_is_read_as_bytes() -> None:
+    param = atb.Rope(coefficient=64)
+    create = library().sim_create_list
+    create.restype = ctypes.c_void_p
+    magic = 0x5E4501 + "TSABRLZP".index("P")
+    address = create(magic, ctypes.byref(param), ctypes.c_uint64(ctypes.sizeof(param)), ctypes.c_size_t(1))
+    (given,) = marshal.arguments("P", [address], [])
+    assert atb.read(atb.Rope, given).coefficient == 64
+    with pytest.raises(ValueError, match="Linear: 16 bytes, and its fields take 32"):
+        atb.read(atb.Linear, given)
+
+
+def test_tensors_in_a_private_format_are_for_kernels_that_ask_for_them() -> None:
+    memory = torch.arange(2 * 16 * 16, dtype=torch.float16)
+    size, stored = (ctypes.c_int64 * 2)(10, 20), (ctypes.c_int64 * 4)(2, 1, 16, 16)
+    strides = (ctypes.c_int64 * 2)(20, 1)
+    two, four = ctypes.c_uint64(2), ctypes.c_uint64(4)
+    tensor = made("aclCreateTensor", size, two, 1, strides, 0, 29, stored, four, ctypes.c_void_p(memory.data_ptr()))
+    with pytest.raises(NotImplementedError, match="a tensor in storage format 29"):
+        marshal.arguments("T", [tensor], [])
+    (read,) = marshal.arguments("T", [tensor], [], formats=True)
+    assert read.private and read.size == [10, 20] and torch.equal(read.memory.flatten(), memory)
 
 
 def test_specifications_are_checked_when_they_are_registered() -> None:

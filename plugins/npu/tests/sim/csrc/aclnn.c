@@ -1,165 +1,10 @@
-/* aclnn: the objects that describe arguments, the preparation of a call (GetWorkspaceSize) and its launch.
+/* aclnn: the preparation of a call (GetWorkspaceSize) and its launch.
  *
  * The arithmetic is not here. sim.marshal registers, for each kernel, a string of letters that says how its arguments
  * are passed; a launch hands the copied arguments to one Python function. */
 #include <dlfcn.h>
 
 #include "sim.h"
-
-/* ---- objects: sim.marshal mirrors these structures */
-#define MAX_DIMS 8
-
-typedef struct SimTensor {
-    int32_t magic, type, num_dims, format;
-    int64_t dims[MAX_DIMS], strides[MAX_DIMS];
-    int64_t offset;
-    char *data;
-    struct SimTensor *origin;  /* of a copy: the caller's, for outputs whose size the kernel finds */
-} SimTensor;
-
-typedef struct {
-    int32_t magic, type;
-    char value[16];
-} SimScalar;
-
-/* A list of either kind of value; of objects it holds pointers. */
-typedef struct {
-    int32_t magic, unused;
-    int64_t size;
-    char values[];
-} SimList;
-
-static size_t size_of(int type)
-{
-    switch (type) {
-        case ACL_INT8: case ACL_UINT8: case ACL_BOOL: case ACL_HIFLOAT8: case ACL_FLOAT8_E5M2:
-        case ACL_FLOAT8_E4M3FN: case ACL_FLOAT8_E8M0: case ACL_INT4: case ACL_FLOAT4_E2M1: case ACL_FLOAT4_E1M2: return 1;
-        case ACL_FLOAT16: case ACL_BF16: case ACL_INT16: case ACL_UINT16: return 2;
-        case ACL_FLOAT: case ACL_INT32: case ACL_UINT32: case ACL_COMPLEX32: return 4;
-        case ACL_COMPLEX128: return 16;
-        default: return 8;
-    }
-}
-
-EXPORT void *aclCreateTensor(const int64_t *dims, uint64_t num_dims, int type, const int64_t *strides, int64_t offset,
-                             int format, const int64_t *storage_dims, uint64_t num_storage_dims, void *data)
-{
-    (void)storage_dims;
-    (void)num_storage_dims;
-    if (num_dims > MAX_DIMS) {
-        sim_fail(ACL_ERROR_RT_PARAM_INVALID, "a tensor of %llu dimensions", (unsigned long long)num_dims);
-        return NULL;
-    }
-    SimTensor *tensor = calloc(1, sizeof *tensor);
-    tensor->magic = MAGIC_TENSOR;
-    tensor->type = type;
-    tensor->num_dims = (int32_t)num_dims;
-    tensor->format = format;
-    tensor->offset = offset;
-    tensor->data = data;
-    if (num_dims) memcpy(tensor->dims, dims, num_dims * sizeof *dims);
-    if (num_dims) memcpy(tensor->strides, strides, num_dims * sizeof *strides);
-    return tensor;
-}
-
-EXPORT void *aclCreateScalar(const void *value, int type)
-{
-    SimScalar *scalar = calloc(1, sizeof *scalar);
-    scalar->magic = MAGIC_SCALAR;
-    scalar->type = type;
-    memcpy(scalar->value, value, size_of(type));
-    return scalar;
-}
-
-static void *create_list(int magic, const void *values, uint64_t size, size_t each)
-{
-    SimList *list = calloc(1, sizeof *list + size * each);
-    list->magic = magic;
-    list->size = (int64_t)size;
-    if (size) memcpy(list->values, values, size * each);
-    return list;
-}
-
-EXPORT void *aclCreateIntArray(const int64_t *values, uint64_t size)
-{
-    return create_list(MAGIC_INTS, values, size, sizeof *values);
-}
-
-EXPORT void *aclCreateBoolArray(const bool *values, uint64_t size)
-{
-    return create_list(MAGIC_BOOLS, values, size, sizeof *values);
-}
-
-EXPORT void *aclCreateFloatArray(const float *values, uint64_t size)
-{
-    return create_list(MAGIC_FLOATS, values, size, sizeof *values);
-}
-
-EXPORT void *aclCreateTensorList(void *const *values, uint64_t size)
-{
-    return create_list(MAGIC_TENSORS, values, size, sizeof *values);
-}
-
-EXPORT void *aclCreateScalarList(void *const *values, uint64_t size)
-{
-    return create_list(MAGIC_SCALARS, values, size, sizeof *values);
-}
-
-static void destroy(void *object)
-{
-    SimList *list = object;
-    if (!object) return;
-    if (list->magic == MAGIC_TENSORS || list->magic == MAGIC_SCALARS)
-        for (int64_t i = 0; i < list->size; i++) destroy(((void **)list->values)[i]);
-    free(object);
-}
-
-/* A list owns its members, as in the real library. */
-#define DESTROY(function)                                                                                             \
-    EXPORT int function(void *object)                                                                                 \
-    {                                                                                                                 \
-        destroy(object);                                                                                              \
-        return 0;                                                                                                     \
-    }
-DESTROY(aclDestroyTensor)
-DESTROY(aclDestroyScalar)
-DESTROY(aclDestroyIntArray)
-DESTROY(aclDestroyBoolArray)
-DESTROY(aclDestroyFloatArray)
-DESTROY(aclDestroyTensorList)
-DESTROY(aclDestroyScalarList)
-
-static void *copy(const void *object)
-{
-    const SimList *list = object;
-    if (!object) return NULL;
-    size_t each = list->magic == MAGIC_INTS ? 8 : list->magic == MAGIC_FLOATS ? 4 : list->magic == MAGIC_BOOLS ? 1 : 8;
-    size_t size = list->magic == MAGIC_TENSOR   ? sizeof(SimTensor)
-                  : list->magic == MAGIC_SCALAR ? sizeof(SimScalar)
-                                                : sizeof *list + list->size * each;
-    SimList *made = malloc(size);
-    memcpy(made, object, size);
-    if (list->magic == MAGIC_TENSOR) ((SimTensor *)made)->origin = (SimTensor *)object;
-    if (list->magic == MAGIC_TENSORS || list->magic == MAGIC_SCALARS)
-        for (int64_t i = 0; i < list->size; i++) ((void **)made->values)[i] = copy(((void **)list->values)[i]);
-    return made;
-}
-
-/* ---- outputs whose size only the kernel knows (nonzero, unique): the caller waits for the kernel, then asks.
- * The array is the caller's, who releases it with delete[], which is free() in libstdc++. */
-EXPORT int aclGetViewShape(const SimTensor *tensor, int64_t **dims, uint64_t *num_dims)
-{
-    *num_dims = tensor->num_dims;
-    *dims = malloc((tensor->num_dims + 1) * sizeof **dims);
-    memcpy(*dims, tensor->dims, tensor->num_dims * sizeof **dims);
-    return 0;
-}
-
-EXPORT void ascend_sim_set_shape(SimTensor *tensor, const int64_t *dims, int num_dims)
-{
-    tensor->origin->num_dims = num_dims;
-    memcpy(tensor->origin->dims, dims, num_dims * sizeof *dims);
-}
 
 /* ---- kernels known to sim.marshal */
 typedef struct {
@@ -226,7 +71,7 @@ void sim_executor_release(Executor *executor)
     for (int i = 0, word = 0; executor->spec[i]; i++) {
         char letter = executor->spec[i];
         if (letter == 'D' || letter == 'F') continue;
-        if (strchr("TSABRLZ", letter)) destroy((void *)executor->words[word]);
+        if (strchr(OBJECT_LETTERS, letter)) sim_destroy((void *)executor->words[word]);
         if (letter == 'C') free((void *)executor->words[word]);
         word++;
     }
@@ -253,15 +98,16 @@ static bool fits(const char *spec, const char *seen)
     for (; *spec; spec++) {
         if (*spec == 'D' || *spec == 'F') continue;
         if (!*seen) return false;
-        bool object = strchr("TSABRLZ", *spec), seen_object = strchr("TSABRLZ", *seen);
+        bool object = strchr(OBJECT_LETTERS, *spec), seen_object = strchr(OBJECT_LETTERS, *seen);
         if (*seen != '0' && (object || seen_object) && *spec != *seen) return false;
         seen++;
     }
     return !*seen;
 }
 
-EXPORT long sim_prepare(const char *name, const int64_t *words, const double *doubles)
+aclError sim_prepare_call(const char *name, const int64_t *words, const double *doubles, Executor **made)
 {
+    *made = NULL;
     if (!sim_num_devices()) return ACL_ERROR_RT_NO_DEVICE;
     load_handlers();
     sim_lock();
@@ -288,17 +134,25 @@ EXPORT long sim_prepare(const char *name, const int64_t *words, const double *do
     snprintf(executor->name, MAX_NAME, "%s", name);
     snprintf(executor->spec, sizeof executor->spec, "%s", kernel->spec);
     memcpy(executor->doubles, doubles, sizeof executor->doubles);
-    int word = 0;
     for (const char *letter = kernel->spec; *letter; letter++) {
         if (*letter == 'D' || *letter == 'F') continue;
-        int64_t given = words[word];
-        executor->words[word++] = strchr("TSABRLZ", *letter) ? (int64_t)copy((void *)given)
-                                  : *letter == 'C' && given  ? (int64_t)strdup((char *)given)
-                                                             : given;
+        int64_t given = words[executor->num_words];
+        executor->words[executor->num_words++] = strchr(OBJECT_LETTERS, *letter) ? (int64_t)sim_copy((void *)given)
+                                                 : *letter == 'C' && given ? (int64_t)strdup((char *)given)
+                                                                           : given;
     }
     sim_unlock();
-    *(uint64_t *)words[word] = 0;
-    *(Executor **)words[word + 1] = executor;
+    *made = executor;
+    return 0;
+}
+
+EXPORT long sim_prepare(const char *name, const int64_t *words, const double *doubles)
+{
+    Executor *executor;
+    aclError code = sim_prepare_call(name, words, doubles, &executor);
+    if (!executor) return code;
+    *(uint64_t *)words[executor->num_words] = 0;
+    *(Executor **)words[executor->num_words + 1] = executor;
     return 0;
 }
 
@@ -334,12 +188,13 @@ EXPORT long sim_launch(const char *name, Executor *executor, aclrtStream handle)
 static aclError check_tensor(const char *name, const SimTensor *tensor)
 {
     int64_t low = tensor->offset, high = tensor->offset;
+    if (tensor->owned) return 0;
     for (int i = 0; i < tensor->num_dims; i++) {
         if (tensor->dims[i] == 0) return 0;
         int64_t reach = (tensor->dims[i] - 1) * tensor->strides[i];
         *(reach < 0 ? &low : &high) += reach;
     }
-    size_t each = size_of(tensor->type);
+    size_t each = sim_size_of(tensor->type);
     if (sim_is_device_memory(tensor->data + low * (int64_t)each, (size_t)(high - low + 1) * each)) return 0;
     return sim_fail(ACL_ERROR_RT_AICORE_EXCEPTION, "%s reads or writes %p, which is no device memory or was freed", name,
                     (void *)tensor->data);
@@ -354,6 +209,36 @@ static aclError check_memory(const char *name, const void *object)
     aclError code = 0;
     if (list->magic == MAGIC_TENSORS)
         for (int64_t i = 0; i < list->size && !code; i++) code = check_memory(name, ((void **)list->values)[i]);
+    return code;
+}
+
+/* Kernels of ATB take lengths as tensors of the host, which live as long as the call that prepares them. */
+static aclError own_host_data(SimTensor *tensor)
+{
+    int64_t count = 1;
+    for (int i = 0; i < tensor->num_dims; i++) count *= tensor->dims[i];
+    size_t size = (size_t)count * sim_size_of(tensor->type), begin = (size_t)tensor->offset * sim_size_of(tensor->type);
+    if (!size || sim_is_device_memory(tensor->data + begin, size)) return 0;
+    tensor->owned = malloc(size);
+    if (!sim_read(tensor->data + begin, tensor->owned, size))
+        return sim_fail(ACL_ERROR_RT_PARAM_INVALID, "%p is memory neither of the device nor of the host",
+                        (void *)tensor->data);
+    tensor->data = tensor->owned;
+    tensor->offset = 0;
+    return 0;
+}
+
+aclError sim_own_host_data(Executor *executor)
+{
+    aclError code = 0;
+    int word = 0;
+    for (const char *letter = executor->spec; *letter && !code; letter++) {
+        if (*letter == 'D' || *letter == 'F') continue;
+        SimList *object = (SimList *)executor->words[word++];
+        if (*letter == 'T' && object) code = own_host_data((SimTensor *)object);
+        for (int64_t i = 0; *letter == 'L' && object && i < object->size && !code; i++)
+            if (((void **)object->values)[i]) code = own_host_data(((SimTensor **)object->values)[i]);
+    }
     return code;
 }
 

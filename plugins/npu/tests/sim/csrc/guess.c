@@ -6,19 +6,18 @@
 #include "sim.h"
 
 /* Words of a call are values or addresses; reading through the kernel tells an address without risking a fault. */
-static bool read_word(int64_t address, void *into, size_t size)
+bool sim_read(const void *address, void *into, size_t size)
 {
     struct iovec local = {into, size}, remote = {(void *)address, size};
-    return address > 65536 && process_vm_readv(getpid(), &local, 1, &remote, 1, 0) == (ssize_t)size;
+    return (uintptr_t)address > 65536 && process_vm_readv(getpid(), &local, 1, &remote, 1, 0) == (ssize_t)size;
 }
 
 static char letter_of(int64_t word)
 {
     int32_t magic;
-    static const char letters[] = "TSABRLZ";  /* in the order of the magic numbers in sim.h */
     if (word == 0) return '0';
-    if (!read_word(word, &magic, sizeof magic)) return 'I';
-    if (magic >= MAGIC_TENSOR && magic <= MAGIC_SCALARS) return letters[magic - MAGIC_TENSOR];
+    if (!sim_read((void *)word, &magic, sizeof magic)) return 'I';
+    if (magic >= MAGIC_TENSOR && magic <= MAGIC_BYTES) return OBJECT_LETTERS[magic - MAGIC_TENSOR];
     return 'C';
 }
 
@@ -29,7 +28,7 @@ void sim_guess(const int64_t *words, char *into, size_t room)
     size_t length = 0;
     for (int i = 0; i + 1 < MAX_WORDS && length + 1 < room; i++) {
         uint64_t size = 1, executor = 1;
-        bool both = read_word(words[i], &size, 8) && read_word(words[i + 1], &executor, 8);
+        bool both = sim_read((void *)words[i], &size, 8) && sim_read((void *)words[i + 1], &executor, 8);
         int64_t apart = words[i] - words[i + 1];
         if (both && !size && !executor && apart > -4096 && apart < 4096) break;
         into[length++] = letter_of(words[i]);

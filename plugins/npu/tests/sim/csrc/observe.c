@@ -188,6 +188,12 @@ EXPORT long sim_unsupported(const char *function)
 void throw_runtime_error(const char *) __asm__("_ZSt21__throw_runtime_errorPKc");
 char *__cxa_demangle(const char *, char *, size_t *, int *);
 
+void sim_throw(const char *text)
+{
+    throw_runtime_error(text);
+    __builtin_unreachable();
+}
+
 EXPORT void sim_unsupported_cxx(const char *mangled)
 {
     static __thread char text[512];

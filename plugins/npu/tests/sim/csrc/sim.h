@@ -24,7 +24,50 @@
 #define MAX_FORK 64    /* streams that one capture can join */
 
 /* First field of each aclnn object. */
-enum { MAGIC_TENSOR = 0x5e4501, MAGIC_SCALAR, MAGIC_INTS, MAGIC_BOOLS, MAGIC_FLOATS, MAGIC_TENSORS, MAGIC_SCALARS };
+enum {
+    MAGIC_TENSOR = 0x5e4501,
+    MAGIC_SCALAR,
+    MAGIC_INTS,
+    MAGIC_BOOLS,
+    MAGIC_FLOATS,
+    MAGIC_TENSORS,
+    MAGIC_SCALARS,
+    MAGIC_BYTES,
+};
+/* Their letters in specifications, in the same order. */
+#define OBJECT_LETTERS "TSABRLZP"
+
+/* ---- objects (objects.c): sim.marshal mirrors these structures */
+#define MAX_DIMS 8
+
+typedef struct SimTensor {
+    int32_t magic, type, num_dims, format;
+    int64_t dims[MAX_DIMS], strides[MAX_DIMS];
+    int64_t offset;
+    int64_t num_stored, stored[MAX_DIMS];  /* dimensions as they lie in a private format */
+    char *data;
+    struct SimTensor *origin;  /* of a copy: the caller's, for outputs whose size the kernel finds */
+    void *owned;               /* of a copy of the host's memory: what to free with it */
+} SimTensor;
+
+typedef struct {
+    int32_t magic, type;
+    char value[16];
+} SimScalar;
+
+/* A list of either kind of value; of objects it holds pointers. */
+typedef struct {
+    int32_t magic, unused;
+    int64_t size;
+    char values[];
+} SimList;
+
+void *aclCreateTensor(const int64_t *dims, uint64_t num_dims, int type, const int64_t *strides, int64_t offset,
+                      int format, const int64_t *storage_dims, uint64_t num_storage_dims, void *data);
+void *sim_create_list(int magic, const void *values, uint64_t size, size_t each);
+void sim_destroy(void *object);
+void *sim_copy(const void *object);
+size_t sim_size_of(int type);   /* bytes of an element */
 
 /* ---- kernels: the arguments of one prepared aclnn call, copied because the caller destroys its own after the launch */
 typedef struct Executor {
@@ -32,7 +75,7 @@ typedef struct Executor {
     char spec[MAX_WORDS + MAX_DOUBLES + 1];
     int64_t words[MAX_WORDS];
     double doubles[MAX_DOUBLES];
-    int references;
+    int num_words, references;
 } Executor;
 
 /* ---- tasks */
@@ -148,6 +191,14 @@ bool sim_capturing(int device);
 /* ---- kernels (aclnn.c) */
 aclError sim_run_kernel(Executor *executor);   /* drops the lock while the handler runs */
 void sim_executor_release(Executor *executor);
+/* These three take the lock themselves. prepare_call: gives a copy of the arguments, NULL where it fails. */
+aclError sim_prepare_call(const char *name, const int64_t *words, const double *doubles, Executor **made);
+long sim_launch(const char *name, Executor *executor, aclrtStream handle);
+int aclDestroyAclOpExecutor(Executor *executor);
+/* Throws a C++ exception, which reaches Python as a RuntimeError; call it without the lock. */
+void sim_throw(const char *text) __attribute__((noreturn));
+aclError sim_own_host_data(Executor *executor);
+bool sim_read(const void *address, void *into, size_t size);    /* false where the address is none */
 void sim_guess(const int64_t *words, char *into, size_t room);  /* guess.c */
 
 /* ---- devices and memory (device.c, memory.c) */

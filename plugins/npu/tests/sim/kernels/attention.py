@@ -1,4 +1,4 @@
-"""Attention over pages: aclnnFusedInferAttentionScoreV2 and V3, query by query, in the forms TND and BSND.
+"""Attention over pages: aclnnFusedInferAttentionScoreV2 to V4, query by query, in the forms TND and BSND.
 
 The bounds that CANN documents for Atlas A2 and A3 are held: a call beyond them raises, as the kernel's own check would.
 """
@@ -154,3 +154,9 @@ def score_v2(*arguments: object) -> None:
 @kernel("aclnnFusedInferAttentionScoreV3", _HEAD + "TTT" + _TAIL)
 def score_v3(*arguments: object) -> None:
     _score(arguments, ropes=3)
+
+
+@kernel("aclnnFusedInferAttentionScoreV4", _HEAD + "TTTTT" + "IDIICIIIIIbIIITT")
+def score_v4(*arguments: object) -> None:
+    """The kernel of the op's second version; its further arguments are of codes and sinks."""
+    _score(arguments, ropes=5)

@@ -16,7 +16,7 @@ def _softmax(x: Tensor) -> Tensor:
     return powers / powers.sum(dim=-1, keepdim=True)
 
 
-def _largest(scores: Tensor, count: int) -> Tensor:
+def largest(scores: Tensor, count: int) -> Tensor:
     """Return the places (T, k) of the largest scores of each row, largest first, the lower place of equal ones."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
@@ -29,7 +29,7 @@ def gating_softmax(
     demand(x.dtype in FLOATS and y.dtype == x.dtype and 0 < k <= x.shape[-1], f"x {x.dtype}, {k} of {x.shape[-1]}")
     demand(finished is None and not wants_all and x.dim() == 2, "not simulated")
     wide = x.to(torch.float32)
-    chosen = _largest(wide, k)
+    chosen = largest(wide, k)
     values = wide.gather(1, chosen)
     y.copy_(_softmax(values) if renorm else _softmax(wide).gather(1, chosen))
     indices.copy_(chosen)
@@ -68,9 +68,9 @@ def gating(
         by_group = ranking.view(-1, group_count, size)
         best = by_group.sort(dim=-1, descending=True).values
         group_score = best[..., 0] if group_select_mode == 0 else best[..., 0] + best[..., 1]
-        hidden = torch.ones(group_score.shape, dtype=torch.bool).scatter(1, _largest(group_score, k_group), False)
+        hidden = torch.ones(group_score.shape, dtype=torch.bool).scatter(1, largest(group_score, k_group), False)
         ranking = by_group.masked_fill(hidden.unsqueeze(-1), -torch.inf).view(-1, experts)
-    chosen = _largest(ranking, k)
+    chosen = largest(ranking, k)
     weights = own.gather(1, chosen)
     if norm_type == 1:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + eps)
