@@ -18,6 +18,9 @@ from core.bench.rates import Rates
 from core.common.quantization.layers import QuantizedModule, num_values
 from core.engine.attention import NotPageable, inspect
 
+CODED_RATE = 2.0
+"""How many products of 8-bit codes matrix units do in the time of one of half precision: twice as many on NVIDIA's GPUs
+since Ada and Hopper (fp8) and Ampere (int8), by their data sheets."""
 _EXPERTS = re.compile(r"(?:^|\.)experts\.")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
@@ -38,7 +41,8 @@ class CacheLayer:
 class Shape:
     """What the floor depends on. dense: elements of matrices that every token goes through, the last one (from hidden
     states to logits) apart as `head`; experts: those of all experts; vectors: everything of one dimension. The bytes of
-    a quantised model's matrices, scales included, are stated apart; None: itemsize for each element."""
+    a quantised model's matrices, scales included, are stated apart; None: itemsize for each element. coded: part of the
+    matrices' elements whose products take codes of 8 bits on both sides."""
 
     itemsize: int
     hidden: int
@@ -52,6 +56,7 @@ class Shape:
     layers: tuple[CacheLayer, ...]
     dense_bytes: int | None = None
     experts_bytes: int | None = None
+    coded: float = 0.0
 
     def expert_share(self, num_tokens: int) -> float:
         """Return the part of the experts that so many tokens can hit at most."""
@@ -85,11 +90,13 @@ def shape_of(model: Any, max_len: int, cache_dtype: torch.dtype | None = None) -
     head: nn.Module | None = model.get_output_embeddings()
     table, last = embedding.weight, None if head is None else head.weight
     quantized = {id(each) for m in model.modules() if isinstance(m, QuantizedModule) for each in m.parameters()}
-    dense = experts = vectors = dense_bytes = experts_bytes = 0
+    coding = {id(p) for m in model.modules() if _multiplies_codes(m) for p in m.parameters()}
+    dense = experts = vectors = dense_bytes = experts_bytes = coded = 0
     for name, parameter in model.named_parameters():
         if parameter is table or parameter is last:
             continue
         count = num_values(name, parameter) if id(parameter) in quantized else parameter.numel()
+        coded += count if id(parameter) in coding else 0
         if _EXPERTS.search(name):
             experts, experts_bytes = experts + count, experts_bytes + parameter.nbytes
         elif parameter.dim() < 2 and id(parameter) not in quantized:
@@ -109,7 +116,13 @@ def shape_of(model: Any, max_len: int, cache_dtype: torch.dtype | None = None) -
         layers=_layers(model, config, max_len, cache_dtype),
         dense_bytes=dense_bytes if quantized else None,
         experts_bytes=experts_bytes if quantized else None,
+        coded=coded / (dense + experts) if coded else 0.0,
     )
+
+
+def _multiplies_codes(module: nn.Module) -> bool:
+    """Tell whether a layer multiplies codes of 8 bits by such codes, not by what they stand for."""
+    return isinstance(module, QuantizedModule) and not module.continuous and module.scheme.activations is not None
 
 
 def decode_floor(shape: Shape, rates: Rates, batch: int, context: float) -> Floor:
@@ -133,7 +146,8 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
             pairs = seen * fresh if fresh == 1 else _causal_pairs(fresh, layer.window)
             flops += 2 * layer.num_heads * (layer.key_size + layer.value_size) * pairs
     active = shape.top_k / shape.num_experts if shape.num_experts else 0.0
-    flops += 2 * num_tokens * (shape.dense + active * shape.experts) + 2 * rows * shape.head
+    products = 2 * num_tokens * (shape.dense + active * shape.experts)
+    flops += products + 2 * rows * shape.head
     dense = shape.dense * shape.itemsize if shape.dense_bytes is None else shape.dense_bytes
     experts = shape.experts * shape.itemsize if shape.experts_bytes is None else shape.experts_bytes
     weight = dense + share * experts + (shape.head + shape.vectors + num_tokens * shape.hidden) * shape.itemsize
@@ -142,7 +156,7 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
         cache_bytes=round(cache),
         flops=round(flops),
         bytes_ms=(weight + cache) / rates.bytes_per_s * 1e3,
-        flops_ms=flops / rates.flops_per_s * 1e3,
+        flops_ms=(flops - products * shape.coded * (1 - 1 / CODED_RATE)) / rates.flops_per_s * 1e3,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+import core
 from core.bench.floor import CacheLayer, Shape, decode_floor, prefill_floor, shape_of
 from core.bench.presets import PRESETS, random_model
 from core.bench.rates import Rates, measure_rates
@@ -92,3 +93,18 @@ def test_sizes_grow_until_a_run_can_be_measured() -> None:
 
     rates = measure_rates(cpu(), torch.float32, copy_bytes=(1000, 4000), sizes=(8, 16), clock=clock)
     assert (rates.copy_bytes, rates.matmul_size) == (4000, 16)
+
+
+@pytest.mark.parametrize(("scheme", "coded"), [("fp8", True), ("int8-static", True), ("w8a16", False)])
+def test_products_of_codes_count_at_twice_the_rate(scheme: str, coded: bool) -> None:
+    preset = PRESETS["tiny-llama"]
+    model = random_model(preset.config(), torch_device=torch.device("cpu"), dtype=preset.dtype).model
+    before = shape_of(model, 64)
+    ids = [torch.arange(12).view(1, 12)]
+    core.quantize(model, scheme, calibration=ids if "static" in scheme else ())
+    shape = shape_of(model, 64)
+    assert shape.dense == before.dense and shape.coded == (1.0 if coded else 0.0)
+    plain, floor = (prefill_floor(each, RATES, 50) for each in (before, shape))
+    assert floor.flops == plain.flops
+    saved = 2 * 50 * shape.dense / 2 / RATES.flops_per_s * 1e3 if coded else 0.0
+    assert floor.flops_ms == pytest.approx(plain.flops_ms - saved)

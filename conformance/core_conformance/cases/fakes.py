@@ -32,6 +32,11 @@ from core_conformance.opcheck import Recorder, check, check_recorded
 from core_conformance.trial import NotSupported, Trial
 
 
+_COMPILED_TIMEOUT_S = 360.0
+"""Kernels that are compiled at their first call are compiled for each form of a call in each dtype: on an H200 those of
+attention took 107 s beside 11 other workers."""
+
+
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     """Return the cases of this area for a device."""
     for op in judged_ops(device):
@@ -46,6 +51,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     id=f"fakes/{op.name}/{slug(each.name)}",
                     what=f"{each.name!r} can be traced, and so can the custom ops it calls",
                     run=partial(judge_traced, op=op, of=each),
+                    timeout_s=_COMPILED_TIMEOUT_S,
                 )
     yield from _foreign(device)
 
