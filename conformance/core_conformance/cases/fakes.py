@@ -31,7 +31,6 @@ from core_conformance.opcalls import calls, positional, refusal
 from core_conformance.opcheck import Recorder, check, check_recorded
 from core_conformance.trial import NotSupported, Trial
 
-
 _COMPILED_TIMEOUT_S = 360.0
 """Kernels that are compiled at their first call are compiled for each form of a call in each dtype: on an H200 those of
 attention took 107 s beside 11 other workers."""
