@@ -13,6 +13,7 @@ from torch import Tensor
 from core.common.config import Verify
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.ops.declaration import declared_ops
+from core.common.state import model_tensors
 from core.device import Device, Mode
 from core.errors import PluginError, UsageError
 
@@ -157,6 +158,18 @@ def check_training_mode(model: Callable[..., Any]) -> None:
             found=f"{training[0]} in it is in training mode",
             remedy="call model.eval() first",
         )
+
+
+def check_placement(model: Callable[..., Any], device: Device) -> None:
+    """Refuse a module with weights elsewhere than on the device; a single number (0-dim) may be, torch's ops take it."""
+    tensors = model_tensors(model) if isinstance(model, torch.nn.Module) else ()
+    for name, tensor in tensors:
+        if tensor.dim() and not device.holds(tensor):
+            raise UsageError(
+                f"compiling {type(model).__name__} for {device.name} ({device.torch_device})",
+                found=f"its {name} is on {tensor.device}",
+                remedy=f"move the model there first: model.to({str(device.torch_device)!r})",
+            )
 
 
 def check_ops(device: Device) -> None:

@@ -100,6 +100,32 @@ class GraphResourcesError(CaptureError):
     """
 
 
+_APPENDED = re.compile(
+    r"\s(?:While executing %|Original traceback:|from user code:|Set TORCHDYNAMO_VERBOSE|Use tlparse)", re.IGNORECASE
+)
+"""Where torch goes on with nodes, tracebacks and advice after the message proper."""
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Return a message as one line of at most `limit` characters, without what torch appends.
+
+    Of a longer one the beginning and the last line are kept: devices write the call first and the cause last.
+    """
+    lines = [" ".join(line.split()) for line in _APPENDED.split(text, maxsplit=1)[0].splitlines()]
+    lines = [line for line in lines if re.search(r"\w", line)]
+    whole = " ".join(lines)
+    if len(whole) <= limit:
+        return whole
+    if len(lines) == 1:
+        return _cut(whole, limit)
+    last = _cut(lines[-1], limit // 2 - 1)
+    return f"{_cut(' '.join(lines[:-1]), limit - len(last) - 1)} {last}"
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 2].rstrip()} …"
+
+
 def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError | None:
     """Return the error for an import of torch that failed by an installed backend of another device; None otherwise.
 
@@ -113,6 +139,6 @@ def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError
     return DeviceUnavailableError(
         asked,
         found=f"torch cannot be imported, since its backend extension {match[1]} is installed and fails: {cause[:300]}",
-        remedy=f"set TORCH_DEVICE_BACKEND_AUTOLOAD=0 (core imports the backend of the device asked for by itself), "
-        f"uninstall {match[1]}, or install what it needs",
+        remedy=f"uninstall {match[1]}, or install what it needs; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch be imported "
+        "without it (core imports the backend of the device asked for by itself), and transformers will still want it",
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from core.arguments import (
     check_ops,
     check_outputs,
     check_phases,
+    check_placement,
     check_signature,
     check_training_mode,
     examples_per_phase,
@@ -45,7 +45,7 @@ from core.common.report import BucketReport, CacheReport, ProgramReport
 from core.common.settings import Settings
 from core.common.shared import SharedTrace
 from core.device import Device, Mode
-from core.errors import CaptureError, GraphResourcesError, TraceError
+from core.errors import CaptureError, GraphResourcesError, TraceError, one_line
 from core.factors import Subject
 from core.phases import TracedPhases
 from core.program import CapturedBucket, Program
@@ -125,6 +125,7 @@ class Pipeline:
         for phase, each in self.models.items():
             check_signature(each, inputs, table.guards[phase])
             check_training_mode(each)
+            check_placement(each, device)
         check_phases(options.mode, table)
         self.bound = check_bound(bound, inputs)
         check_outputs(outputs, table.dims)
@@ -380,9 +381,8 @@ def _reason(error: TraceError | CaptureError) -> str:
     """Return in one line why a model could not be traced or captured, and at which place of its code."""
     text = " ".join(error.found.split())
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
-    why = re.split(r" (?:(?:Hint|Developer debug context): |The branch condition involves)", text)[0]
-    why = why.replace(" Explanation:", ":")
-    why = textwrap.shorten(why, 300, placeholder=" …")
+    why = re.split(r"\s(?:(?:Hint|Developer debug context):\s|The branch condition involves)", error.found)[0]
+    why = one_line(re.sub(r"\s+Explanation:", ":", why))
     return f"{why} ({places[-1][0].rsplit('/')[-1]}:{places[-1][1]})" if places else why
 
 

@@ -25,6 +25,16 @@ def import_transformers() -> ModuleType:
         ) from None
 
 
+def unusable(error: ImportError, asked: str = "use transformers") -> ModelError:
+    """Return the error for a package that transformers finds installed and can't import, whatever the device."""
+    cause = " ".join(str(error).split())
+    return ModelError(
+        asked,
+        found=f"transformers imports a package that is installed and can't be loaded: {cause[:300]}",
+        remedy="install what that package needs, or uninstall it (transformers uses what it finds, on any device)",
+    )
+
+
 class _Steps:
     """What transformers iterates over instead of a tqdm bar: it counts out loud."""
 
@@ -71,6 +81,8 @@ def driven(progress: Progress | None) -> Iterator[list[str]]:
     logger.setLevel(logging.WARNING)
     try:
         yield messages
+    except ImportError as error:  # transformers looks for packages that it can use, and imports those it finds
+        raise unusable(error) from error
     finally:
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)

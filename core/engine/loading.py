@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from core.common.quantization.config import stated_config
+from core.common.quantization.formats import REMEDY, other_format, refuse_other_format
 from core.common.quantization.layers import num_weights, share_input_scales
 from core.common.quantization.tensors import QUANTIZED
 from core.engine.architecture import (
@@ -30,7 +31,7 @@ from core.engine.architecture import (
     stop_token_ids,
 )
 from core.engine.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
-from core.engine.hf import driven, import_transformers
+from core.engine.hf import driven, import_transformers, unusable
 from core.engine.quantized import QuantizedCheckpoint
 from core.errors import CoreError, ModelError, UsageError
 
@@ -90,13 +91,15 @@ def load_model(
     checkpoint = inspect_checkpoint(Path(path).expanduser(), progress)
     asked = asked_for(checkpoint.path)
     warnings = check_architecture(asked, checkpoint.config)
+    refuse_other_format(asked, checkpoint.config)
     with driven(progress) as logged:
         config = _read_config(asked, checkpoint.path)
         check_causal(asked, config)
         dtype = dtype or config_dtype(config)
         stated = stated_config(checkpoint.config)
         if stated is None:
-            model, unexpected = _read_weights(asked, partial(_read_folder, checkpoint.path, config, dtype), logged)
+            read = partial(_read_folder, checkpoint.path, config, dtype)
+            model, unexpected = _read_weights(asked, read, logged, other_format(checkpoint.config))
         else:
             quantized = QuantizedCheckpoint(asked, checkpoint, stated, config, dtype)
             model, unexpected = _read_weights(asked, quantized.load, logged)
@@ -209,6 +212,8 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
 def _read_config(asked: str, path: Path) -> Any:
     try:
         return import_transformers().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ImportError as error:
+        raise unusable(error, asked) from error
     except Exception as error:  # configuration classes validate with exceptions of many kinds
         raise ModelError(
             asked, found=f"transformers rejects config.json: {_one_line(error)}", remedy="correct config.json"
@@ -228,19 +233,25 @@ def _read_folder(path: Path, config: Any, dtype: torch.dtype, **options: Any) ->
     )
 
 
-def _read_weights(asked: str, read: Callable[..., Any], logged: list[str]) -> tuple[nn.Module, list[str]]:
-    """Return the model that read gives, on the host, with the names of weights in the files that have no place."""
+def _read_weights(
+    asked: str, read: Callable[..., Any], logged: list[str], quantized: str = ""
+) -> tuple[nn.Module, list[str]]:
+    """Return the model that read gives, on the host, with the names of weights in the files that have no place.
+
+    quantized: the format in which transformers is to read them, for the error where it can't.
+    """
     try:
         # A wrong shape is reported in `info` and refused below; otherwise it would only be in a log.
         model, info = read(ignore_mismatched_sizes=True)
     except CoreError:
         raise
     except Exception as error:  # any model's constructor or conversion runs in there
-        raise ModelError(
-            asked,
-            found=f"transformers could not load it: {_conversion_problem(logged) or _one_line(error)}",
-            remedy="check that config.json and the weights belong together and that what they need is installed",
-        ) from error
+        found = f"transformers could not load it: {_conversion_problem(logged) or _one_line(error)}"
+        remedy = "check that config.json and the weights belong together and that what they need is installed"
+        if quantized:
+            found = f"its weights are quantised as {quantized!r}, and {found}"
+            remedy = f"install what it needs; or {REMEDY}"
+        raise ModelError(asked, found=found, remedy=remedy) from error
     logged[:] = [message for message in logged if "LOAD REPORT" not in message]  # judged here, from the same facts
     mismatched = sorted((name, tuple(found), tuple(wanted)) for name, found, wanted in info["mismatched_keys"])
     remedy = "use the config.json and the weights of one and the same model"

@@ -220,3 +220,20 @@ def test_building_refuses_what_loading_refuses() -> None:
         build_model(transformers.BertConfig(**SIZES), torch_device=CPU)
     with pytest.raises(UsageError, match=r"torch\.int64"):
         build_model(transformers.LlamaConfig(**LLAMA), torch_device=CPU, dtype=torch.int64)
+
+
+def test_an_installed_backend_that_cannot_load_is_what_is_told(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports the backends that it finds, whatever the device is."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise ImportError("libhccl.so: cannot open shared object file")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", broken)
+    error = error_of(pristine)
+    assert "libhccl.so: cannot open" in error.found and "config.json" not in str(error)
+    assert "uninstall it" in error.remedy
+    monkeypatch.undo()
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", broken)
+    config = transformers.AutoConfig.from_pretrained(pristine)
+    with pytest.raises(ModelError, match="cannot open shared object"):
+        build_model(config, torch_device=CPU, dtype=torch.float32)

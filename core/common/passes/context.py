@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from core.common.passes.declaration import Guards, Scalar, Stage
@@ -110,6 +111,21 @@ class PassContext:
         # What a symbol stands for alone is put in its place as it is, a plain number.
         plain = all(isinstance(each, int) or each.is_Integer for each in found)
         return tuple(map(int, found)) if found and plain else None
+
+    def same_sizes(self, left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+        """Return whether two shapes, or parts of shapes, are known to be equal wherever the graph serves.
+
+        Inputs of one declared dimension have symbols of their own, until an op of the model demands that they be equal.
+        """
+        if len(left) != len(right):
+            return False
+        return all(self._same(a, b) for a, b in zip(left, right, strict=True))
+
+    def _same(self, left: Any, right: Any) -> bool:
+        if left is right or statically_known_true(left == right):
+            return True
+        served = self.served(left)
+        return served is not None and served == self.served(right)
 
     def values(self) -> Iterator[object]:
         """Yield the fake values of all nodes, the members of tuples one by one."""

@@ -127,8 +127,10 @@ def kind(node: Operand) -> str:
         found = _METHODS.get(str(node.target), "")
     else:
         return ""
-    # `.to(device)` and `.to(other, copy=True)` are no casts of a dtype alone.
-    return "" if found == "cast" and not _is_cast(node) else found
+    # `.to(device)` and `.to(other, copy=True)` are no casts of a dtype alone, and `.view(dtype)` makes other numbers.
+    if found == "cast" and not _is_cast(node):
+        return ""
+    return "" if found == "view" and dtype(node) != dtype(operand(node, 0, "self")) else found
 
 
 def _is_cast(node: fx.Node) -> bool:

@@ -44,7 +44,7 @@ def _refusal(context: PassContext, total: fx.Node, gamma: fx.Node, norm: fx.Node
     first, second = total.args
     assert isinstance(first, fx.Node)
     return first_reason(
-        same_tensors(first, second),
+        same_tensors(context, first, second),
         aligned_rows(context, total),
         not_row("gamma", gamma, total),
         "" if results(norm) else f"{norm} is used otherwise than by its results",
@@ -81,7 +81,7 @@ def expect(context: PassContext) -> int | None:
 
 
 def _is_owed(context: PassContext, total: fx.Node) -> bool:
-    if len(total.args) != 2 or total.kwargs or same_tensors(*total.args) or aligned_rows(context, total):
+    if len(total.args) != 2 or total.kwargs or same_tensors(context, *total.args) or aligned_rows(context, total):
         return False
     norm = next((user for user in total.users if called(user) == "npu_rms_norm"), None)
     return norm is not None and bool(norm.users) and not not_row("gamma", read(norm)["gamma"], total)

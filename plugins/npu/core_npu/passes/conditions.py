@@ -33,10 +33,17 @@ CODES = HALVES | {torch.int8}
 """For guards of passes whose sites end in codes: a guard looks at the result, the conditions at what is normed."""
 _ALIGNMENT = 32
 _HALF, _BRAIN, _WIDE = torch.float16, torch.bfloat16, torch.float32
-_SCALES = {_HALF: (_WIDE, _HALF), _BRAIN: (_BRAIN,)}
-_ZERO_POINTS = {_HALF: (torch.int32, torch.int8), _BRAIN: (_BRAIN,)}
-"""Of the values' dtype, the dtypes of scales and zero points that the kernel of norm and quantisation takes, first,
-and those that widen to them without a rounding: `npu_quantize` wants scales as its values are."""
+_SCALES = {
+    (_HALF, True): (_WIDE, _HALF),
+    (_HALF, False): (_HALF,),
+    (_BRAIN, True): (_BRAIN,),
+    (_BRAIN, False): (_BRAIN,),
+}
+_ZERO_POINTS = {**_SCALES, (_HALF, True): (torch.int32, torch.int8), (_HALF, False): ()}
+"""Of the values' dtype and whether the scales divide, what both `npu_quantize` and the kernel of norm and quantisation
+take, or what widens to the kernel's without a rounding. Dividing, `npu_quantize` takes scales of fp32 with values of
+fp16, or of fp16, which it widens itself; multiplying, scales and zero points of the values' dtype alone."""
+_WIDENED = {_HALF: _WIDE, torch.int8: torch.int32}
 
 
 def first_reason(*reasons: str) -> str:
@@ -44,14 +51,14 @@ def first_reason(*reasons: str) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def same_tensors(first: Any, second: Any) -> str:
+def same_tensors(context: PassContext, first: Any, second: Any) -> str:
     """Return why two operands are no tensors of one shape, dtype and device, or nothing."""
     left, right = view.value(first), view.value(second)
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return f"{first} and {second} are not both tensors"
     if left.dtype != right.dtype or left.device != right.device:
         return f"{first} is {left.dtype} on {left.device}, {second} {right.dtype} on {right.device}"
-    return "" if view.same_shape(first, second) else f"{first} and {second} differ in shape"
+    return "" if context.same_sizes(tuple(left.shape), tuple(right.shape)) else f"{first} and {second} differ in shape"
 
 
 def aligned_rows(context: PassContext, x: fx.Node) -> str:
@@ -80,29 +87,30 @@ def not_row(name: str, operand: Any, x: fx.Node) -> str:
     return f"{name} {operand} is {found}, {x} has rows of {view.dtype(x)}, {_text((view.shape(x) or ())[-1:])}"
 
 
-def static_scales(scales: Any, zero_points: Any, x: fx.Node) -> str:
+def static_scales(scales: Any, zero_points: Any, x: fx.Node, *, divides: bool) -> str:
     """Return why the kernel does not take these scales and zero points for values like x, or nothing."""
     dtype = view.dtype(x)
-    if dtype not in _SCALES:
+    if dtype not in HALVES:
         return f"{x} is {dtype}"
+    assert dtype is not None
     for name, operand, table in (("scales", scales, _SCALES), ("zero points", zero_points, _ZERO_POINTS)):
         if operand is None:
             continue
-        if view.dtype(operand) not in table[dtype]:
-            return f"{name} {operand} are {view.dtype(operand)}, the kernel takes {' or '.join(map(str, table[dtype]))}"
+        kinds = table[dtype, divides]
+        if view.dtype(operand) not in kinds:
+            wanted = " or ".join(map(str, kinds)) or f"no {name}"
+            how = "divide" if divides else "multiply"
+            return f"{name} {operand} are {view.dtype(operand)}, the fusion takes {wanted} with scales that {how}"
         if not _has_row_shape(operand, x):
             found, row = _text(view.shape(operand)), _text((view.shape(x) or ())[-1:])
             return f"{name} {operand} have shape {found}, the kernel takes one of each channel, {row}"
     return ""
 
 
-def widened(operand: Any, x: fx.Node) -> torch.dtype | None:
-    """Return the dtype that scales or zero points for values like x have to be cast to, None where they need not."""
-    dtype = view.dtype(x)
-    assert dtype is not None  # `static_scales` has seen it
-    table = _SCALES if (view.dtype(operand) or torch.int8).is_floating_point else _ZERO_POINTS
-    wanted = table[dtype][0]
-    return None if operand is None or view.dtype(operand) == wanted else wanted
+def widened(operand: Any) -> torch.dtype | None:
+    """Return the dtype that scales or zero points have to be cast to, None where they need not."""
+    dtype = view.dtype(operand)
+    return None if dtype is None else _WIDENED.get(dtype)
 
 
 def one_scale(scale: Any, x: fx.Node) -> str:

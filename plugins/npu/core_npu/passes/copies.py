@@ -51,7 +51,7 @@ def _refusal(context: PassContext, node: fx.Node) -> str:
     into, source = node.args[:2]
     assert isinstance(into, fx.Node) and isinstance(source, fx.Node)
     return first_reason(
-        same_tensors(into, source),
+        same_tensors(context, into, source),
         "" if same_layout(view.value(into), view.value(source)) else f"{into} and {source} lie otherwise in memory",
         _seen(context, node, into),
         _written(context, node, into, source),

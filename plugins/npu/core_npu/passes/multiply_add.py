@@ -32,7 +32,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
         if scaled is None or not isinstance(y, fx.Node):
             continue
         x, number = scaled
-        reason = first_reason(same_tensors(x, y), other_reader(product, node))
+        reason = first_reason(same_tensors(context, x, y), other_reader(product, node))
         if reason:
             return near_miss(node, reason)
         return Site(anchor=node, target=torch.add, args=(y, x), kwargs={"alpha": number}, interior=(product, node))

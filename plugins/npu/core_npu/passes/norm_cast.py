@@ -28,7 +28,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
         return None
     given, found = read(call), results(call)
     reason = first_reason(
-        same_tensors(given["x1"], given["x2"]),
+        same_tensors(context, given["x1"], given["x2"]),
         aligned_rows(context, given["x1"]),
         not_row("gamma", given["gamma"], given["x1"]),
         "" if found is not None and len(found[0]) == 1 else f"{call} is used otherwise than by its results, each once",

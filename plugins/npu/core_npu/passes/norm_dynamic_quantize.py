@@ -51,7 +51,7 @@ def other_codes(given: Mapping[str, object]) -> str:
 def _refusal(context: PassContext, found: Normed, smooth: fx.Node | None) -> str:
     given = found.given
     return first_reason(
-        same_tensors(given["x1"], given["x2"]),
+        same_tensors(context, given["x1"], given["x2"]),
         aligned_rows(context, found.x),
         "" if found.rank in _RANKS else f"{found.x} has rank {found.rank}, the kernel takes 2 to 8",
         not_row("gamma", given["gamma"], found.x),

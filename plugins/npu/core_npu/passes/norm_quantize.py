@@ -67,11 +67,11 @@ def _refusal_add(context: PassContext, found: Normed, given: Mapping[str, Any]) 
     x = found.given["x1"]
     multiplied_with_bias = found.beta is not None and not given["div_mode"]
     return first_reason(
-        same_tensors(x, found.given["x2"]),
+        same_tensors(context, x, found.given["x2"]),
         aligned_rows(context, x),
         not_row("gamma", found.given["gamma"], x),
         _other_codes(given),
-        static_scales(given["scales"], given["zero_points"], x),
+        static_scales(given["scales"], given["zero_points"], x, divides=given["div_mode"]),
         "with a bias the kernel divides by its scales, and these multiply" if multiplied_with_bias else "",
     )
 
@@ -100,7 +100,7 @@ def _add_site(node: fx.Node, found: Normed, given: Mapping[str, Any]) -> Site:
 
     def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
         for name in ("scales", "zero_points"):
-            wanted = widened(given[name], found.x)
+            wanted = widened(given[name])
             if wanted is not None:
                 inputs[name] = builder.call(torch.Tensor.to, inputs[name], wanted)
         options = {"axis": -1, "epsilon": found.given["epsilon"], "div_mode": given["div_mode"]}
@@ -168,7 +168,7 @@ def expect_add(context: PassContext) -> int | None:
     """
 
     def refused(given: Mapping[str, Any], codes: Mapping[str, Any]) -> str:
-        fits = static_scales(codes["scales"], codes["zero_points"], given["x1"])
+        fits = static_scales(codes["scales"], codes["zero_points"], given["x1"], divides=codes["div_mode"])
         return first_reason(_other_codes(codes), fits, aligned_rows(context, given["x1"]))
 
     return count_owed(context, "npu_quantize", refused)
