@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
 from core.common.fakes.rules import Rule
 from core.common.fakes.schema import bound, find_overload, mismatch, mutated
+from core.common.passes.effects import declare_writes
 from core.errors import PluginError
 
 if TYPE_CHECKING:
@@ -24,19 +26,20 @@ A `Rule` made of data, which is checked against the op's schema and printed, or 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeOp:
-    """A fake kernel for one foreign op. op: qualified name, `library::name`. rule: computes output metadata.
+    """A fake kernel for one foreign op. op: qualified name, `library::name`. rule: computes output metadata; None for
+    an op that brings a fake of its own, of which only `also_writes` is declared.
 
     samples: device -> calls, arguments by their names in the op's schema; on these the conformance suite and
     `core fakes --check` compare the fake with the real op. writes: the arguments that the op writes, which must be
     those that its schema declares; None for whatever the schema says. also_writes: arguments that the kernel is known
-    to write whether its schema declares it or not; where it does not, nothing may read them after a call. changes: the
-    library changes the op's schema from version to version; where the rule does not fit it, the fake is left out with
-    the reason, instead of refused as a mistake. unwritten: results are memory that the op leaves as it was (workspaces,
-    what later calls write), so that two calls may differ in it.
+    to write whether its schema declares it or not; passes and verification go by it, also where the op brings a fake
+    of its own. changes: the library changes the op's schema from version to version; where the rule does not fit it,
+    the fake is left out with the reason, instead of refused as a mistake. unwritten: results are memory that the op
+    leaves as it was (workspaces, what later calls write), so that two calls may differ in it.
     """
 
     op: str
-    rule: ShapeRule
+    rule: ShapeRule | None
     samples: Callable[[torch.device], Iterable[Sample]] | None = None
     writes: tuple[str, ...] | None = None
     also_writes: tuple[str, ...] = ()
@@ -44,7 +47,8 @@ class FakeOp:
     unwritten: bool = False
 
     def __str__(self) -> str:
-        rule = str(self.rule) if isinstance(self.rule, Rule) else getattr(self.rule, "__name__", repr(self.rule))
+        named = "its own fake" if self.rule is None else getattr(self.rule, "__name__", repr(self.rule))
+        rule = str(self.rule) if isinstance(self.rule, Rule) else named
         written = ", ".join(dict.fromkeys((*(self.writes or ()), *self.also_writes)))
         return f"{self.op} -> {rule}{f'; writes {written}' if written else ''}"
 
@@ -88,11 +92,12 @@ def _apply(fake: FakeOp) -> FakeResult:
     if overload is None:
         return FakeResult(applied=False, reason=f"op {fake.op} is not loaded in this process")
     schema = overload._schema
+    known = _known_writes(fake, overload)
     # A library that is loaded anew has other ops under the same names.
     if _APPLIED.get(fake.op) == str(schema) and has_fake(fake.op):
         return FakeResult(applied=True, reason="registered earlier in this process")
-    if has_fake(fake.op):
-        return FakeResult(applied=False, reason=f"op {fake.op} brings a fake kernel of its own")
+    if has_fake(fake.op) and fake.rule is not None:
+        return FakeResult(applied=False, reason=f"op {fake.op} brings a fake kernel of its own{known}")
     problem = mismatch(fake, schema)
     if problem and fake.changes:
         return FakeResult(applied=False, reason=f"op {fake.op} is another version here: {problem}")
@@ -100,12 +105,20 @@ def _apply(fake: FakeOp) -> FakeResult:
         raise PluginError(
             f"fake kernel for {fake.op!r}", found=problem, remedy="declare it as the schema of the installed op has it"
         )
+    if fake.rule is None:
+        whose = "its library's fake serves" if has_fake(fake.op) else f"op {fake.op} has no fake kernel"
+        return FakeResult(applied=has_fake(fake.op), reason=f"{whose}{known}")
     torch.library.register_fake(fake.op, bound(fake.rule, schema) if isinstance(fake.rule, Rule) else fake.rule)
     _APPLIED[fake.op] = str(schema)
-    taken = {each.name for each in schema.arguments} - set(mutated(schema))
-    undeclared = [each for each in fake.also_writes if each in taken]
-    known = f"; the kernel also writes {', '.join(undeclared)}, which its schema does not declare" if undeclared else ""
     return FakeResult(applied=True, reason=f"registered{known}")
+
+
+def _known_writes(fake: FakeOp, overload: OpOverload[..., Any]) -> str:
+    """Tell passes what the kernel writes against the op's schema, and say so."""
+    taken = {each.name for each in overload._schema.arguments} - set(mutated(overload._schema))
+    undeclared = [each for each in fake.also_writes if each in taken]
+    declare_writes(overload, undeclared)
+    return f"; the kernel also writes {', '.join(undeclared)}, which its schema does not declare" if undeclared else ""
 
 
 def has_fake(op: str) -> bool:

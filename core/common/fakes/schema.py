@@ -80,6 +80,8 @@ def mismatch(fake: FakeOp, schema: FunctionSchema) -> str:
     if fake.writes is not None and set(fake.writes) != set(mutated(schema)):
         found = ", ".join(mutated(schema)) or "nothing"
         return f"it says that the op writes {', '.join(fake.writes) or 'nothing'}; the schema says {found}"
+    if fake.rule is None:
+        return ""
     if isinstance(fake.rule, Rule):
         return _arguments(fake.rule, schema) or _results(fake.rule, schema)
     return _signature(fake.rule, schema)

@@ -1,7 +1,8 @@
 """What graph nodes do besides returning a value: which tensors they write, and whether they may be left out.
 
 Dynamo graphs hide writes: to `fx`, `cache.index_copy_(…)` and `x.add_(1)` are pure. What is not known here to be
-harmless counts as having an effect.
+harmless counts as having an effect. Ops write what their schemas say, and what fakes declare besides
+(`FakeOp.also_writes`), in which case a result may be the written argument itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import builtins
 import inspect
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,28 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"})
 _EFFECTS_OF_BUILTINS = frozenset({"print", "setattr", "delattr", "exec", "eval", "input", "next", "open"})
 _EFFECTS_OF_METHODS = frozenset({"backward", "register_hook", "retain_grad", "record_stream", "set_", "resize_"})
+
+_UNDECLARED: dict[str, frozenset[str]] = {}  # by the schema's text: a library loaded anew has other ops of one name
+
+
+def declare_writes(op: OpOverload[..., Any], names: Iterable[str]) -> None:
+    """Make known, for this process, that an op writes arguments of these names which its schema calls read only."""
+    denied = _UNDECLARED.get(str(op._schema), frozenset())
+    if denied >= frozenset(names):
+        return
+    _UNDECLARED[str(op._schema)] = denied.union(names)
+    _written_positions.cache_clear()
+    denies_writes.cache_clear()
+    for target in (op, op.overloadpacket):  # fx's own removal of dead code goes by schemas too
+        fx.node.has_side_effect(target)
+
+
+@lru_cache(maxsize=4096)
+def denies_writes(target: Any) -> bool:
+    """Tell whether a call writes arguments that its schema calls read only: its results may be these arguments."""
+    return isinstance(target, (OpOverload, OpOverloadPacket)) and any(
+        str(schema) in _UNDECLARED for schema in _schemas(target)
+    )
 
 
 def value_of(node: object) -> Any:
@@ -53,7 +76,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def written_by(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[fx.Node, ...]:
-    """Return the arguments that a call would write into by its schema; none where the callable has no schema."""
+    """Return the arguments that a call of an op would write into; none where the callable has no schema."""
     if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return ()
     return tuple(_written_by_schema(target, args, kwargs))
@@ -73,9 +96,10 @@ def _written_positions(target: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
         tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in denied
         )
         for schema in _schemas(target)
+        for denied in (_UNDECLARED.get(str(schema), ()),)
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from core.common.passes.effects import value_of, written_args
+from core.common.passes.effects import denies_writes, value_of, written_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ def _storages(
     if exact is not None and node.target in _IDENTITIES_WHEN_OFF and node.all_input_nodes:
         exact |= known[node.all_input_nodes[0]]
     inherited = _NONE.union(*(known[argument] for argument in into)) if into else _NONE
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and denies_writes(node.args[0].target):
+        inherited |= known[node.args[0]]  # the fake, which follows the schema, calls it memory of its own
     if exact is not None:
         return exact | inherited if exact else exact
     if node.op in ("placeholder", "get_attr"):

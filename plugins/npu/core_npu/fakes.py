@@ -18,7 +18,7 @@ from core_npu.fakes_attention import scored, scored_v2
 from core_npu.fakes_samples import SAMPLES
 from core_npu.fakes_samples_atb import ATB_SAMPLES
 
-__all__ = ["NPU_FAKES"]
+__all__ = ["NPU_FAKES", "NPU_WRITES"]
 
 _DTYPES: Mapping[int, torch.dtype] = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 """Numbers of torch's dtypes, as ops of torch_npu take them, by which a product is stored."""
@@ -170,7 +170,7 @@ _UNDECLARED: Mapping[str, tuple[str, ...]] = {
     "npu::npu_fused_infer_attention_score.out": ("out",),
     "npu::npu_fused_infer_attention_score_v2.out": ("out",),
 }
-"""Op -> what its kernel writes and its schema denies: no graph may read that behind the op."""
+"""Op -> what its kernel writes and its schema denies."""
 
 _UNWRITTEN = (in_bytes, of_its_dtype, scored, scored_v2)
 """Rules of ops that only allocate."""
@@ -189,3 +189,6 @@ NPU_FAKES = tuple(
     for op, rule in _RULES.items()
 )
 """The fakes that the plugin declares; each is applied where torch_npu has the op and no fake of it."""
+
+NPU_WRITES = (FakeOp(op="npu::npu_apply_rotary_pos_emb", rule=None, also_writes=("query", "key"), changes=True),)
+"""What ops that torch_npu brings a fake of write, and their schemas deny."""

@@ -36,9 +36,10 @@ def npu_rotary_mul(
 def npu_apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
-    """Return query and key rotated; unlike the kernel, which works in place."""
-    first, second = (turned(x, cos, sin, rotary_mode).to(x.dtype) for x in (query, key))
-    return first, second
+    """Rotate query and key in place, as the kernel does against its schema, and return them."""
+    for x in (query, key):
+        x.copy_(turned(x, cos, sin, rotary_mode))
+    return query, key
 
 
 @formula
