@@ -22,9 +22,10 @@ from core.common.passes.declaration import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
-from core_npu.fakes import NPU_FAKES
+from core_npu.fakes import NPU_FAKES, NPU_WRITES
 from core_npu.probe import SIMULATED, probe
 from core_npu.runner import NPUGraphBackend
+from core_npu.task_queue import task_queue
 
 
 @hookimpl
@@ -90,7 +91,7 @@ def core_register_ops() -> Sequence[OpImplementation]:
 @hookimpl
 def core_register_fakes() -> Sequence[FakeOp]:
     """Let models that call torch_npu's own ops be traced, where it brings no fakes of them."""
-    return NPU_FAKES
+    return (*NPU_FAKES, *NPU_WRITES)
 
 
 @hookimpl
@@ -148,8 +149,12 @@ def _is_simulated() -> bool:
 
 
 def _synchronize(npu: Any, index: int) -> None:
-    """Wait for all work of the NPU, and first for another thread's capture, which that would break."""
-    with capture_lock(torch.device("npu", index)):
+    """Wait for all work of the NPU, and first for another thread's capture, which that would break.
+
+    Here failures of torch_npu's task queue come to light: raises `DeviceUnavailableError` where it has ended by one.
+    """
+    device = torch.device("npu", index)
+    with capture_lock(device), task_queue(device).watched("waiting for the NPU"):
         npu.synchronize(index)
 
 

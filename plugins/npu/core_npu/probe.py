@@ -6,6 +6,7 @@ import importlib.util
 import mmap
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,6 +28,8 @@ _HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _DEFAULT_HOME = "usr/local/Ascend/ascend-toolkit/latest"
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_NONE = "there is no such file"
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,27 @@ def find_runtime(root: Path, environ: Mapping[str, str]) -> Runtime | None:
 
 
 def _find(library: str, root: Path, environ: Mapping[str, str]) -> Path | None:
+    return next((path for path in _places(library, root, environ) if not _obstacle(path)), None)
+
+
+def _places(library: str, root: Path, environ: Mapping[str, str]) -> list[Path]:
     homes = [Path(environ[name]) for name in _HOME_VARIABLES if environ.get(name)]
     folders = [Path(item) for item in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if item]
     folders += [home / "lib64" for home in (*homes, root / _DEFAULT_HOME)]
-    return next((path for folder in folders if (path := folder / library).is_file()), None)
+    return [folder / library for folder in folders]
+
+
+def _obstacle(path: Path) -> str:
+    """Return why no file can be read there, as the loader has to, or nothing."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return _NONE
+        with path.open("rb"):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return _NONE
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _is_simulated(path: Path) -> bool:
@@ -118,10 +138,17 @@ def _missing_libraries(root: Path, environ: Mapping[str, str], runtime: Runtime 
     names = [name for name in _LIBRARIES if _find(name, root, environ) is None]
     if not names:
         return []
+    asked = [(path, _obstacle(path)) for path in _places(names[0], root, environ)]
+    closed = "".join(f"; {_short(path)}: {why}" for path, why in asked if why not in ("", _NONE))
     if runtime is None:
         remedy = "install the CANN toolkit and source its set_env.sh, which sets ASCEND_HOME_PATH"
-        return [(f"no CANN ({', '.join(names)})", remedy)]
-    return [(f"CANN at {runtime.path} lacks {', '.join(names)}", "install the whole CANN toolkit")]
+        return [(f"no CANN ({', '.join(names)}{closed})", remedy)]
+    return [(f"CANN at {runtime.path} lacks {', '.join(names)}{closed}", "install the whole CANN toolkit")]
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}…{path.name}"
 
 
 def _missing_package(*, cann_found: bool, environ: Mapping[str, str]) -> list[Missing]:
@@ -132,7 +159,7 @@ def _missing_package(*, cann_found: bool, environ: Mapping[str, str]) -> list[Mi
     if torch and torch_npu and _minor(torch) != _minor(torch_npu):
         found = f"torch_npu {torch_npu} is made for torch {_minor(torch_npu)}, and torch {torch} is installed"
         return [(found, f"install torch_npu {_minor(torch)}, or torch {_minor(torch_npu)}")]
-    if not cann_found and environ.get(_AUTOLOAD) != "0":
+    if not cann_found and environ.get(_AUTOLOAD, "1") == "1":  # as torch has it
         # Not a thing that is missing; but what comes next, on any device.
         return [
             ("torch_npu is installed, and without CANN `import torch` fails by it", f"until then set {_AUTOLOAD}=0")

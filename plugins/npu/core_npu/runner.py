@@ -14,6 +14,7 @@ import torch
 from core.common.graphs.backend import WHOLE, BoundCallable, Callback, GraphKey
 from core.common.graphs.streams import StreamGraphBackend
 from core.errors import CaptureError, GraphResourcesError
+from core_npu.task_queue import TaskQueue, task_queue
 from core_npu.update_tasks import GraphTasks, capturing
 
 __all__ = ["NPUGraphBackend", "NPUGraphs"]
@@ -116,10 +117,13 @@ class NPUGraphBackend(StreamGraphBackend):
     A graph with such lists waits on the device for their renewal, so a replay that was not preceded by `update` would
     hang: it is refused, as is an update that does not fit. `update` waits until the replay before it is done, since
     the tasks of a running graph must not change; what the host prepares for a step, it should do before.
+
+    Once torch_npu's task queue has ended, all of them raise `DeviceUnavailableError`: graphs would give old values.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(NPUGraphs(device))
+        self._queue = task_queue(device)
         self._renewed: dict[GraphKey, _Renewed] = {}
         self._tasks: GraphTasks | None = None
         self._update_stream: Any = None
@@ -133,14 +137,16 @@ class NPUGraphBackend(StreamGraphBackend):
                 found="torch_npu then prepares launches in another thread, which a capture does not see",
                 remedy="set TASK_QUEUE_ENABLE=1 (its default) before the process starts, or use mode 'off'",
             )
-        with _typed("a capture session"), super().capture_session():
-            yield
+        with _typed("a capture session", self._queue):
+            self._queue.check("a capture session")
+            with super().capture_session():
+                yield
 
     def capture_one(
         self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, torch.Tensor], after_warmup: Callback
     ) -> tuple[torch.Tensor, ...]:
         """Warm `fn` up, capture it, and keep the tasks that its ops have registered meanwhile."""
-        with _typed(f"capturing {key}"), capturing(inputs) as self._tasks:
+        with _typed(f"capturing {key}", self._queue), capturing(inputs) as self._tasks:
             try:
                 outputs = super().capture_one(key, fn, inputs, after_warmup)
                 tasks = self._tasks
@@ -160,7 +166,7 @@ class NPUGraphBackend(StreamGraphBackend):
         A part of a key has no static inputs of its own: an op in it that takes host-side lists of tensors is refused.
         """
         try:
-            with _typed(f"capturing {key}"), super().segment(key), ExitStack() as stack:
+            with _typed(f"capturing {key}", self._queue), super().segment(key), ExitStack() as stack:
                 tasks = self._tasks or stack.enter_context(capturing({}))
                 stack.enter_context(tasks.record())
                 yield
@@ -180,18 +186,20 @@ class NPUGraphBackend(StreamGraphBackend):
         """Give the lists of `key` their values for the next replay, all or none.
 
         step: by input name, its values at the bucket's size. Waits for the graph's replay under way, if there is one.
-        Raises `UsageError` for other names, lengths or types than were captured, before anything is changed.
+        Raises `UsageError` for other names, lengths or types than were captured, and what an op's transform of the
+        values raises, before anything is changed.
         """
         renewed = self._renewed.get(key)
         if renewed is None:
             self._require(key, "update")
             GraphTasks({}).check(step)
             return
-        values = renewed.tasks.check(step)
-        if renewed.replayed:
-            renewed.done.synchronize()
-        renewed.ready = False
-        renewed.tasks.update(self._update_stream, values)
+        arguments = renewed.tasks.check(step)
+        with self._queue.watched(f"an update of {key}"):
+            if renewed.replayed:
+                renewed.done.synchronize()
+            renewed.ready = False
+            renewed.tasks.update(self._update_stream, arguments)
         renewed.ready = True
 
     def replay(self, key: GraphKey, step: object = None) -> tuple[torch.Tensor, ...]:
@@ -199,10 +207,12 @@ class NPUGraphBackend(StreamGraphBackend):
 
         step is not read: `update` has put it into the graph.
         """
+        if self._queue.ended:  # all that a replay pays for it
+            self._queue.require(f"a replay of {key}")
         self._require(key, "replay")
         renewed = self._renewed.get(key)
         if renewed is None:
-            return super().replay(key)
+            return self._launch(key)
         if not renewed.ready:
             raise CaptureError(
                 f"a replay of {key}",
@@ -211,9 +221,18 @@ class NPUGraphBackend(StreamGraphBackend):
                 remedy="call update() before each replay",
             )
         renewed.ready = False
-        outputs = super().replay(key)
-        renewed.done.record()
+        outputs = self._launch(key, renewed.done)
         renewed.replayed = True
+        return outputs
+
+    def _launch(self, key: GraphKey, done: Any = None) -> tuple[torch.Tensor, ...]:
+        try:
+            outputs = super().replay(key)
+            if done is not None:
+                done.record()
+        except RuntimeError as error:
+            self._queue.check(f"a replay of {key}", error)
+            raise
         return outputs
 
     def cleanup(self) -> None:
@@ -240,10 +259,11 @@ class NPUGraphBackend(StreamGraphBackend):
 
 
 @contextmanager
-def _typed(what: str) -> Iterator[None]:
-    """Turn the runtime's errors about used-up streams into `GraphResourcesError`."""
+def _typed(what: str, queue: TaskQueue) -> Iterator[None]:
+    """Turn the runtime's errors about used-up streams into `GraphResourcesError`, unless the queue ended with them."""
     try:
-        yield
+        with queue.watched(what):
+            yield
     except RuntimeError as error:
         text = str(error)
         if not _EXHAUSTED.search(text):

@@ -54,9 +54,8 @@ class _Task:
     event: Any
     handle: Any
 
-    def issue(self, stream: Any, step: Mapping[str, Sequence[int]]) -> None:
-        """Issue the call with the values of a step on the current stream, into the captured task group."""
-        values = {name: argument.value(step) for name, argument in self.host.items()}
+    def issue(self, stream: Any, values: Mapping[str, Any]) -> None:
+        """Issue the call with new host-side arguments on the current stream, into the captured task group."""
         _npu().graph_task_update_begin(stream, self.handle)
         try:
             self.op(*self.args, **self.kwargs, **values)
@@ -99,8 +98,11 @@ class GraphTasks:
                 remedy="give the op's list to updatable(), or run the op outside of the graph, as a break point",
             )
 
-    def check(self, step: Mapping[str, Any]) -> dict[str, list[int]]:
-        """Return the lists of a step; raise `UsageError` unless they are ints, one for each entry of each input."""
+    def check(self, step: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the host-side arguments of each task for a step, made by the ops' transforms.
+
+        Raises `UsageError` unless the step's values are ints, one for each entry of each input.
+        """
         if step.keys() != self.names:
             raise UsageError(
                 f"an update with {sorted(step)}",
@@ -116,16 +118,16 @@ class GraphTasks:
                     found=f"{len(values)} entries" if ints else f"{values!r:.80} is no list of ints",
                     remedy=f"give {wanted} ints, the padding of the bucket included",
                 )
-        return {name: list(values) for name, values in step.items()}
+        return [{name: argument.value(step) for name, argument in task.host.items()} for task in self.tasks]
 
-    def update(self, stream: Any, step: Mapping[str, Sequence[int]]) -> None:
-        """Renew the arguments of all tasks on a stream of their own. step: as `check` returns it.
+    def update(self, stream: Any, arguments: Sequence[Mapping[str, Any]]) -> None:
+        """Renew the arguments of all tasks on a stream of their own. arguments: as `check` returns them.
 
         The graph must not be running: its replay would meet arguments that are half new.
         """
         with _npu().stream(stream):
-            for task in self.tasks:
-                task.issue(stream, step)
+            for task, values in zip(self.tasks, arguments, strict=True):
+                task.issue(stream, values)
 
     def values(self, place: _Place) -> list[int]:
         """Return values as the last warm-up saw them."""

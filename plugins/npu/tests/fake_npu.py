@@ -18,6 +18,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core_npu.task_queue import task_queue
+
 NO_STREAMS = (
     "operator():NPUGraph.cpp:1 NPU function error: aclmdlRICaptureBegin, error code is 207008 (no stream resource)"
 )
@@ -112,6 +114,9 @@ class FakeNPU:
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         yield
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return self.default
 
     def current_stream(self) -> Stream:
         return self.current
@@ -250,4 +255,5 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> FakeNPU:
     monkeypatch.setitem(sys.modules, "torch_npu", package)
     monkeypatch.setattr(torch, "npu", fake, raising=False)
     monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
+    task_queue.cache_clear()
     return fake

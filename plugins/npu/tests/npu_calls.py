@@ -125,6 +125,13 @@ def rotary_calls(dtype: torch.dtype) -> Iterator[Call]:
         yield call((1, 4, 5, 32), (5, 32), style=style)
         yield call((5, 4, 32), (5, 1, 32), style=style)
         yield call((4, 5, 32), (1, 5, 32), style=style)
+    for options in ({"rotary_dim": 8}, {"style": "deinterleave"}):
+        # In memory features lie apart, heads last but one: torch.cat keeps that order.
+        width = options.get("rotary_dim", 16)
+        across = call((7, 3, 2, 16), (7, 1, 2, width), **options)
+        yield across | {n: across[n].contiguous(memory_format=torch.channels_last) for n in ("query", "key")}
+        single = call((7, 1, 4, 16), (7, 1, 4, width), **options)
+        yield single | {n: single[n].contiguous(memory_format=torch.channels_last) for n in ("query", "key")}
     yield call(
         (251, 2, 4, 6), (1, 2, 1, 6), style="interleaved"
     )  # more sequences times heads than the kernel takes with one table

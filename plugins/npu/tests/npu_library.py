@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from core.common.fakes import apply_fakes
+from core_npu.fakes import NPU_WRITES
 from core_npu.passes.references import FORMULAS, register_references
 
 EPSILON = "float epsilon=9.9999999999999995e-07"
@@ -56,6 +58,8 @@ SCHEMAS = (
 def _fake(name: str, schema: str) -> Callable[..., Any]:
     """Return the formula as a fake kernel; one that writes gives its results only."""
     function = FORMULAS[name]
+    if name == "npu_apply_rotary_pos_emb":  # which gives new tensors, as the schema says and the kernel does not
+        return lambda query, key, *others, **options: function(query.clone(), key.clone(), *others, **options)
     if "!)" not in schema:
         return function
     if schema.endswith("-> ()"):
@@ -73,4 +77,5 @@ def install() -> torch.library.Library:
             defined.define(schema)
             torch.library.register_fake(f"npu::{name}", _fake(name, schema), lib=defined)
     register_references()
+    apply_fakes(NPU_WRITES)
     return defined

@@ -189,6 +189,13 @@ CASES: list[tuple[str, Call, Call, str]] = [
     ("moe_route", ROUTE, {"out_dtype": FP16}, "out_dtype is torch.float16 and logits torch.bfloat16"),
     ("moe_route", ROUTE, {"num_groups": 8, "top_groups": 2}, "8 groups have 2 experts each"),
     ("moe_route", ROUTE, {"num_groups": 4, "top_groups": 2, "scored_per_group": 3}, "and the kernel takes 1 or 2"),
+    ("moe_route", ROUTE, {"logits": empty(4, 2), "bias": empty(2)}, "there are 2 experts, and the kernel takes more"),
+    (
+        "moe_route",
+        ROUTE,
+        {"logits": empty(4, 1), "top_k": 1, "scoring": "sigmoid", "renormalize": True},
+        "there are 1 experts",
+    ),
     ("moe_route", ROUTE, {"logits": empty(4, 2049)}, "the kernel takes 1024 of 2048"),
     ("grouped_mlp", EXPERTS, {"gate_up_bias": randn(5, 48, dtype=BF16)}, "experts have biases"),
     ("grouped_mlp", EXPERTS, {"gate_up": randn(5, 48, 16)}, "gate_up is torch.float32 and x torch.bfloat16"),

@@ -11,6 +11,7 @@ import torch
 from npu_rewriting import HALVES, cast, draw, rewritten
 from torch import Tensor
 
+from core.cli.passes import what_it_does
 from core.common.passes.manager import PassManager
 from core.common.passes.switches import PassSwitches
 from core.common.tracing import trace
@@ -145,6 +146,16 @@ def already(x: Tensor, y: Tensor) -> Tensor:
 def test_other_sums_stay(function: Callable[..., Any], reason: str) -> None:
     found = rewritten(function, FUSE_MULTIPLY_ADD, **cast({"x": draw(9, D), "y": draw(9, D, seed=2)}, F16))
     assert found.matched == 0 and reason in found.reasons and bool(found.reasons) is bool(reason)
+
+
+def test_a_scaled_sum_of_terms_laid_out_otherwise_stays() -> None:
+    x, y = draw(9, D).to(F16), draw(D, 9, seed=2).to(F16).t()
+    found = rewritten(scaled_first, FUSE_MULTIPLY_ADD, x=x, y=y)
+    assert found.matched == 0 and "has strides (64, 1) and l_inputs_y_ (1, 9)" in found.reasons
+    assert found.after.outputs[0].stride() == (D, 1)
+    # Where a size is one, strides say nothing.
+    one = rewritten(scaled_first, FUSE_MULTIPLY_ADD, x=x[:1], y=y[:1].contiguous().as_strided((1, D), (3, 1)))
+    assert one.matched == 1
 
 
 def buffered(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -336,3 +347,7 @@ def test_a_broken_promise_is_an_error() -> None:
         rewritten(summed, replace(FUSE_ADD_RMS_NORM, expect=2), **cast(
             {"x": draw(5, D), "residual": draw(5, D), "gamma": draw(D)}, F16
         ))  # fmt: skip
+
+
+def test_every_pass_says_what_it_does() -> None:
+    assert [declared.name for declared in PASSES if not what_it_does(declared)] == []

@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "key and value swapped": (Form(swapped=True), "has its parts in another order"),
     "key read too": (Form(also="key"), "reads"),
     "norm read too": (Form(also="normed"), "reads"),
+    "turned norm read too": (Form(also="normed", turn="rows"), "reads"),
+    "key turned by one call read too": (Form(also="key", turn="once"), "reads"),
     "value read too": (Form(also="value"), "reads"),
     "cache read before": (Form(also="cache"), "uses in between what the new op writes"),
 }
@@ -221,10 +223,40 @@ def test_norms_and_rotation_are_lifted_on_request(dtype: torch.dtype, mode: str,
     assert all(torch.equal(*pair) for pair in zip(run_graph(graph.module, values[0]).outputs, values[1], strict=True))
 
 
+def test_what_the_rotation_of_both_writes_and_the_model_reads_is_not_lifted() -> None:
+    def function(**given: Tensor) -> tuple[Tensor, ...]:
+        query = ops.npu_rms_norm(given["query"], given["query_weight"], 3e-4)[0]
+        key = ops.npu_rms_norm(given["key"], given["key_weight"], 3e-4)[0]
+        turned = ops.npu_apply_rotary_pos_emb(query, key, given["cos"], given["sin"], "TND")
+        return *(each * 2 for each in turned), query.mean(-1)
+
+    graph = trace(function, head_inputs(F16))
+    (report,) = PassManager([LIFT], strict=True, enable=[LIFT.name], implemented=IMPLEMENTED).run(graph.module)
+    assert report.matched == 0 and "reads" in report.near_misses[0].reason
+
+
+def test_the_rotation_of_both_writes_them_on_the_host_too() -> None:
+    given = {name: value.double() for name, value in head_inputs(F16).items()}
+    before = given["query"].clone()
+    query, key = ops.npu_apply_rotary_pos_emb(given["query"], given["key"], given["cos"], given["sin"], "TND")
+    assert torch.equal(query, given["query"]) and torch.equal(key, given["key"]) and not torch.equal(query, before)
+
+
 def test_norms_of_two_eps_are_not_lifted() -> None:
     graph = trace(heads(eps=1e-5), head_inputs(F16))
     (report,) = PassManager([LIFT], strict=True, enable=[LIFT.name], implemented=IMPLEMENTED).run(graph.module)
     assert report.matched == 0 and "have different eps" in report.near_misses[0].reason
+
+
+def test_a_rotation_by_a_matrix_of_the_model_s_own_is_not_lifted() -> None:
+    graph = trace(heads("interleave"), head_inputs(F16))
+    for node in graph.module.graph.nodes:
+        if node.target in (ops.npu_rotary_mul, ops.npu_rotary_mul.default):
+            # The host has no such rotation: any tensor stands for the matrix.
+            node.args = (*node.args, node.args[1])
+    (report,) = PassManager([LIFT], strict=True, enable=[LIFT.name], implemented=IMPLEMENTED).run(graph.module)
+    assert report.matched == 0
+    assert sum(len(node.args) == 5 for node in graph.module.graph.nodes) == 2
 
 
 def test_nothing_is_lifted_unasked_or_for_a_device_without_the_op() -> None:

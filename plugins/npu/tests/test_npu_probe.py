@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +138,54 @@ def test_a_torch_npu_that_breaks_torch_is_told_with_the_way_out(tmp_path: Path) 
     assert "without CANN `import torch` fails by it" in answer.reason
     assert "until then set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in answer.hint
     assert "import torch" not in probe(tmp_path, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).reason
+
+
+@pytest.mark.usefixtures("torch_npu")
+@pytest.mark.parametrize(("value", "loads"), [(None, True), ("1", True), ("0", False), ("", False), ("true", False)])
+def test_torch_loads_its_backends_where_it_says_so(tmp_path: Path, value: str | None, loads: bool) -> None:
+    plant(tmp_path, nodes=1)
+    answer = probe(tmp_path, {} if value is None else {"TORCH_DEVICE_BACKEND_AUTOLOAD": value})
+    assert ("`import torch` fails" in answer.reason) is loads
+
+
+@pytest.mark.usefixtures("torch_npu")
+@pytest.mark.parametrize("entry", ["x" * 300, "/".join(["x" * 200] * 30)])
+def test_a_place_that_no_file_can_have_holds_none(tmp_path: Path, entry: str) -> None:
+    plant(tmp_path, nodes=1, libraries=LIBRARIES)
+    assert probe(tmp_path, {"LD_LIBRARY_PATH": f"/{entry}"}).available
+    answer = probe(tmp_path / "dev", {"LD_LIBRARY_PATH": f"/{entry}"})
+    assert f"/{entry[:9]}" in answer.reason and "File name too long" in answer.reason
+
+
+@pytest.mark.usefixtures("torch_npu")
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path, nodes=1)
+    folder = put(tmp_path / "closed", *LIBRARIES)
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(folder)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)  # root may read everything
+    answer = probe(tmp_path, {"LD_LIBRARY_PATH": str(folder)})
+    assert not answer.available and f"{folder / LIBRARIES[0]}: Permission denied" in answer.reason
+
+
+@pytest.mark.usefixtures("torch_npu")
+def test_a_library_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path, nodes=1, libraries=LIBRARIES)
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == LIBRARIES[0]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    answer = probe(tmp_path, {})
+    assert not answer.available and f"{LIBRARIES[0]}: Permission denied" in answer.reason
 
 
 class TestSimulatedRuntime:

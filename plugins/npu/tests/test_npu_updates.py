@@ -102,7 +102,7 @@ def test_each_update_reaches_every_op_of_the_graph(fake: FakeNPU, lens: Tensor) 
 
 def test_a_replay_consumes_its_update(fake: FakeNPU, lens: Tensor) -> None:
     graph, tasks, _ = recorded(fake, {"lens": lens}, lambda: windows(lens))
-    tasks.update(fake.Stream(), {"lens": [1, 1, 1]})
+    tasks.update(fake.Stream(), tasks.check({"lens": [1, 1, 1]}))
     graph.replay()
     with pytest.raises(AssertionError, match="DEADLOCK"):
         graph.replay()
@@ -209,12 +209,36 @@ def test_an_op_that_fails_closes_its_group(fake: FakeNPU, lens: Tensor) -> None:
 
 
 def test_an_update_that_fails_closes_its_task(fake: FakeNPU, lens: Tensor) -> None:
-    def transform(values: list[int]) -> list[int]:
-        if values[0] == 0:
-            raise ValueError("planted")
-        return values
+    faults = list[int]()
 
-    _, tasks, _ = recorded(fake, {"lens": lens}, lambda: windows(FromInputs(lens, transform=transform)))
+    def op(*args: Any, **kwargs: Any) -> Any:
+        if faults:
+            raise ValueError("planted")
+        return WINDOWS(*args, **kwargs)
+
+    def fn() -> Tensor:
+        result: Tensor = updatable(op, X, host={"lengths": lens}, out=X.new_empty(3))
+        return result
+
+    _, tasks, _ = recorded(fake, {"lens": lens}, fn)
+    faults.append(1)
     with pytest.raises(ValueError, match="planted"):
-        tasks.update(fake.Stream(), {"lens": [0, 1, 1]})
+        tasks.update(fake.Stream(), tasks.check({"lens": [0, 1, 1]}))
     assert not fake.modes and "signal" not in fake.log
+
+
+def test_a_transform_that_fails_changes_no_task(fake: FakeNPU, lens: Tensor) -> None:
+    def refuse(lengths: list[int]) -> list[int]:
+        if lengths[0] == 13:
+            raise ValueError("refused")
+        return lengths
+
+    graph, tasks, out = recorded(
+        fake, {"lens": lens}, lambda: windows(lens) + 2 * windows(FromInputs(lens, transform=refuse))
+    )
+    tasks.update(fake.Stream(), tasks.check({"lens": [1, 1, 1]}))
+    with pytest.raises(ValueError, match="refused"):
+        tasks.update(fake.Stream(), tasks.check({"lens": [13, 2, 2]}))
+    assert fake.log.count("update") == 2
+    graph.replay()
+    assert out.tolist() == [3 * each for each in expected(X, [1, 1, 1])]

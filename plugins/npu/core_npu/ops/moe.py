@@ -105,14 +105,15 @@ def _scoring_condition(call: OpCall) -> str | None:
         return (
             f"scoring is {scoring!r} and renormalize {args['renormalize']}: the kernel divides sigmoids alone, always"
         )
-    if not groups:
-        return None
-    size = args["logits"].shape[1] // groups
-    if args["scored_per_group"] not in _SCORES:
+    # Without groups all experts are one.
+    num_groups = groups or 1
+    size = args["logits"].shape[1] // num_groups
+    if groups and args["scored_per_group"] not in _SCORES:
         return f"a group's score is the sum of {args['scored_per_group']}, and the kernel takes 1 or 2"
-    if size <= 2 or -(-size // GROUP_STEP) * GROUP_STEP * groups > MAX_EXPERTS:
+    if size <= 2 or -(-size // GROUP_STEP) * GROUP_STEP * num_groups > MAX_EXPERTS:
         most = f"more than 2, and {MAX_EXPERTS} in all, groups filled up to multiples of {GROUP_STEP}"
-        return f"{groups} groups have {size} experts each, and the kernel takes {most}"
+        found = f"{groups} groups have {size} experts each" if groups else f"there are {size} experts"
+        return f"{found}, and the kernel takes {most}"
     return None
 
 
@@ -137,7 +138,8 @@ def grouped_mlp(
     matrices = (gate_up, down) if transposed else (gate_up.transpose(1, 2), down.transpose(1, 2))
     # An index of no expert here adds nothing: the kernels take none, so some expert has it, at weight zero.
     own = indices.clamp(0, experts - 1)
-    factors = weights.masked_fill(own != indices, 0.0)
+    foreign = own != indices
+    factors = weights.masked_fill(foreign, 0.0)
     rows, places, ends, _scale = npu.npu_moe_init_routing_v2(
         x.contiguous(),
         own.to(torch.int32),
@@ -152,6 +154,9 @@ def grouped_mlp(
     options: dict[str, Any] = {"kind": kind, "interleaved": interleaved, "limit": limit, "up_offset": up_offset}
     hidden = gate(hidden, **options) if gate_refusal(**options) is None else gated_activation_fused(hidden, **options)
     results = _project(hidden.contiguous(), matrices[1], ends)
+    # Zero times what overflows in an expert that nobody chose would be no zero.
+    unasked = foreign.new_zeros(foreign.numel()).scatter(0, places.long(), foreign.reshape(-1))
+    results = results.masked_fill(unasked[:, None], 0.0)
     # Weighted and summed in the wider of the two dtypes, as the op has it.
     wide = torch.promote_types(results.dtype, factors.dtype)
     summed = npu.npu_moe_finalize_routing(

@@ -37,7 +37,8 @@ def quantize_asymmetric(x: Tensor, scale: Tensor, zero_point: Tensor, **_: Any) 
 
 def _divided(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Return round(x / scale + zero_point) (..., K) in int8, contiguous; scale and zero point ()."""
-    wide = x.float()  # scales of half precision go with rows of half precision: CANN rounds no scale of fp32 to theirs
+    # CANN's page on the kernel has scales of fp32 with rows of fp32 alone; its checks take them with any rows.
+    wide = x.float()
     if not x.numel():
         return x.new_empty(x.shape, dtype=torch.int8)
     zero = None if zero_point is None else zero_point.view(1)

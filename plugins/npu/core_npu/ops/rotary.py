@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.ops import rotary as canonical
 from core.common.ops.implementation import OpCall
+from core.common.ops.layout import layouts_of, moved
 from core_npu.ops.conditions import DTYPES, dtypes, listed
 from core_npu.ops.layout import rows_of
 from core_npu.ops.norm import rms_norm, rms_norm_condition
@@ -83,8 +85,9 @@ def _turned(
     """Return x with its first R features rotated, laid out as `core::rotary` has it."""
     size, out = x.shape[-1], out_dtype or x.dtype
     width = rotary_dim or size
+    tables, options = (cos, sin), {"style": style, "rotary_dim": rotary_dim}
     if not x.numel():
-        return _laid_like(x.new_empty(x.shape, dtype=out), x, width, style)
+        return _laid_out(x.new_empty(x.shape, dtype=out), x, tables, options)
     # The kernel rounds wide tables to x's dtype; the op promotes x to theirs.
     wide = compute_dtype or torch.promote_types(x.dtype, cos.dtype)
     part = (x if width == size else x[..., :width]).to(wide)
@@ -94,15 +97,17 @@ def _turned(
     turned = _rotate(part, cos, sin, _MODES[style]).to(out)
     if width < size:
         turned = torch.cat((turned, x[..., width:].to(out)), dim=-1)
-    return _laid_like(turned, x, width, style)
+    return _laid_out(turned, x, tables, options)
 
 
-def _laid_like(turned: Tensor, x: Tensor, width: int, style: str) -> Tensor:
-    """Return the result laid out as x where all of it is rotated in place of itself, else contiguous."""
-    if width < x.shape[-1] or style == "deinterleave":
+def _laid_out(turned: Tensor, x: Tensor, tables: tuple[Tensor, Tensor], options: dict[str, Any]) -> Tensor:
+    """Return the result laid out as x where all of it is rotated in place of itself, else as torch.cat leaves it."""
+    if options["rotary_dim"] in (0, x.shape[-1]) and options["style"] != "deinterleave":
+        rows = rows_of(x)
+        return rows.give(rows.take(turned).contiguous())
+    if all(each.is_contiguous() for each in (x, *tables)):
         return turned.contiguous()
-    rows = rows_of(x)
-    return rows.give(rows.take(turned).contiguous())
+    return moved(turned, layouts_of(canonical.rotary_single, (x, *tables), options)[0])
 
 
 def _widened(table: Tensor, width: int, style: str) -> Tensor:

@@ -33,10 +33,19 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
             continue
         x, number = scaled
         reason = first_reason(same_tensors(context, x, y), other_reader(product, node))
+        reason = reason or _other_strides(context, x, y)
         if reason:
             return near_miss(node, reason)
         return Site(anchor=node, target=torch.add, args=(y, x), kwargs={"alpha": number}, interior=(product, node))
     return None
+
+
+def _other_strides(context: PassContext, x: fx.Node, y: fx.Node) -> str:
+    """Return why a sum with x and y in the other order would be laid out otherwise, or nothing."""
+    (ours, sizes), (theirs, _) = ((each.stride(), each.shape) for each in map(view.value, (x, y)))
+    kept = [dim for dim, size in enumerate(sizes) if not context.same_sizes((size,), (1,))]
+    same = context.same_sizes(*(tuple(strides[dim] for dim in kept) for strides in (ours, theirs)))
+    return "" if same else f"{x} has strides {tuple(ours)} and {y} {tuple(theirs)}: the first term rules the result's"
 
 
 def _scaled(product: view.Operand) -> tuple[fx.Node, float] | None:

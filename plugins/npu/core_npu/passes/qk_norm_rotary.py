@@ -54,6 +54,8 @@ def _single(node: fx.Node) -> _Side | None:
     if called(node) != _EACH:
         return None
     given = read(node)
+    if given["rotate"] is not None:  # a matrix of the model's own turns the features, and the canonical op has none
+        return None
     return _Side(node, node, given["input"], given["r1"], given["r2"], str(given["rotary_mode"]))
 
 

@@ -45,6 +45,7 @@ def _method(x: Any) -> Any:
 
 def _twice(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def pattern(x: Any) -> Any:
+        """Replace the reciprocal of a scale's reciprocal by the scale."""
         return outer(inner(x))
 
     return pattern

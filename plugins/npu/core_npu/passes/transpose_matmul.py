@@ -29,6 +29,7 @@ _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.matmul.default)
 
 def _inside(product: OpOverload[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
     def search(rows: Tensor, weights: Tensor) -> Tensor:
+        """Replace a batched product, turned before and after or only after, by one `npu_transpose_batchmatmul`."""
         result: Tensor = product(rows.transpose(0, 1), weights)
         return result.transpose(0, 1)
 

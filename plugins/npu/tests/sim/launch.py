@@ -30,8 +30,9 @@ def environment(libraries: Path, devices: int = 1) -> dict[str, str]:
         "ASCEND_OPP_PATH": str(libraries / "opp"),
         "ASCEND_SIM_DEVICES": str(devices),
         "ASCEND_SIM_KERNELS": "sim.kernels",
-        # One thread: with a queue, ops would be issued from another one, and errors would appear at later ops.
-        "TASK_QUEUE_ENABLE": "0",
+        # One thread, unless the caller says otherwise: with a queue, ops would be issued from another one, and errors
+        # would appear at later ops.
+        "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", "0"),
         # torch_npu refuses a process whose torch sees another accelerator.
         "CUDA_VISIBLE_DEVICES": "",
         "CORE_NPU_SIMULATED": "1",

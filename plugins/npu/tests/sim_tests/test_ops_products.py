@@ -75,3 +75,21 @@ def test_rows_are_put_back_token_by_token() -> None:
         "kind": "silu",
     }
     check(op, on_device(op, device), [call], CPU)
+
+
+@pytest.mark.parametrize("other", [9, -1])
+def test_an_expert_that_nobody_chose_may_overflow(other: int) -> None:
+    """A choice of no expert here is given to one of them, and nothing of its result may be seen."""
+    device, op = npu(), BY_NAME["grouped_mlp"]
+    gate_up = randn(4, 128, 32, scale=0.2, seed=4)
+    gate_up[[0, 3]] *= 3000
+    call = {
+        "x": randn(5, 32, dtype=torch.float16),
+        "weights": randn(5, 2, dtype=torch.float16, seed=3).abs(),
+        "indices": torch.tensor([[1, other], [other, 2], [2, 1], [other, other], [1, other]]),
+        "gate_up": gate_up.half(),
+        "down": randn(4, 32, 64, dtype=torch.float16, seed=5),
+        "kind": "silu",
+    }
+    assert op.reference(**call).isfinite().all()
+    check(op, on_device(op, device), [call], CPU)

@@ -101,3 +101,35 @@ def test_gemma_adds_one_to_the_weight_in_its_kernel() -> None:
         norm.rms_norm(**on_the_device, offset=offset)
         launched.append(runtime.kernels("launch"))
     assert launched == [["aclnnRmsNorm"], ["aclnnGemmaRmsNorm"]]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_scales_of_float32_divide_rows_of_half_precision(dtype: torch.dtype) -> None:
+    x = (torch.randn(6, 64, generator=torch.Generator().manual_seed(6)) * 3).to(dtype)
+    scales = torch.linspace(0.02, 0.06, 64)
+    zero_points = torch.arange(64, dtype=torch.int32) % 7
+    placed = (each.to("npu") for each in (x, scales, zero_points))
+    found = torch.ops.npu.npu_quantize(*placed, torch.qint8, -1, True)
+    assert torch.equal(found.cpu(), (x.float() / scales + zero_points).round().clamp(-128, 127).to(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "scales", "zero_points", "divides"),
+    [
+        (torch.float16, torch.float32, None, False),  # what multiplies wants scales as the rows are
+        (torch.bfloat16, torch.float32, None, False),
+        (torch.float16, torch.float16, torch.int32, False),  # and zero points as the scales are
+        (torch.float16, torch.bfloat16, None, True),  # of bf16 all are, or none
+        (torch.float32, torch.bfloat16, None, True),
+        (torch.bfloat16, torch.bfloat16, torch.int32, True),
+        (torch.float16, torch.float32, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_other_scales_are_refused_as_cann_refuses_them(
+    rows: torch.dtype, scales: torch.dtype, zero_points: torch.dtype | None, divides: bool
+) -> None:
+    x, scale = torch.ones(4, 64, dtype=rows).to("npu"), torch.ones(64, dtype=scales).to("npu")
+    zeros = None if zero_points is None else torch.ones(64, dtype=zero_points).to("npu")
+    with pytest.raises(RuntimeError, match=r"scales|zero points"):
+        torch.ops.npu.npu_quantize(x, scale, zeros, torch.qint8, -1, divides)

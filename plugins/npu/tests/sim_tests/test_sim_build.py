@@ -34,6 +34,16 @@ def test_the_launcher_says_why_it_cannot_build_and_ends_with_status_3(tmp_path: 
     assert "no gcc, nm, readelf" in done.stderr
 
 
+@pytest.mark.parametrize("given", [None, "2"])
+def test_the_launcher_keeps_the_callers_queue(given: str | None) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TASK_QUEUE_ENABLE"}
+    environment |= {} if given is None else {"TASK_QUEUE_ENABLE": given}
+    show = "import os; print(os.environ['TASK_QUEUE_ENABLE'])"
+    command = [sys.executable, launch.__file__, "--", sys.executable, "-S", "-c", show]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == (given or "0")
+
+
 def test_what_torch_npu_wants_is_read_from_its_binaries() -> None:
     wanted = build.find_wanted(build.find_wheel())
     assert {"libascendcl.so", "libhccl.so", "libopapi.so", "libnnopbase.so", "libatb.so"} <= set(wanted.libraries)

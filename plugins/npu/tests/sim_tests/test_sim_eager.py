@@ -109,6 +109,27 @@ def test_integer_ops_equal_the_processor(dtype: torch.dtype) -> None:
         assert torch.equal(found.cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", (*FLOATING, torch.int32), ids=str)
+def test_extremes_together_equal_the_processor(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(3)) * 9).to(dtype)
+    for options in ({}, {"dim": 1}, {"dim": -1, "keepdim": True}):
+        for found, expected in zip(torch.aminmax(x.npu(), **options), torch.aminmax(x, **options), strict=True):
+            assert found.dtype == dtype and torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", (*FLOATING, torch.int32), ids=str)
+def test_a_number_is_added_to_each_tensor_of_a_list(dtype: torch.dtype) -> None:
+    tensors = [(torch.randn(3, size) * 9).to(dtype) for size in (1, 4)]
+    number = 1.5 if dtype.is_floating_point else 2
+    runtime.clear()
+    sums = torch._foreach_add([each.npu() for each in tensors], number)
+    assert runtime.kernels() == ["aclnnForeachAddScalarV2"]
+    inside = [each.npu() for each in tensors]
+    torch._foreach_add_(inside, number)
+    for x, found, written in zip(tensors, sums, inside, strict=True):
+        assert torch.equal(found.cpu(), x + number) and torch.equal(written.cpu(), x + number)
+
+
 def test_bool_ops_equal_the_processor() -> None:
     x = torch.tensor([[True, False, True], [False, False, True]])
     for op in (torch.logical_not, lambda x: x ^ x.flip(-1), lambda x: x.all(-1), lambda x: x.cumsum(-1), lambda x: ~x):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from sim import runtime
+from sim.apart import run
 
 
 def test_events_order_streams_and_answer_queries() -> None:
@@ -60,15 +58,6 @@ def test_a_stream_that_waits_for_an_event_of_nobody_is_an_error() -> None:
         stream.synchronize()
 
 
-def run(program: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program under the simulated runtime in a process of its own."""
-    from sim import launch
-
-    command = [sys.executable, launch.__file__, *options, "--", sys.executable, "-c", program]
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-
-
 UNORDERED = """
 import torch
 x = torch.zeros(8, device="npu")
@@ -93,6 +82,7 @@ def test_the_lazy_schedule_shows_a_missing_wait() -> None:
 FREED = """
 import torch
 from sim import runtime
+from sim.apart import run
 x = torch.ones(64, device="npu")
 g = torch.npu.NPUGraph()
 with torch.npu.graph(g, stream=torch.npu.Stream()):
@@ -117,6 +107,7 @@ def test_a_graph_whose_input_was_freed_fails_its_replay() -> None:
 PERMISSIVE = """
 import torch
 from sim import runtime
+from sim.apart import run
 torch.nn.functional.conv2d(torch.randn(1, 1, 4, 4).npu(), torch.randn(1, 1, 2, 2).npu())
 print("missing", dict(runtime.not_computed()))
 """

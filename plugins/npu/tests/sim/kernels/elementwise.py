@@ -176,6 +176,12 @@ def _add_scalar_first(x: Any, y: Tensor, alpha: Any, out: Tensor) -> None:
     out.copy_(_plus(torch.tensor(x, dtype=y.dtype), y, alpha))
 
 
+@kernel("aclnnForeachAddScalarV2", "LSL")
+def _add_scalar_to_each(tensors: list[Tensor], scalar: Any, outs: list[Tensor]) -> None:
+    for x, out in zip(tensors, outs, strict=True):
+        out.copy_(_plus(x, scalar, 1))
+
+
 @kernel("aclnnRsubs", "TSST")
 def _reversed_minus(x: Tensor, y: Any, alpha: Any, out: Tensor) -> None:
     out.copy_(torch.rsub(x, y, alpha=alpha))

@@ -54,6 +54,7 @@ def ascend_quant(
 ) -> None:
     """Multiply by scales along the last axis."""
     demand(x.dtype == torch.float32 or scale.dtype == x.dtype, f"x {x.dtype} with scales {scale.dtype}")
+    demand(offset is None or offset.dtype == scale.dtype, "zero points are of the scales' dtype")
     demand(not root and mode == "round" and dtype == INT8 and axis % x.dim() == x.dim() - 1, "not simulated")
     demand(scale.dim() == 1 and scale.shape[0] in (1, x.shape[-1]), f"scales {tuple(scale.shape)}")
     values = x.to(torch.float32) * scale.to(torch.float32)

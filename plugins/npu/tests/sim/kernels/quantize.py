@@ -41,9 +41,18 @@ def dynamic_quant(
 
 @kernel("aclnnQuantize", "TTTiIT")
 def quantize(x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, out: Tensor) -> None:
-    """Divide by one scale, or by one for each place of an axis, and add zero points."""
-    if x.dtype != torch.float32:
-        demand(scales.dtype == x.dtype, f"x {x.dtype} with scales {scales.dtype}")
+    """Divide by one scale, or by one for each place of an axis, and add zero points.
+
+    Scales of fp32 go with x of any dtype, as torch_npu documents it and the published checks of aclnnQuantize have it;
+    CANN's page on it asks for those of x.
+    """
+    floating = (torch.float32, *HALF)
+    demand(x.dtype in floating and scales.dtype in floating, f"x {x.dtype} with scales {scales.dtype}")
+    given = {scales.dtype} if zero_points is None else {scales.dtype, zero_points.dtype}
+    uniform = torch.bfloat16 not in given or given == {x.dtype}
+    demand(uniform, f"scales or zero points of bfloat16 where not all is: {x.dtype}, {given}")
+    whole = (torch.int8, torch.uint8, torch.int32, torch.bfloat16)
+    demand(zero_points is None or zero_points.dtype in whole, "zero points are whole numbers or bfloat16")
     demand(scales.dim() == 1 and scales.shape[0] in (1, x.shape[axis]), f"scales {tuple(scales.shape)}")
     demand(dtype == INT8 and out.dtype == torch.int8, f"type {dtype}")
 

@@ -55,6 +55,12 @@ def _amin(x: Tensor, dims: list[int], keep: bool, out: Tensor) -> None:
     out.copy_(x.amin(dims, keep).view(out.shape))
 
 
+@kernel("aclnnAminmax", "TAbTT")
+def _aminmax(x: Tensor, dims: list[int], keep: bool, least: Tensor, most: Tensor) -> None:
+    least.copy_(x.amin(dims, keep).view(least.shape))
+    most.copy_(x.amax(dims, keep).view(most.shape))
+
+
 @kernel("aclnnArgMax", "TIbT")
 def _argmax(x: Tensor, dim: int, keep: bool, out: Tensor) -> None:
     out.copy_(x.argmax(dim, keep).view(out.shape))
