@@ -139,6 +139,6 @@ def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError
     return DeviceUnavailableError(
         asked,
         found=f"torch cannot be imported, since its backend extension {match[1]} is installed and fails: {cause[:300]}",
-        remedy=f"uninstall {match[1]}, or install what it needs; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch be imported "
-        "without it (core imports the backend of the device asked for by itself), and transformers will still want it",
+        remedy=f"uninstall {match[1]}, or install what it needs; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch do without "
+        "it (core imports the backend of the device asked for by itself), but transformers will still want it",
     )

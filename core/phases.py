@@ -351,7 +351,9 @@ class TracedPhases:
             raise LoweringError(
                 f"lowering {key} by {self.lowering_name!r}",
                 found=f"{type(error).__name__}: {error}",
-                remedy="use lowering 'inline' to go on without this compiler",
+                remedy="use lowering 'inline' to go on without this compiler"
+                if "inline" in {*self._device.lowerings.available} - {self.lowering_name}
+                else f"run {key.phase} with mode 'off' to see whether it runs eagerly: no compiler is at fault",
             ) from error
 
 

@@ -18,7 +18,7 @@ from core.common.graphs.buffers import StaticBuffers
 from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.graphs.runner import CaptureCost, GraphRunner
 from core.common.graphs.untraced import ObservedCropper, OutputDims, UntracedCall
-from core.errors import CaptureError, GraphResourcesError
+from core.errors import CaptureError, GraphResourcesError, one_line
 from core.phases import Bound
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class UntracedPhases:
                     error.remedy = f"run it eagerly between the graphs: eager={(*patterns, *further)!r}"
                     raise
                 patterns += further
-                names, reason = ", ".join(further), " ".join(error.found.split())
+                names, reason = ", ".join(further), one_line(error.found)
                 self.notes.append(
                     f"{key.phase}: {names} runs eagerly between graphs, as it can't be captured: {reason}"
                 )

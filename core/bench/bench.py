@@ -195,7 +195,14 @@ def _kernels(
     )
     try:
         found = profile_phase(
-            loaded, device, cell.phase, batch=cell.batch, tokens=cell.tokens, switches=switches, rates=rates
+            loaded,
+            device,
+            cell.phase,
+            batch=cell.batch,
+            tokens=cell.tokens,
+            kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
+            switches=switches,
+            rates=rates,
         )
     except CoreError as error:
         return {"error": str(error)}

@@ -114,7 +114,6 @@ class CoreSubject:
     def __init__(self, engines: Engines, *, keep_logits: bool) -> None:
         self._engines = engines
         self._loaded = engines.loaded
-        self._device = engines.device
         self._keep_logits = keep_logits
         self._engine: Engine | None = None
         self._requests: list[int] = []
@@ -246,15 +245,19 @@ class CoreSubject:
         return self._engine._runner._program  # type: ignore[attr-defined]
 
     def _key(self) -> GraphKey | None:
-        """Return the key that the cell's steps run; None where there is none, or a replay would change a state."""
-        if self._engine is None or self._engine.route != "paged" or self._device.capabilities.update:
+        """Return the key that the cell's steps run; None where there is none, or a replay would change a state.
+
+        None also where it wants values from the host that are in none of its inputs.
+        """
+        if self._engine is None or self._engine.route != "paged":
             return None
         decode = self._cell.phase == "decode"
         sizes = {"tokens": self._cell.batch if decode else self._cell.tokens}
         sizes |= dict.fromkeys(("seqs", "rows"), self._cell.batch)
         guards = {"sampling": "greedy"} if decode else {}
         key: GraphKey | None = self._program.bucket(self._cell.phase, sizes, guards)
-        return key
+        known = key is not None and self._program.host_arguments(key) <= self._program.inputs(key).keys()
+        return key if known else None
 
 
 def summary(report: ProgramReport) -> dict[str, Any]:

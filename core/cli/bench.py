@@ -18,6 +18,7 @@ from core.cli.model_argument import (
     MODEL,
     QUANTIZE,
     check_choice,
+    check_options,
     parse_modes,
 )
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
@@ -77,6 +78,7 @@ def bench(
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     options["kv_cache_dtype"] = kv_cache_dtype
     options |= {"passes": switches.only, "disable_passes": switches.disable, "enable_passes": switches.enable}
+    check_options(options)
     settings = Settings(
         subjects=tuple(name.strip() for name in subjects.split(",") if name.strip()),
         batches=_numbers("--batch", batch),
@@ -96,6 +98,7 @@ def bench(
         settings.check_length(chosen.config().max_position_embeddings)
     resolved = select_device(device)
     switches.select(device_passes(resolved))
+    check_options(options, resolved)
     asked = {"device": resolved.name, "model": model, "preset": preset, "dtype": dtype, "options": options}
     asked |= {"quantize": quantize, "calibration": None if calibration is None else str(calibration)}
     with _status(quiet=json == _STDOUT) as told:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -127,3 +127,25 @@ def parse_modes(text: str | None) -> Any:
         return text
     pairs = [item.partition("=") for item in text.split(",")]
     return {phase.strip(): mode.strip() for phase, _, mode in pairs}
+
+
+def check_options(options: Mapping[str, Any], device: Device | None = None) -> None:
+    """Raise `UsageError` for options of `EngineConfig` that a compile will refuse, before a model is loaded for it.
+
+    device: the one chosen, to be asked for its modes and lowerings; None checks what needs no device.
+    """
+    from core.common.config import MODES, CompileOptions, Verify
+    from core.engine.runner import EngineConfig
+    from core.engine.step import Phase
+
+    config = EngineConfig(**options)
+    for mode in config.mode.values() if isinstance(config.mode, Mapping) else (config.mode,):
+        check_choice("--mode", mode, MODES)
+    check_choice("--verify", config.verify, get_args(Verify))
+    if device is None:
+        return
+    wanted = CompileOptions(mode=config.mode)
+    for phase in get_args(Phase):
+        if phase != "verify" or config.speculative:
+            wanted.modes_of(phase, device.capabilities.modes)
+    device.lowerings.resolve(config.lowering)

@@ -15,6 +15,7 @@ from core.cli.model_argument import (
     KV_CACHE_DTYPE,
     QUANTIZE,
     check_choice,
+    check_options,
     parse_dtype,
     parse_modes,
 )
@@ -84,6 +85,7 @@ def run(
         "cache": cache,
     }
     scheme = Quantize.of(quantize, calibration)
+    check_options(options)
     with _progress(quiet=as_json) as progress:
         engine = _engine(device, model, prompt, params, dtype, options, scheme, progress)
     with engine:
@@ -123,6 +125,7 @@ def _engine(
     resolved = select_device(device)
     switches = PassSwitches(only=options["passes"], disable=options["disable_passes"], enable=options["enable_passes"])
     switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
+    check_options(options, resolved)
     kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
     loaded = loaded if scheme is None else scheme.apply(loaded, progress)

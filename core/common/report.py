@@ -53,7 +53,7 @@ class TraceReport:
 
     def passes_line(self) -> str:
         """Return what the passes did to this graph in one line: matches by pass, what was undone, the time."""
-        fired = [f"{p.name} {p.matched}" for p in self.passes if p.matched]
+        fired = [f"{p.name} {p.matched}{' NOT VERIFIED' * p.is_unverified}" for p in self.passes if p.matched]
         undone = [f"{p.name} UNDONE" for p in self.passes if p.error]
         quiet = sum(not p.matched and not p.error for p in self.passes)
         parts = [*fired, *undone, *([f"{quiet} others matched nothing"] if quiet else [])]

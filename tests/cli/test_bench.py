@@ -126,11 +126,12 @@ def test_a_quantised_cache_is_measured_and_judged_by_its_codes(
 ) -> None:
     document = tmp_path / "d.json"
     options = ["--subjects", "eager,core", "--lowering", "inline", "--kv-cache-dtype", "fp8", "--json", str(document)]
-    assert main([*SMALL, *options]) == 0
+    assert main([*SMALL, *options, "--profile"]) == 0
     assert "logits hold T1" in capsys.readouterr().out
     found = json.loads(document.read_text())
     assert found["settings"]["options"]["kv_cache_dtype"] == "fp8"
     assert found["cells"][0]["subjects"][1]["check"]["logits"]["reference"].endswith("of the cache's codes")
+    assert found["cells"][0]["kernels"]["notes"] == ["the cache holds fp8 codes"]
 
 
 @pytest.mark.parametrize("command", [SMALL, ["run", "--device", "cpu"]], ids=lambda command: command[0])

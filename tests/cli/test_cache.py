@@ -9,11 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from core.cli import main
+from core.cli import main, output
 from core.common.cache.store import Store, key_of
 
-FACTORS = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1"}}
-NEWER = {**FACTORS, "values": {"a": "2"}}
+VALUES = {
+    "a": "1",
+    "w": "Parameter bfloat16[1024, 512] on acme:1",
+    "v": "Parameter bfloat16[512] on acme:1, in the memory of w",
+    "at.key_cache": "Tensor float8_e4m3fn[64, 16] on acme:1",
+    "at.scheme": "core.common.quantization.scheme:QuantizationScheme",
+    "at.scheme.name": "'w4a16-g32'",
+}
+FACTORS = {
+    "model": {"main": "m:Model"},
+    "device": {"name": "acme", "torch device": "acme:1"},
+    "values": VALUES,
+    "options": {"lowering": "inline", "disable_passes": "(one, two)", "passes": "None"},
+    "buckets": {"main": '[{"phase": "main", "dims": [1, 4], "guards": []}, {"phase": "main", "dims": [8, 4]}]'},
+}
+NEWER = {**FACTORS, "values": {**VALUES, "a": "2"}}
+GRAPHS = {"phases": [{"phase": "main", "mode": "full", "graphs": []}]}
 
 
 @pytest.fixture
@@ -21,7 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path))
     store = Store(tmp_path)
     for factors in (FACTORS, NEWER):
-        store.write(key_of(factors), factors, {"phases": []})
+        store.write(key_of(factors), factors, GRAPHS)
     return store
 
 
@@ -29,7 +44,22 @@ def test_entries_are_listed(store: Store, capsys: pytest.CaptureFixture[str]) ->
     (store.folder / key_of(FACTORS) / "graphs.json").write_text("{}")
     assert main(["cache"]) == 0
     out = capsys.readouterr().out
-    assert key_of(NEWER)[:12] in out and "m:Model" in out and "can't be used" in out and "2 entries" in out
+    assert key_of(NEWER)[:12] in out and "Model" in out and "can't be used" in out and "2 entries" in out
+
+
+def test_a_row_tells_what_the_entry_was_made_for_in_100_columns(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PIPE_COLUMNS", 100)
+    assert main(["cache"]) == 0
+    out = capsys.readouterr().out
+    assert all(len(line.rstrip()) <= 100 for line in out.splitlines()) and "…" not in out
+    text = " ".join(out.split())
+    assert (
+        "Model; w4a16-g32; weights 1.0 MiB bf16; kv cache 1.0 KiB fp8 main full 4-8 (2); inline; without one, two"
+        in text
+    )
+    assert out.count("unlike the latest: values a") == 1
 
 
 def test_the_json_says_what_differs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +69,16 @@ def test_the_json_says_what_differs(store: Store, capsys: pytest.CaptureFixture[
     found = {each["key"]: each for each in document["entries"]}
     assert found.keys() == {key_of(FACTORS), key_of(NEWER)}
     assert sorted(each["differs"] for each in found.values()) == [[], ["values: a"]]
+    assert all(each["holds"]["quantization"] == ["w4a16-g32"] for each in found.values())
+    assert found[key_of(NEWER)]["holds"] == {
+        "weights": {"bfloat16": 2**20},
+        "cache": {"float8_e4m3fn": 1024},
+        "quantization": ["w4a16-g32"],
+        "phases": [{"phase": "main", "mode": "full", "buckets": 2, "sizes": [4, 8]}],
+        "lowering": "inline",
+        "switches": "without one, two",
+        "torch_device": "acme:1",
+    }
     assert all(each["num_bytes"] > 0 and each["age_s"] >= 0 and not each["problem"] for each in found.values())
 
 

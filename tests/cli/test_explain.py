@@ -70,6 +70,15 @@ def test_the_document_has_the_documented_fields_and_the_page_is_written(
     assert html.count('<p id="') >= stage["num_nodes"]["before"]
 
 
+def test_a_quantised_cache_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPLAIN, "llama", "--kv-cache-dtype", "fp8", "--full", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["model"]["cache"].startswith("paged, fp8 codes: ")
+    nodes = document["phases"][0]["stages"][0]["nodes"]["after"]
+    caches = [node["value"] for node in nodes if node["label"].endswith(("key_cache", "value_cache"))]
+    assert caches and all(value.startswith("float8_e4m3fn") for value in caches)
+
+
 def test_full_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "llama", "--full", "--only-pass", "lift_rms_norm"]) == 0
     out = capsys.readouterr().out
@@ -97,6 +106,9 @@ def test_a_pass_that_was_undone_is_a_failure(install_vendor: InstallVendor, caps
         (("./nowhere",), "nowhere"),
         (("llama", "--dtype", "int8"), "the choices are auto"),
         (("llama", "--phase", "training"), "the choices are prefill, decode"),
+        (("llama", "--kv-cache-dtype", "fp4"), "the choices are auto, fp8"),
+        (("llama", "--kv-cache-dtype", "fp8", "--cache", "static"), "only a paged cache holds fp8 codes"),
+        (("mamba", "--kv-cache-dtype", "fp8"), "on the paged cache"),
         (("llama", "--no-pass", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
         (("llama", "--html", "/nowhere/page.html"), "there is no folder '/nowhere'"),
         (("llama", "--html", "/"), "it is a folder"),

@@ -15,8 +15,10 @@ import pytest
 from core.cli import main
 from core.common.passes.manager import PassManager
 from core.common.passes.standard import COMMON_PASSES
+from core.host import select_device
 
 InstallVendor = Callable[..., Any]
+ON_REQUEST = ("sequence_parallel",)
 
 VENDOR = """
 from core.common.passes.declaration import Guards, Pass, PassResult
@@ -55,7 +57,34 @@ def test_without_a_device_the_passes_of_all_are_listed_in_order(capsys: pytest.C
     assert [item["name"] for item in document["passes"]] == [p.name for p in every]
     assert all(item["owner"] == "core" and item["does"] for item in document["passes"])
     # It closes a stage, and runs where another pass has that stage.
-    assert [item["name"] for item in document["passes"] if not item["enabled"]] == ["fix_functionalization"]
+    assert [item["name"] for item in document["passes"] if not item["enabled"]] == [
+        *ON_REQUEST,
+        "fix_functionalization",
+    ]
+
+
+def test_what_runs_on_request_alone_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_json(capsys)
+    told = {item["name"]: item["on_request"] for item in document["passes"] if item["on_request"]}
+    assert list(told) == list(ON_REQUEST) and told["sequence_parallel"].startswith("two collectives take longer")
+    assert main(["passes"]) == 0
+    out = capsys.readouterr().out
+    assert "sequence_parallel (on request)" in out and "; on request:" in out
+    for switch in ("--pass", "--only-pass"):
+        _, document = run_json(capsys, switch, "sequence_parallel")
+        (item,) = (item for item in document["passes"] if item["name"] == "sequence_parallel")
+        assert item["enabled"] and item["on_request"] == told["sequence_parallel"]
+    assert main(["passes", "--pass", "sequence_parallel"]) == 0
+    assert "sequence_parallel (o" not in capsys.readouterr().out
+
+
+def test_what_a_device_finds_unprofitable_runs_on_request_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    _, document = run_json(capsys, "--device", "cpu")
+    (item,) = (item for item in document["passes"] if item["name"] == "merge_linears")
+    assert (item["enabled"], item["on_request"]) == (
+        False,
+        select_device("cpu").capabilities.unprofitable[item["name"]],
+    )
 
 
 def test_a_device_adds_its_own_in_the_order_of_execution(
@@ -72,7 +101,8 @@ def test_a_device_adds_its_own_in_the_order_of_execution(
     assert first["guards"] == {"dtypes": ["float32"], "capabilities": {"simd": 4}, "tokens": [1, None]}
     assert (first["expect"], passes["acme_late"]["expect"]) == ("computed per graph", 3)
     assert first["does"] == "Does [nothing] at all."
-    assert [name for name, item in passes.items() if not item["enabled"]] == ["lift_rotary", "fix_functionalization"]
+    off = [name for name, item in passes.items() if not item["enabled"]]
+    assert set(off) == {"lift_rotary", *ON_REQUEST, "fix_functionalization"}
     assert document["device"] == {"name": "acme", "plugin": "acme-device 1.0"}
 
 

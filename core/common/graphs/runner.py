@@ -18,6 +18,7 @@ from torch import Tensor
 
 from core.common.collector import frozen
 from core.common.graphs.backend import BoundCallable, GraphBackend, GraphKey, SegmentBackend, UpdateBackend
+from core.common.graphs.host_reads import is_host_read
 from core.common.graphs.segments import CapturedParts, capture_parts
 from core.common.graphs.watch import CompileWatch, Watched
 from core.errors import CaptureError, CoreError, UsageError
@@ -140,7 +141,8 @@ class GraphRunner:
             raise CaptureError(
                 f"capturing {key} on {self._device.name}",
                 found=f"{type(error).__name__}: {error}",
-                remedy="run this phase with mode 'off' to see whether it runs eagerly; host reads can't be captured",
+                remedy="run this phase with mode 'off' to see whether it runs eagerly"
+                + ("; host reads can't be captured" if is_host_read(error) else ""),
             ) from error
         if reset is not None:
             reset()

@@ -42,6 +42,16 @@ def broken_promise(report: PassReport) -> PassError:
     )
 
 
+def unverified(report: PassReport, reason: str) -> PassError:
+    """Return the error for a pass whose result could not be judged."""
+    return PassError(
+        f"verifying pass {report.name!r} of {report.owner} ({report.matched} sites)",
+        found=f"it was not verified: {reason}",
+        remedy=f"mend that or give other examples; or leave the pass out (passes without {report.name!r}), or go on "
+        "without strict",
+    )
+
+
 def left_undecided(report: PassReport, misses: Sequence[NearMiss]) -> PassError:
     """Return the complaint about sites that no model is to blame for: a trace or the fake of an op is."""
     first = misses[0]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from core.common.collector import paused
-from core.common.passes.complaints import broken_promise, conflict, failed, left_undecided
+from core.common.passes.complaints import broken_promise, conflict, failed, left_undecided, unverified
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Form, Pass, PassResult, Stage
 from core.common.passes.mechanisms import apply_pass
 from core.common.passes.metadata import ASKS
 from core.common.passes.order import choose, order, order_without_cycles, predecessors
-from core.common.passes.report import PassReport
+from core.common.passes.report import VERIFIED, PassReport
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.snapshot import Snapshot, interface_of, to_text
 from core.errors import PassError
@@ -34,8 +34,10 @@ __all__ = ["PassManager", "PassReport", "order"]
 log = logging.getLogger("core.passes")
 
 
-Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], None]
-"""Called with a pass's report and the graph before and after it; raises `PassError` where the rewrite is wrong."""
+Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], str | None]
+"""Called with a pass's report and the graph before and after it; raises `PassError` where the rewrite is wrong.
+
+Returns why it could not be judged, "" where it was, None to leave that out of the report."""
 Observer = Callable[[PassReport, Snapshot, "fx.GraphModule"], None]
 """Called with the report of a pass that changed the graph, what the graph was, and what it is; changes nothing."""
 
@@ -178,7 +180,7 @@ class PassManager:
             if changed:
                 run.changed.append(declared.name)
             report = self._report(declared, result, start, expected=expected)
-            self._check(report, run, before, changed=changed)
+            report = self._check(report, run, before, changed=changed)
         except Exception as error:
             failure = failed(declared, error)
             if self._strict:
@@ -211,8 +213,11 @@ class PassManager:
         context.analyses.invalidate(declared.preserves - ({"order"} if removed else set()))
         return result
 
-    def _check(self, report: PassReport, run: _Run, before: Snapshot, *, changed: bool) -> None:
-        """Judge what the pass did: its promise, nodes that two passes claim, and its numbers if asked to."""
+    def _check(self, report: PassReport, run: _Run, before: Snapshot, *, changed: bool) -> PassReport:
+        """Judge what the pass did: its promise, nodes that two passes claim, and its numbers if asked to.
+
+        Return its report with what verification found.
+        """
         claimed = [miss for miss in report.near_misses if miss.claimant]
         if claimed:
             self._complain(conflict(report, claimed[0]))
@@ -222,15 +227,21 @@ class PassManager:
         if undecided:
             log.warning("%s", left_undecided(report, undecided))
         if report.matched == 0 and not changed:
-            return
+            return report
         if self._dump_dir is not None:
             stem = f"{self._num_runs:02d}-{run.stage}-{self._position(report.name):02d}-{report.name}"
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             (self._dump_dir / f"{stem}.before.txt").write_text(to_text(before.module()), encoding="utf-8")
             (self._dump_dir / f"{stem}.after.txt").write_text(to_text(run.graph), encoding="utf-8")
-        if run.check is not None:
-            run.graph.recompile()
-            run.check(report, before.module(), run.graph)
+        if run.check is None:
+            return report
+        run.graph.recompile()
+        doubt = run.check(report, before.module(), run.graph)
+        if doubt and self._strict:
+            raise unverified(report, doubt)
+        return (
+            report if doubt is None else replace(report, verification=f"not verified: {doubt}" if doubt else VERIFIED)
+        )
 
     def _report(
         self,

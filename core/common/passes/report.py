@@ -6,13 +6,16 @@ from dataclasses import asdict, dataclass
 
 from core.common.passes.declaration import NearMiss, Stage
 
+VERIFIED = "verified"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassReport:
     """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
 
     skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. codes: ops whose codes it
-    may move by a step (`Pass.codes`). All empty if not so.
+    may move by a step (`Pass.codes`). All empty if not so. verification: "" where nobody asked for it or the pass
+    matched nothing, "verified", or "not verified: " and why what it did could not be judged.
     """
 
     name: str
@@ -27,6 +30,7 @@ class PassReport:
     error: str = ""
     uuid: str = ""
     codes: tuple[str, ...] = ()
+    verification: str = ""
 
     def summary(self) -> str:
         """Return one line: matches, near-misses and time, or why it was skipped or undone."""
@@ -36,7 +40,13 @@ class PassReport:
             return f"pass {self.name}: UNDONE, {' '.join(self.error.split())}"
         owed = f" of {self.expected} owed" if self.expected is not None else ""
         near = f", {len(self.near_misses)} near-misses" if self.near_misses else ""
-        return f"pass {self.name}: {self.matched}{owed} matched{near} in {self.elapsed_ms:.1f} ms"
+        verified = f", {self.verification}" if self.verification else ""
+        return f"pass {self.name}: {self.matched}{owed} matched{near} in {self.elapsed_ms:.1f} ms{verified}"
+
+    @property
+    def is_unverified(self) -> bool:
+        """True where it was to be verified and could not be."""
+        return self.verification not in ("", VERIFIED)
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as JSON-ready values."""

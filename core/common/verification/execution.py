@@ -17,7 +17,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from core.common.numerics import Fp64Mode
+from core.common.passes.sites import site_name
 from core.common.passes.writes import find_writes
+from core.errors import one_line
 
 if TYPE_CHECKING:
     from core.common.passes.constants import Constants
@@ -48,6 +50,26 @@ class Watcher(Protocol):
     def after(self, node: fx.Node, value: Any) -> None:
         """Take note of a node's value."""
         ...
+
+
+class Place:
+    """A watcher that knows which node is running, or failed; its text names the node, its op and its module."""
+
+    def __init__(self) -> None:
+        self._node: fx.Node | None = None
+
+    def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+        """Remember the node."""
+        self._node = node
+
+    def after(self, node: fx.Node, value: Any) -> None:
+        """Need nothing of the value."""
+
+    def __str__(self) -> str:
+        if self._node is None:
+            return "before its first node"
+        site, target = site_name(self._node), self._node._pretty_print_target(self._node.target)
+        return f"node {self._node.name} ({target}){f' in {site}' if site != self._node.name else ''}"
 
 
 class ReferenceMode(Fp64Mode):
@@ -255,6 +277,5 @@ def _pin(value: Any, decided: Any) -> Any:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error's type and text as one line, without what fx appends."""
-    text = " ".join(str(error).split("While executing %")[0].split())
-    return f"{type(error).__name__}: {text[:300]}"
+    """Return an error's type and text as one line, without what torch appends."""
+    return f"{type(error).__name__}: {one_line(str(error))}"

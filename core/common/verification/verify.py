@@ -20,7 +20,7 @@ from core.common.passes.sites import MADE_BY
 from core.common.verification.codes import codes_among, outputs_among, quantisations
 from core.common.verification.compare import Comparison
 from core.common.verification.divergence import first_divergence
-from core.common.verification.execution import Run, bind, error_line, run_graph, widened
+from core.common.verification.execution import Place, Run, bind, error_line, run_graph, widened
 from core.common.verification.regions import Feed, Region, find_regions
 from core.errors import PassError
 
@@ -51,7 +51,8 @@ class Verification:
 
     num_values: tensors judged. num_sites: sites judged apart; num_whole: sites that only the run of the whole graph
     judges. worst_ratio: the largest error over its bound; at most 1 passes. unjudged: why no fp64 reference could be
-    had; what differs in any bit was then not judged.
+    had; what differs in any bit was then not judged. unrunnable: why the graph before the pass can't be run, which is
+    not the pass's fault; nothing was judged on those inputs, and `unjudged` says so too.
     """
 
     pass_name: str
@@ -62,6 +63,7 @@ class Verification:
     worst_ratio: float
     findings: tuple[Finding, ...]
     unjudged: str = ""
+    unrunnable: str = ""
 
     @property
     def passed(self) -> bool:
@@ -110,15 +112,26 @@ def verify(
 
 def checker(
     inputs: Sequence[Sequence[Any]], level: Verify, constants: Constants | None = None
-) -> Callable[[PassReport, fx.GraphModule, fx.GraphModule], None]:
-    """Return a check for `PassManager.run` that raises `PassError` naming pass, site and ratio."""
+) -> Callable[[PassReport, fx.GraphModule, fx.GraphModule], str]:
+    """Return a check for `PassManager.run` that raises `PassError` naming pass, site and ratio.
 
-    def check(report: PassReport, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    What keeps all passes from being verified is told once: no examples (by who looked for them), or a graph that can't
+    be run without any pass.
+    """
+    told: list[str] = []
+
+    def check(report: PassReport, before: fx.GraphModule, after: fx.GraphModule) -> str:
+        if not inputs:
+            return "none of the examples fits the sizes that the graph serves"
         found = verify(report, before, after, inputs, level=level, constants=constants)
-        if found.unjudged:
-            log.warning("pass %s of %s was not verified: %s", report.name, report.owner, found.unjudged)
         if not found.passed:
             raise failure(report, found)
+        if found.unrunnable and not told:
+            log.warning("the passes on this graph are not verified: %s", found.unrunnable)
+            told.append(found.unrunnable)
+        elif found.unjudged and not found.unrunnable:
+            log.warning("pass %r of %s was not verified: %s", report.name, report.owner, found.unjudged)
+        return found.unjudged
 
     return check
 
@@ -144,6 +157,7 @@ class _Judged:
         self.findings: list[Finding] = []
         self.sites: set[Region] = set()
         self.compared = Comparison()
+        self.unrunnable = ""
 
     def inputs(self, values: Sequence[Any], regions: Sequence[Region]) -> None:
         """Judge the sites and the whole on one set of inputs."""
@@ -152,7 +166,14 @@ class _Judged:
         added = bind(self._after, values, self._constants)
         old_values, new_values = list(known.values()), list(added.values())
         added = {name: value for name, value in added.items() if name not in known}
-        old = run_graph(self._before, old_values, watchers=[Feed(regions, added, self.site)])
+        place = Place()
+        try:
+            old = run_graph(self._before, old_values, watchers=[place, Feed(regions, added, self.site)])
+        except Exception as error:  # it failed without the pass
+            self.unrunnable = self.unrunnable or (
+                f"the model's own graph can't be run on the examples: {place}: {error_line(error)}"
+            )
+            return
         pinned = _unchanged(old.decided, self._report.name, self._before, self._after)
         # What the pass may quantise anew is no decision, but rounded, in the fp64 run too; all other codes are kept.
         made = quantisations(self._before.graph, self._report.codes) - pinned.keys()
@@ -249,7 +270,8 @@ class _Judged:
             num_whole=num_whole,
             worst_ratio=self.compared.worst,
             findings=tuple(self.findings),
-            unjudged=self.compared.unjudged,
+            unjudged=self.unrunnable or self.compared.unjudged,
+            unrunnable=self.unrunnable,
         )
 
 

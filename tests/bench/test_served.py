@@ -1,0 +1,71 @@
+"""The subject `core` on devices whose graphs take values from the host at each replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core_acme.runner import RecordingBackend
+
+from core.bench.bench import Settings, bench
+from core.bench.cells import BenchReport
+from core.bench.model import open_model
+from core.bench.rates import Rates
+from core.common.graphs.backend import GraphKey
+from tests.recording import acme
+
+RATES = Rates(bytes_per_s=1e10, flops_per_s=1e11, copy_bytes=1, matmul_size=1, dtype="float32")
+
+
+class LengthsFromTheHost(RecordingBackend):
+    """Graphs that take the lengths from the host too, and refuse a replay whose values are not those of its input."""
+
+    names = frozenset({"seq_lens"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[GraphKey, Tensor] = {}
+        self.given: list[list[int]] = []
+
+    def capture_one(self, key: GraphKey, fn: Any, inputs: Any, after_warmup: Any) -> tuple[Tensor, ...]:
+        """Remember where the lengths lie."""
+        self.lengths[key] = inputs["seq_lens"]
+        return super().capture_one(key, fn, inputs, after_warmup)
+
+    def host_arguments(self, key: GraphKey) -> frozenset[str]:
+        """Name the lengths."""
+        return self.names
+
+    def update(self, key: GraphKey, step: Any) -> None:
+        """Take the values of one replay."""
+        self.given.append(step["seq_lens"])
+
+    def replay(self, key: GraphKey, step: object = None) -> tuple[Tensor, ...]:
+        """Compare them with the input."""
+        assert self.given and self.given.pop() == self.lengths[key].tolist()
+        return super().replay(key)
+
+
+def measured(backend: type[RecordingBackend]) -> BenchReport:
+    device = acme(graph_backend=backend)
+    loaded = open_model(None, "tiny-llama", device, "auto")[0]
+    options = {"mode": "full"}
+    settings = Settings(
+        subjects=("eager", "core"), batches=(2,), context=9, prompts=(8,), rounds=2, steps=3, options=options
+    )
+    return bench(loaded, device, settings, title="tiny", rates=RATES)
+
+
+@pytest.mark.parametrize("backend", [LengthsFromTheHost, RecordingBackend])
+def test_a_graph_on_a_device_with_host_side_arguments_is_repeated_and_judged(backend: type[RecordingBackend]) -> None:
+    report = measured(backend)
+    assert [cell.cell.name for cell in report.cells] == ["decode/2", "prefill/8"]
+    for cell in report.cells:
+        (record,) = (record for record in cell.records if record.subject == "core")
+        assert record.failure == "" and len(record.replay_ms) == 2
+        assert not any("not judged" in note for note in record.notes)
+        assert record.verdict["tokens_equal"] and record.verdict["logits"]["passed"]
