@@ -25,7 +25,8 @@ help:
 	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest, WORKERS=0 for one process)"
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
-	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils)"
+	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils;"
+	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
 	@echo "make clean     remove $(VENV), $(NPU_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -69,10 +70,13 @@ $(NPU_STAMP): $(STAMP) constraints-npu.txt
 		--constraint constraints.txt --constraint constraints-npu.txt torch_npu
 	@touch "$@"
 
+# All of the plugin's tests, unless ARGS holds a path below plugins/, which is to be all that is collected.
+NPU_TESTS = $(if $(filter plugins/% ./plugins/% $(CURDIR)/plugins/%,$(ARGS)),,plugins/npu/tests)
+
 test-npu-sim: $(NPU_STAMP)
 	@echo "== pytest -m npu_sim: torch_npu on the simulated runtime"
 	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/tests/sim/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
-		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile plugins/npu/tests $(ARGS)
+		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(NPU_TESTS) $(ARGS)
 
 clean:
 	@echo "== removing $(VENV), $(NPU_VENV), caches and build results"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,10 +39,21 @@ def _opened() -> _Library:
     from core.host import select_device
 
     asked = json.loads(sys.argv[1])
-    ops = _load(asked["library"])
-    library = _Library(select_device(asked["device"]), ops)
+    name = asked["library"]
+    try:
+        ops = _load(name)
+    except ImportError:
+        # It may be what the device's own backend registers; without the device, its error says more than this one.
+        device = select_device(asked["device"])
+        ops = _namespace(name)
+        if not ops:
+            raise
+    else:
+        device = select_device(asked["device"])
     _warm_up()
-    return library
+    # What relative paths name is loaded by now. Kernels that are called with guessed names write files under them.
+    os.chdir(asked["folder"])
+    return _Library(device, ops)
 
 
 def _warm_up() -> None:
@@ -65,11 +77,11 @@ def _load(library: str) -> list[str]:
         torch.ops.load_library(str(path.resolve()))
     elif path.suffix == ".py":
         _run_file(path.resolve())
-    elif own := [name for name in before if name.startswith(f"{library}::")]:
-        return sorted(own)
+    elif own := _namespace(library):
+        return own
     else:
         __import__(library)
-    new = sorted(_op_names() - before) or sorted(name for name in before if name.startswith(f"{library}::"))
+    new = sorted(_op_names() - before) or _namespace(library)
     if not new:
         raise UsageError(
             f"op library {library!r}",
@@ -77,6 +89,11 @@ def _load(library: str) -> list[str]:
             remedy="name the module, the .so or .py file, or the namespace that registers them",
         )
     return new
+
+
+def _namespace(library: str) -> list[str]:
+    """Return the ops of a namespace that are registered, in order of name."""
+    return sorted(name for name in _op_names() if name.startswith(f"{library}::"))
 
 
 def _run_file(path: Path) -> None:
@@ -179,7 +196,7 @@ def _declared(library: _Library, name: str) -> FakeOp | None:
 def answer(request: dict[str, Any]) -> dict[str, object]:
     """Answer a request: {"do": "open"}, or {"do": "call" or "describe", "op": name, "index": number of the call}."""
     from core.cli.output import error_json
-    from core.errors import CoreError
+    from core.errors import CoreError, broken_extension
 
     try:
         if request["do"] == "open":
@@ -190,6 +207,9 @@ def answer(request: dict[str, Any]) -> dict[str, object]:
     except Exception as error:
         if request["do"] != "open":
             raise
+        unloadable = broken_extension(f"device {json.loads(sys.argv[1])['device']!r}", error)
+        if unloadable is not None:
+            return {"error": error_json(unloadable)}
         return {"failure": " ".join(f"{type(error).__name__}: {error}".split())}
 
 

@@ -161,7 +161,7 @@ def check_training_mode(model: Callable[..., Any]) -> None:
 
 
 def check_placement(model: Callable[..., Any], device: Device) -> None:
-    """Refuse a module with weights elsewhere than on the device; a single number (0-dim) may be, torch's ops take it."""
+    """Refuse a module with weights elsewhere than on the device; single numbers (0-dim) may be, torch takes them."""
     tensors = model_tensors(model) if isinstance(model, torch.nn.Module) else ()
     for name, tensor in tensors:
         if tensor.dim() and not device.holds(tensor):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from core.cli.output import error_from_json
 from core.errors import UsageError
 from core.workers import PersistentWorker, WorkerResult
 
@@ -60,9 +62,15 @@ def check_library(library: str, device: str, *, timeout_s: float) -> LibraryChec
 
     library: an importable module, a .so or .py file, or a namespace of ops that are registered already. device: the
     device's name; its plugin's fakes are applied first, and its samples are the calls where it declares any. timeout_s:
-    seconds that one call may take. Raises `UsageError` for a library that can't be loaded or registers no op.
+    seconds that one call may take. Raises `UsageError` for a library that can't be loaded or registers no op, and what
+    `select_device` raises for the device. The kernels run in an empty folder, which is removed with all they left.
     """
-    argument = json.dumps({"library": library, "device": device})
+    with tempfile.TemporaryDirectory(prefix="core-fakes-", ignore_cleanup_errors=True) as folder:
+        argument = json.dumps({"library": library, "device": device, "folder": folder})
+        return _checked(argument, library, timeout_s)
+
+
+def _checked(argument: str, library: str, timeout_s: float) -> LibraryCheck:
     with PersistentWorker("core._fake_worker", argument) as worker:
         opened = _open(worker, library, timeout_s)
         ops = tuple(_Check(worker, timeout_s, each).run() for each in opened["ops"])
@@ -73,8 +81,7 @@ def _open(worker: PersistentWorker, library: str, timeout_s: float) -> dict[str,
     result = worker.request({"do": "open"}, timeout_s=_START_S + timeout_s)
     answer = result.answer or {}
     if "error" in answer:
-        error = answer["error"]
-        raise UsageError(error["asked"], found=error["found"], remedy=error["remedy"])
+        raise error_from_json(answer["error"])
     if "ops" not in answer:
         found = (
             f"loading it {_problem(result)}" if result.answer is None else f"it can't be loaded: {answer['failure']}"

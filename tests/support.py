@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,14 @@ def needs_static_cache(model_type: str) -> None:
     """Skip where the installed transformers can't run this model type on its own static cache."""
     if model_type == "bloom" and Version(version("transformers")) < Version("5.18"):
         pytest.skip("transformers 5.17 builds Bloom's position bias for the tokens seen, not for the static cache")
+
+
+def break_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `import torch` fail in new processes, as with an installed backend extension whose libraries are missing."""
+    (folder / "torch_dev.py").write_text("def autoload():\n    raise ImportError('libdev.so is missing')\n")
+    described = folder / "torch_dev-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-dev\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[torch.backends]\ntorch_dev = torch_dev:autoload\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)

@@ -111,19 +111,33 @@ def test_the_code_of_the_page_runs_and_prints_what_is_shown(names: dict[str, Any
     assert names["FUSE_SOFTCAP"].name == "acme_softcap"
 
 
+def programs(page: str) -> Iterator[tuple[Block, str | None]]:
+    """Yield the Python of a page, each block a program of its own, with what it prints where that is shown under it."""
+    found = list(blocks((ROOT / f"docs/{page}.md").read_text(encoding="utf-8")))
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        if block.kind == "python":
+            under = block.line + len(block.text.splitlines()) + 3  # its own fence, an empty line, the other's
+            is_shown = after is not None and (after.kind, after.line) == ("text", under)
+            yield block, after.text if after is not None and is_shown else None
+
+
 PROGRAMS = [
-    pytest.param(page, block, id=f"{page} line {block.line}")
-    for page in ("capture", "attention")
-    for block in blocks((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
-    if block.kind == "python"
+    pytest.param(page, block, shown, id=f"{page} line {block.line}")
+    for page in ("capture", "attention", "quantization", "fakes")
+    for block, shown in programs(page)
 ]
 
 
-@pytest.mark.parametrize(("page", "block"), PROGRAMS)
-def test_each_program_of_a_page_runs(page: str, block: Block) -> None:
+@pytest.mark.parametrize(("page", "block", "shown"), PROGRAMS)
+def test_each_program_of_a_page_runs(
+    page: str, block: Block, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     module = types.ModuleType(f"docs_{page}_{block.line}")
     sys.modules[module.__name__] = module
-    run(block, vars(module), f"docs/{page}.md")
+    printed = run(block, vars(module), f"docs/{page}.md")
+    if shown is not None and not matches(shown, printed):
+        pytest.fail(f"docs/{page}.md, line {block.line}, prints:\n{printed}")
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,28 @@ from core import _fake_worker
 from core._fake_worker import _Library, _load
 from core.common.fakes import FakeOp, FakeResult, like
 from core.common.ops.declaration import Sample
-from core.errors import UsageError
+from core.errors import CoreError, DeviceUnavailableError, UsageError
 from core.fake_checks import LibraryCheck, OpCheck, check_library
-from tests.support import cpu, refused
+from core.host import select_device
+from tests.support import break_torch, cpu, refused
 
+ABSENT_DEVICE = """
+from core.errors import DeviceUnavailableError
+
+@hookimpl
+def core_open_device(context):
+    raise DeviceUnavailableError("device 'acme'", found="no card", remedy="plug one in")
+"""
+WITH_OPS = """
+@hookimpl
+def core_open_device(context):
+    @torch.library.custom_op("acme_opened::same", mutates_args=())
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    same.register_fake(torch.empty_like)
+    return parts()
+"""
 LYING = str(Path(__file__).parent / "data/lying_ops.py")
 
 
@@ -135,3 +154,60 @@ def test_a_library_that_ends_the_process_is_one_clear_error(tmp_path: Path) -> N
     path.write_text("import os\nos._exit(3)\n")
     with refused(UsageError, "broken_ops.py", "loading it ended with exit code 3"):
         check_library(str(path), "cpu", timeout_s=5.0)
+
+
+WRITING = """
+import os
+from pathlib import Path
+
+import torch
+
+
+@torch.library.custom_op("untidy_ops::save", mutates_args=())
+def save(x: torch.Tensor) -> torch.Tensor:
+    Path("dump.pt").write_text("x")
+    Path(os.environ["UNTIDY_FOLDER"]).write_text(os.getcwd())
+    return x.clone()
+
+
+@save.register_fake
+def fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+"""
+
+
+def test_what_kernels_write_beside_themselves_is_left_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, here = tmp_path / "where", tmp_path / "here"
+    here.mkdir()
+    (here / "untidy_ops.py").write_text(WRITING)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("UNTIDY_FOLDER", str(where))
+    (found,) = check_library("./untidy_ops.py", "cpu", timeout_s=60.0).ops
+    assert (found.verdict, found.reason) == ("agrees", "")
+    assert [path.name for path in here.iterdir() if path.name != "__pycache__"] == ["untidy_ops.py"]
+    folder = Path(where.read_text())
+    assert folder != here and not folder.exists()
+
+
+@pytest.mark.parametrize("device", ["acme", "nosuch"])
+def test_a_library_that_comes_with_a_device_gives_that_devices_own_error(
+    device: str, install_vendor: Callable[..., Any]
+) -> None:
+    install_vendor(plugin=ABSENT_DEVICE)
+    with pytest.raises(CoreError) as expected:
+        select_device(device)
+    with pytest.raises(DeviceUnavailableError) as caught:
+        check_library("acme_kernels", device, timeout_s=60.0)
+    assert type(caught.value) is type(expected.value) and str(caught.value) == str(expected.value)
+
+
+def test_a_namespace_that_opening_the_device_registers_is_found(install_vendor: Callable[..., Any]) -> None:
+    install_vendor(plugin=WITH_OPS)
+    (found,) = check_library("acme_opened", "acme", timeout_s=60.0).ops
+    assert (found.op, found.verdict, found.lies) == ("acme_opened::same", "agrees", ())
+
+
+def test_a_backend_that_breaks_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_torch(tmp_path, monkeypatch)
+    with pytest.raises(DeviceUnavailableError, match="torch_dev is installed and fails: libdev"):
+        check_library("acme_kernels", "cpu", timeout_s=60.0)

@@ -14,7 +14,7 @@ from core_conformance.protocol import CaseInfo, Collected, WorkerOptions
 if TYPE_CHECKING:
     from core_conformance.worker import OnException
 
-WORKER = "core_conformance.worker"
+WORKER = "core_conformance.lane_worker"
 COLLECT_TIMEOUT_S = 300.0
 """For importing torch and the plugin, opening the device and listing the cases."""
 

@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import core.errors
-from core.errors import CoreError
+from core.cli.output import error_from_json
 from core_conformance.case import BAD, MAX_LEVEL, Outcome
 from core_conformance.expectations import Expectations
 from core_conformance.lanes import Lane, LocalLane, ProcessLane
@@ -118,7 +117,7 @@ def list_chosen(options: Options) -> list[CaseInfo]:
     finally:
         lane.close()
     if collected.error is not None:
-        raise _as_error(collected)
+        raise error_from_json(dict(collected.error))
     cases = choose(collected, level=options.level, fuzz=options.fuzz, chosen=options.chosen)
     rules = Rules(collected, Expectations())
     declared = ((case, rules.declared(case)) for case in cases)
@@ -195,21 +194,9 @@ def collect(lane: Lane) -> Collected:
     """Return what a lane has to run; raise `CoreError` where that is nothing, as for an unknown device."""
     collected = lane.collect()
     if not collected.cases or (collected.error is not None and collected.error["type"] in _NOTHING_TO_RUN):
-        raise _as_error(collected)
+        assert collected.error is not None
+        raise error_from_json(dict(collected.error))
     return collected
-
-
-def _as_error(collected: Collected) -> CoreError:
-    """Return the error that a worker has told of, as the exception it was."""
-    assert collected.error is not None
-    kind = getattr(core.errors, collected.error["type"], None)
-    make = kind if isinstance(kind, type) and issubclass(kind, CoreError) else CoreError
-    error = make(
-        *(collected.error[name] for name in ("asked",)), **{n: collected.error[n] for n in ("found", "remedy")}
-    )
-    for note in collected.error["notes"]:
-        error.add_note(note)
-    return error
 
 
 def _cores() -> int:

@@ -1,8 +1,7 @@
-"""Runs cases on one device: `python -m core_conformance.worker OPTIONS`, asked by lanes.py; a crash stays in here."""
+"""Runs cases on one device, opened once, in the process of a lane (lane_worker.py) or in this one."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import sys
 import time
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from core._worker import serve_requests
 from core.cli.output import error_json
 from core.common.conformance import ConformanceProfile
 from core.common.settings import Settings
@@ -205,26 +203,3 @@ def _line(text: str) -> str:
 
 def _first(failures: list[str]) -> str:
     return _line(failures[0]) + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")
-
-
-def main(argument: str) -> None:
-    """Answer the requests of a lane until it closes."""
-    # The device is opened inside a request: until then standard output is not yet out of reach of a vendor's code.
-    sessions: list[Session] = []
-
-    def answer(request: dict[str, Any]) -> dict[str, object]:
-        if not sessions:
-            sessions.append(Session(WorkerOptions.from_argument(argument), own_process=True))
-        if "collect" in request:
-            return sessions[0].collect(host_only=request["collect"] == "host").to_json()
-        # Shortly before the process is killed, the stacks of its threads go to its output.
-        faulthandler.dump_traceback_later(0.9 * request["timeout_s"])
-        outcome, usable = sessions[0].run(request["run"])
-        faulthandler.cancel_dump_traceback_later()
-        return {"outcome": outcome.to_json(), "usable": usable}
-
-    serve_requests(answer)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from core.cli.output import console, print_json
 
 if TYPE_CHECKING:
     from core.common.cache.store import Entry, Store
+    from core.common.cache.summary import Summary
 
 
 class Action(Enum):
@@ -38,54 +41,77 @@ def cache(
         print(f"removed {count} entries, {num_bytes / 2**20:.1f} MiB, from {store.folder.parent}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Listed:
+    """An entry, what it was made for (None where it can't be read), and in which factors it is unlike the latest."""
+
+    entry: Entry
+    summary: Summary | None
+    unlike: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one element of `entries` in core.cache/1."""
+        from core.common.cache.store import each_line
+
+        return {
+            "key": self.entry.key,
+            "model": self.entry.model,
+            "device": self.entry.device,
+            "num_bytes": self.entry.num_bytes,
+            "age_s": self.entry.age_s,
+            "problem": self.entry.problem,
+            "holds": None if self.summary is None else self.summary.to_json(),
+            "differs": list(each_line(self.unlike, most=3)),
+        }
+
+    def text(self) -> str:
+        """Return what the table says of it: its model and what that was compiled for, or why it can't be used."""
+        from core.common.cache.summary import by_group
+
+        name = ", ".join(each.rpartition(":")[2] for each in self.entry.model.split(", "))
+        if self.summary is None:
+            return "\n".join(filter(None, (name, f"can't be used: {self.entry.problem or 'it is gone'}")))
+        about, made = self.summary.lines()
+        unlike = f"unlike the latest: {by_group(self.unlike)}" if self.unlike else ""
+        return "\n".join(filter(None, ("; ".join(filter(None, (name, about))), made, unlike)))
+
+
 def _list(store: Store, *, as_json: bool) -> None:
     entries, kernels = store.entries(), store.kernel_bytes()
-    rows = [_row(store, entry, entries) for entry in entries]
+    listed = [_look(store, entry, entries) for entry in entries]
     if as_json:
+        rows = [each.to_json() for each in listed]
         print_json("core.cache/1", folder=str(store.folder.parent), entries=rows, kernels=kernels)
         return
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("entry", "model", "device", "MiB", "age"):
+    for column in ("entry", "device", "MiB", "age"):
         table.add_column(column, no_wrap=True)
-    table.add_column("differs from the latest of its model in", overflow="fold")
-    for row in rows:
-        size, age = f"{row['num_bytes'] / 2**20:.2f}", _age(row["age_s"])
-        text = f"can't be used: {row['problem']}" if row["problem"] else "; ".join(row["differs"])
-        table.add_row(row["key"][:12], row["model"], row["device"], size, age, text)
+    table.add_column("what it holds", overflow="fold")
+    for each in listed:
+        size, age = f"{each.entry.num_bytes / 2**20:.2f}", _age(each.entry.age_s)
+        table.add_row(each.entry.key[:12], each.entry.device, size, age, escape(each.text()))
     out = console()
     out.print(table)
     kept = ", ".join(f"{name} {num_bytes / 2**20:.1f} MiB" for name, num_bytes in kernels.items() if num_bytes)
-    out.print(f"{len(rows)} entries in {store.folder.parent}" + (f"; kernels: {kept}" if kept else ""))
+    out.print(f"{len(listed)} entries in {store.folder.parent}" + (f"; kernels: {kept}" if kept else ""))
 
 
-def _row(store: Store, entry: Entry, entries: list[Entry]) -> dict[str, Any]:
-    """Return one element of `entries` in core.cache/1."""
-    return {
-        "key": entry.key,
-        "model": entry.model,
-        "device": entry.device,
-        "num_bytes": entry.num_bytes,
-        "age_s": entry.age_s,
-        "problem": entry.problem,
-        "differs": _differs(store, entry, entries),
-    }
-
-
-def _differs(store: Store, entry: Entry, entries: list[Entry]) -> list[str]:
-    """Return the factors in which an entry differs from the latest one of its model, by name; a few of them."""
-    from core.common.cache.store import Damaged, differences, each_line
+def _look(store: Store, entry: Entry, entries: list[Entry]) -> _Listed:
+    """Return what is told of an entry, the latest one of whose model is among the others."""
+    from core.common.cache.store import Damaged, differences
 
     latest = next((other for other in entries if other.model == entry.model and not other.problem), entry)
-    if latest is entry or entry.problem:
-        return []
-    try:
-        found = differences(store.factors(entry.key), store.factors(latest.key))
-    except Damaged:  # cleared or replaced since it was listed
-        return []
-    return list(each_line([line.rsplit(": ", 1)[0] for line in found], most=3))
+    summary, unlike = None, []
+    with suppress(Damaged):  # cleared or replaced since it was listed
+        if not entry.problem:
+            summary = store.summary(entry.key)
+            found = differences(store.factors(entry.key), store.factors(latest.key))
+            unlike = [line.rsplit(": ", 1)[0] for line in found]
+    return _Listed(entry=entry, summary=summary, unlike=unlike)
 
 
 def _age(seconds: float) -> str:

@@ -14,6 +14,7 @@ from core.cli.model_argument import (
     CALIBRATION,
     DEVICE,
     DTYPE,
+    KV_CACHE_DTYPE,
     MODEL,
     PHASE,
     QUANTIZE,
@@ -38,6 +39,7 @@ def explain(
     cache: str = CACHE,
     quantize: str | None = QUANTIZE,
     calibration: Path | None = CALIBRATION,
+    kv_cache_dtype: str = KV_CACHE_DTYPE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
     kernels: bool = typer.Option(False, "--kernels", help="Run the lowered graphs and show the kernels of each node."),
@@ -60,8 +62,9 @@ def explain(
     scheme = Quantize.of(quantize, calibration)
     _check_file(html)
     with _status(quiet=as_json):
+        sizes = (batch, context) if kernels else None
         explanation, profiles = _explain(
-            model, device, dtype, phase, cache, switches, strict, (batch, context) if kernels else None, scheme
+            model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme
         )
     if html is not None:
         html.write_text(explanation.to_html(), encoding="utf-8")
@@ -85,6 +88,7 @@ def _explain(
     dtype: str,
     phase: str | None,
     cache: str,
+    kv_cache_dtype: str,
     switches: PassSwitches,
     strict: bool,
     sizes: tuple[int, int] | None,
@@ -93,12 +97,14 @@ def _explain(
     """Explain, and where sizes (batch, context) are given profile the same phases."""
     from core.common.quantization.report import report_of
     from core.engine.graphs import CACHES, PHASES, engine_graphs
+    from core.engine.runner import KV_CACHE_DTYPES
     from core.explain.explanation import explain
     from core.host import select_device
     from core.rewriting import device_passes
 
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
+    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     resolved = select_device(device)
     switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
     loaded, title = resolve_model(model, resolved, dtype, quantize=scheme)
@@ -109,7 +115,7 @@ def _explain(
     report = report_of(loaded.model)
     facts |= {} if report is None else {"scheme": report.summary()}
     phases = PHASES if phase is None else (phase,)
-    with engine_graphs(loaded, resolved, cache=cache, phases=phases) as graphs:
+    with engine_graphs(loaded, resolved, cache=cache, phases=phases, kv_cache_dtype=kv_cache_dtype) as graphs:
         facts["cache"] = graphs[0].cache
         explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts)
     if sizes is None:
@@ -118,7 +124,7 @@ def _explain(
     from core.explain.kernels import profile_phase
 
     options: dict[str, Any] = {"batch": sizes[0], "tokens": sizes[1], "switches": switches, "strict": strict}
-    options["rates"] = measure_rates(resolved, loaded.dtype)
+    options |= {"kv_cache_dtype": kv_cache_dtype, "rates": measure_rates(resolved, loaded.dtype)}
     return explanation, [profile_phase(loaded, resolved, each, **options) for each in phases]
 
 

@@ -36,7 +36,11 @@ def passes(
     known = COMMON_PASSES if resolved is None else device_passes(resolved)
     enabled = {declared.name for declared in switches.select(known)}
     ordered = sorted(order(known), key=lambda declared: _STAGES.index(declared.stage))
-    rows = [pass_json(declared, declared.name in enabled) for declared in ordered]
+    # What the device finds unprofitable waits to be asked for as well, as what its author does.
+    waiting = {declared.name: declared.on_request for declared in ordered}
+    waiting |= {} if resolved is None else resolved.capabilities.unprofitable
+    enabled -= {name for name, reason in waiting.items() if reason and name not in switches.asked}
+    rows = [pass_json(declared, declared.name in enabled, waiting[declared.name]) for declared in ordered]
     if as_json:
         from core.cli.output import print_json
 
@@ -45,8 +49,8 @@ def passes(
         _print(rows, resolved, str(switches))
 
 
-def pass_json(declared: Pass, enabled: bool) -> dict[str, Any]:
-    """Return one element of `passes` in core.passes/1."""
+def pass_json(declared: Pass, enabled: bool, on_request: str) -> dict[str, Any]:
+    """Return one element of `passes` in core.passes/1. on_request: why it waits to be asked for by name, "" if not."""
     return {
         "name": declared.name,
         "owner": declared.owner,
@@ -58,6 +62,7 @@ def pass_json(declared: Pass, enabled: bool) -> dict[str, Any]:
         "params": dict(declared.params),
         "expect": "computed per graph" if callable(declared.expect) else declared.expect,
         "enabled": enabled,
+        "on_request": on_request,
         "uuid": declared.uuid(),
         "does": what_it_does(declared),
     }
@@ -111,8 +116,10 @@ def _print(rows: Sequence[Mapping[str, Any]], device: Device | None, switches: s
         constraints = [f"{key} {', '.join(row[key])}" for key in ("after", "before") if row[key]]
         guards = "; ".join(f"{name} {_brief(value)}" for name, value in row["guards"].items())
         expect = "·" if row["expect"] is None else str(row["expect"])
-        cells = [str(number), row["name"] if row["enabled"] else f"{row['name']} (off)", row["owner"], row["stage"]]
-        cells += [row["mechanism"], "; ".join(constraints) or "·", guards or "·", expect, row["uuid"][:8], row["does"]]
+        off = "" if row["enabled"] else " (on request)" if row["on_request"] else " (off)"
+        does = f"{row['does']}; on request: {row['on_request']}" if row["on_request"] else row["does"]
+        cells = [str(number), f"{row['name']}{off}", row["owner"], row["stage"], row["mechanism"]]
+        cells += ["; ".join(constraints) or "·", guards or "·", expect, row["uuid"][:8], does]
         table.add_row(*map(Text, cells), style="" if row["enabled"] else "dim")
     out.print(table)
     if not rows:

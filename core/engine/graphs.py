@@ -31,7 +31,8 @@ _CONTEXT = 64  # tokens, of the paged cache that is traced: enough for the engin
 class PhaseGraph:
     """One traced phase. examples: inputs by name that the trace serves, at least one set; the first was traced.
 
-    function: the model's own, which was traced; it writes the caches. cache: which one, "paged" or "static", and why.
+    function: the model's own, which was traced; it writes the caches. cache: which one, "paged" (with its dtype where
+    that was asked for) or "static", and why.
     """
 
     phase: str
@@ -58,8 +59,14 @@ def engine_graphs(
 
     cache: "paged" or "static"; "auto" is the engine's choice, paged wherever it can be. kv_cache_dtype: as in
     `EngineConfig`; another than "auto" asks for the paged cache. Raises `UsageError` where paged is asked for and can't
-    be, and as `phase_graphs`.
+    be, or static with a dtype of its own, and as `phase_graphs`.
     """
+    if cache == "static" and kv_cache_dtype != "auto":
+        raise UsageError(
+            f"the graphs of {type(loaded.model).__name__} on the static cache, its dtype {kv_cache_dtype}",
+            found=f"only a paged cache holds {kv_cache_dtype} codes",
+            remedy="ask for cache 'paged', or leave its dtype to the model",
+        )
     config = EngineConfig(max_num_seqs=2, mode="off", kv_cache_dtype=kv_cache_dtype)
     cache = "paged" if kv_cache_dtype != "auto" else cache
     length = min(loaded.max_position or _CONTEXT, _CONTEXT)
@@ -84,7 +91,8 @@ def engine_graphs(
     try:
         with torch.inference_mode(False):
             traced = [_trace(phase, _other_tokens(phase)) for phase in runner.phases() if phase.name in phases]
-        yield tuple(replace(graph, cache=f"paged: {runner.reason}") for graph in traced)
+        kind = "paged" if kv_cache_dtype == "auto" else f"paged, {kv_cache_dtype} codes"
+        yield tuple(replace(graph, cache=f"{kind}: {runner.reason}") for graph in traced)
     finally:
         runner.close()
 

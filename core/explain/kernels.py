@@ -150,6 +150,7 @@ def profile_phase(
     *,
     batch: int = 1,
     tokens: int = 1024,
+    kv_cache_dtype: str = "auto",
     switches: PassSwitches | None = None,
     strict: bool = False,
     rates: Rates | None = None,
@@ -157,11 +158,12 @@ def profile_phase(
 ) -> KernelProfile:
     """Profile a decode step of `batch` sequences at a context of `tokens`, or a prefill of one prompt of `tokens`.
 
+    kv_cache_dtype: as in `EngineConfig`.
     The graph is that of the engine's phase after passes and choice of implementations; times are medians of `repeats`
     runs after a warm-up. Raises what tracing and lowering raise; no engine may serve the model meanwhile.
     """
     rates = rates or measure_rates(device, loaded.dtype)
-    with step_graph(loaded, device, phase, batch=batch, tokens=tokens) as step:
+    with step_graph(loaded, device, phase, batch=batch, tokens=tokens, kv_cache_dtype=kv_cache_dtype) as step:
         rewriter = Rewriter(device, switches, strict=strict)
         traced = rewriter.rewrite(step.traced, tokens=(step.num_tokens, step.num_tokens)).traced
         chosen = {choice.node: choice for choice in lower_ops(traced.module, device.ops)}

@@ -47,22 +47,35 @@ class StepGraph:
 
 @contextmanager
 def step_graph(
-    loaded: LoadedModel, device: Device, phase: str, *, batch: int = 1, tokens: int = 1024
+    loaded: LoadedModel,
+    device: Device,
+    phase: str,
+    *,
+    batch: int = 1,
+    tokens: int = 1024,
+    kv_cache_dtype: str = "auto",
 ) -> Iterator[StepGraph]:
     """Trace a step as the engine runs it, with the choice of tokens; valid inside of the context only.
 
     phase: "decode", of `batch` sequences that hold `tokens` each, or "prefill", of one prompt of `tokens`. The cache
-    holds zeros. A model without a paged cache is shown on the static one at the sizes of `phase_graphs`, with a note.
-    Raises `UsageError` for sizes that the model does not have.
+    holds zeros, in the dtype that `EngineConfig` names so. A model without a paged cache is shown on the static one at
+    the sizes of `phase_graphs`, with a note. Raises `UsageError` for sizes that the model does not have, and for a
+    cache of codes where it has no paged one.
     """
     _check(loaded, phase, batch, tokens)
     batch = batch if phase == "decode" else 1
     length = tokens + _ROOM if loaded.max_position is None else min(tokens + _ROOM, loaded.max_position)
-    config = EngineConfig(max_num_seqs=batch, mode="off")
+    config = EngineConfig(max_num_seqs=batch, mode="off", kv_cache_dtype=kv_cache_dtype)
     try:
         with torch.inference_mode(False):
             runner = PagedRunner(loaded.model, device, config, max_model_len=length)
     except NotPageable as error:
+        if kv_cache_dtype != "auto":
+            raise UsageError(
+                f"the kernels of {type(loaded.model).__name__} on a paged cache of {kv_cache_dtype} codes",
+                found=str(error),
+                remedy="leave the cache's dtype to the model",
+            ) from error
         (graph,) = phase_graphs(loaded, device, phases=(phase,))
         ids = graph.examples[0]["input_ids"]
         yield StepGraph(
@@ -87,6 +100,7 @@ def step_graph(
             tokens=tokens,
             num_tokens=batch if phase == "decode" else tokens,
             cache="paged",
+            notes=() if kv_cache_dtype == "auto" else (f"the cache holds {kv_cache_dtype} codes",),
         )
     finally:
         runner.close()

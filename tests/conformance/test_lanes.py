@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
+from core.errors import DeviceUnavailableError
 from core_conformance import lanes
 from core_conformance.case import Outcome
-from core_conformance.lanes import ProcessLane
+from core_conformance.lanes import WORKER, ProcessLane
 from core_conformance.protocol import CaseInfo, WorkerOptions
 from core_conformance.running import Options, run
 from core_conformance.scheduling import run_all
+from tests.support import break_torch
 from tests.test_probing import is_running
 
-# Answers as core_conformance.worker does, without torch. What opening and each case do is code in the device's name and
-# in the case's id; `starts` is how many processes there were before.
+# Answers as core_conformance.lane_worker does, without torch. What opening and each case do is code in the device's
+# name and in the case's id; `starts` is how many processes there were before.
 LIGHT = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -195,3 +197,11 @@ def test_a_fault_in_a_lane_ends_the_run() -> None:
     with pytest.raises(ZeroDivisionError):
         run_all(lanes, infos(*(f"ops/slow-{n}/x" for n in range(50))), lambda outcome: None)
     assert all(lane.closed for lane in lanes) and len(lanes[0].ran) < 50
+
+
+def test_a_backend_that_breaks_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "WORKER", WORKER)
+    break_torch(tmp_path, monkeypatch)
+    with pytest.raises(DeviceUnavailableError, match="torch_dev is installed and fails: libdev") as caught:
+        run(Options(device="cpu", in_process=False, chosen=("host/*",)))
+    assert caught.value.asked == "device 'cpu'" and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in caught.value.remedy

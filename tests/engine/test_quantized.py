@@ -1,4 +1,4 @@
-"""core/engine/quantized.py and the checkpoints it reads: round trips, files made by hand, one error for each fault."""
+"""core/engine/quantized.py and the checkpoints it reads: round trips, files made by hand, what is not quantised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("safetensors", reason="needs the extra 'hf'")
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import core
 from core.common.ops.weight_only import unpack
@@ -24,35 +24,8 @@ from core.common.quantization.save import save
 from core.engine.attention import inspect
 from core.engine.cache_codes import layer_scales
 from core.errors import ModelError, UsageError
-from tests.engine.folders import IDS, LLAMA, error_of, load, logits_of, make_llama, transformers
-
-MOE = {**LLAMA, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
-
-
-def make_moe() -> Any:
-    from core.engine.loading import build_model
-
-    return build_model(transformers.Qwen3MoeConfig(**MOE), torch_device=torch.device("cpu")).model
-
-
-def quantized_folder(path: Path, scheme: str, make: Callable[[], Any] = make_llama, **options: Any) -> Path:
-    return save(core.quantize(make(), scheme, calibration=[IDS], **options), path)
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    change(config["quantization_config"])
-    file.write_text(json.dumps(config))
-
+from tests.engine.folders import IDS, load, logits_of, make_llama
+from tests.engine.quantized_folders import STATIC, Q, edit, edit_config, make_moe, quantized_folder
 
 SCHEMES = (
     *("fp8", "fp8-static", "int8", "int8-static", "int8-asymmetric", "int8-static-asymmetric"),
@@ -246,107 +219,6 @@ def test_experts_get_one_static_scale_that_reaches_all(tmp_path: Path) -> None:
     edit(folder, lambda tensors: tensors.update({f"{name}.2.up_proj.input_scale": torch.tensor([9.0])}))
     experts: Any = load(folder).model.get_submodule(name)
     assert experts.input_scale.item() == 9.0 and experts.hidden_scale.item() < 9.0
-
-
-Q = "model.layers.0.self_attn.q_proj"
-Change = Callable[[dict[str, Any]], object]
-
-
-def _set(name: str, value: Tensor) -> Change:
-    return lambda tensors: tensors.update({name: value})
-
-
-def _rename(old: str, new: str) -> Change:
-    return lambda tensors: tensors.update({new: tensors.pop(old)})
-
-
-TENSORS: dict[str, tuple[str, Change, str]] = {
-    "missing scale": ("int8", lambda t: t.pop(f"{Q}.weight_scale"), f"tensor '{Q}.weight_scale' is missing"),
-    "missing input scale": ("fp8-static", lambda t: t.pop(f"{Q}.input_scale"), f"'{Q}.input_scale' is missing"),
-    "missing zero point": (
-        "int8-static-asymmetric", lambda t: t.pop(f"{Q}.input_zero_point"), f"'{Q}.input_zero_point' is missing",
-    ),
-    "missing words": ("w4a16-g16", lambda t: t.pop(f"{Q}.weight_packed"), f"'{Q}.weight_packed' is missing"),
-    "not a number": ("int8", _set(f"{Q}.weight_scale", torch.full((32, 1), torch.nan)), "holds NaN or infinity"),
-    "negative": ("int8-static", _set(f"{Q}.input_scale", torch.tensor([-1.0])), "input_scale is -1, not positive"),
-    "scale's shape": ("int8", _set(f"{Q}.weight_scale", torch.ones(31, 1)), r"shape \(31, 1\), not \(32, 1\) or"),
-    "codes' dtype": ("int8", _set(f"{Q}.weight", torch.ones(32, 32)), f"{Q}.weight is float32, not int8"),
-    "codes' shape": ("int8", _set(f"{Q}.weight", torch.ones(32, 31).to(torch.int8)), r"shape \(32, 31\), not"),
-    "stated shape": ("w4a16-g16", _set(f"{Q}.weight_shape", torch.tensor([32, 64])), r"weight_shape is \(32, 64\)"),
-    "reordered": ("w4a16-g16", _set(f"{Q}.weight_g_idx", torch.arange(32)), "groups of reordered columns"),
-    "left over": ("int8", _set("lm_head.weight_scale", torch.ones(128, 1)), "lm_head.weight_scale, of layers that"),
-    "stray codes": (
-        "fp8", _set("model.norm.weight", torch.ones(32).to(torch.float8_e4m3fn)), "model.norm.weight holds codes",
-    ),
-    "asymmetric": (
-        "int8", _set(f"{Q}.weight_zero_point", torch.ones(32, 1, dtype=torch.int8)), "says symmetric",
-    ),
-    "another weight": ("int8", lambda t: t.pop("model.norm.weight"), "1 weights are missing: model.norm.weight"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", TENSORS)
-def test_a_faulty_tensor_is_one_clear_error(fault: str, tmp_path: Path) -> None:
-    scheme, change, message = TENSORS[fault]
-    folder = quantized_folder(tmp_path, scheme)
-    edit(folder, change)
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(error_of(folder).found)
-
-
-def _group(**changes: Any) -> Change:
-    return lambda stated: stated["config_groups"]["group_0"].update(changes)
-
-
-def _weights(**changes: Any) -> Change:
-    return lambda stated: stated["config_groups"]["group_0"]["weights"].update(changes)
-
-
-def _inputs(**changes: Any) -> Change:
-    return lambda stated: stated["config_groups"]["group_0"]["input_activations"].update(changes)
-
-
-CONFIGS: dict[str, tuple[str, Change, str]] = {
-    "group size": ("w4a16-g16", _weights(group_size=32), r"shape \(32, 2\), not \(32, 1\) \(groups of 32 of 32"),
-    "ragged groups": ("w4a16-g16", _weights(group_size=20), "32 inputs, which do not divide into groups of 20"),
-    "no group size": ("w4a16-g16", _weights(group_size=0), "group_size is 0, no positive"),
-    "scheme": ("int8", _weights(num_bits=6), "weights is int of 6 bits; known here are float of 8 bits, int of 8 bits"),
-    "strategy": ("int8", _weights(strategy="block"), "strategy is 'block'; known here are tensor, channel"),
-    "reordered": ("w4a16-g16", _weights(actorder="group"), "groups of reordered columns are not supported"),
-    "static by token": ("int8", _inputs(dynamic=False), "strategy is 'token'; static scales are by tensor"),
-    "dynamic": ("int8", _inputs(dynamic="local"), "dynamic is 'local'"),
-    "fp8 zero points": ("fp8", _weights(symmetric=False), "symmetric is False; zero points go with integers"),
-    "mixed": ("int8", _weights(type="float"), "weights and activations differ in type"),
-    "outputs": ("int8", _group(output_activations=STATIC), "quantised outputs are not supported"),
-    "targets": ("int8", _group(targets=[]), r"targets is \[\], no list of layers"),
-    "no weights": ("int8", _group(weights=None), "states no weights"),
-    "format": ("int8", _group(format="int-quantised"), "'int-quantised'; the formats .*did you mean 'int-quantized'"),
-    "no groups": ("int8", lambda stated: stated.update(config_groups={}), r"config_groups is \{\}"),
-    "sparse": ("int8", lambda stated: stated.update(sparsity_config={"format": "sparse-24"}), "sparse weights"),
-    "no layer": ("int8", lambda stated: stated.update(ignore=["re:.*"]), "of layers that|names no layer"),
-    "expression": ("int8", _group(targets=["re:(("]), "no regular expression"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", CONFIGS)
-def test_a_faulty_configuration_is_one_clear_error(fault: str, tmp_path: Path) -> None:
-    scheme, change, message = CONFIGS[fault]
-    folder = quantized_folder(tmp_path, scheme)
-    edit_config(folder, change)
-    with pytest.raises(core.CoreError, match=message):
-        load(folder)
-
-
-def test_a_truncated_file_is_one_clear_error(tmp_path: Path) -> None:
-    file = quantized_folder(tmp_path, "int8") / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors is damaged: its tensors need" in error_of(tmp_path).found
-
-
-def test_experts_that_differ_are_one_clear_error(tmp_path: Path) -> None:
-    folder = quantized_folder(tmp_path, "int8", make_moe)
-    edit_config(folder, lambda stated: stated["ignore"].append("model.layers.0.mlp.experts.1.up_proj"))
-    assert "experts of model.layers.0.mlp.experts are not quantised alike" in error_of(folder).found
 
 
 def test_experts_may_be_left_as_they_are(tmp_path: Path) -> None:

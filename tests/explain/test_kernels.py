@@ -172,6 +172,19 @@ def test_a_real_profile_has_a_row_for_each_op_of_a_layer(phase: str) -> None:
     assert loaded.config._attn_implementation == "sdpa"
 
 
+def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None:
+    loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
+    moved_by = {}
+    for kind in ("auto", "fp8"):
+        profile = profile_phase(loaded, cpu(), "decode", tokens=24, rates=RATES, repeats=1, kv_cache_dtype=kind)
+        moved_by[kind] = sum(node.bytes for node in profile.nodes if "attention" in node.op)
+    assert "fp8 codes" in profile.notes[0]
+    assert moved_by["fp8"] < moved_by["auto"] / 2
+    mamba, _ = open_model("mamba", None, cpu(), "auto")
+    with refused(UsageError, "paged cache"):
+        profile_phase(mamba, cpu(), "decode", tokens=24, rates=RATES, kv_cache_dtype="fp8")
+
+
 def test_a_model_without_paged_cache_is_shown_on_the_static_one() -> None:
     loaded, _ = open_model("mamba", None, cpu(), "auto")
     profile = profile_phase(loaded, cpu(), "decode", tokens=24, rates=RATES, repeats=1)
@@ -191,7 +204,9 @@ def test_sizes_that_are_refused() -> None:
 def test_the_command_shows_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "measure_rates", lambda *_: RATES)
     asked = ["explain", "llama", "--device", "cpu", "--phase", "decode", "--kernels", "--context", "12", "--batch", "2"]
+    asked += ["--kv-cache-dtype", "fp8"]
     assert main([*asked, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (kernels,) = document["kernels"]
     assert (kernels["phase"], kernels["batch"], kernels["tokens"]) == ("decode", 2, 12)
+    assert "fp8 codes" in kernels["notes"][0]

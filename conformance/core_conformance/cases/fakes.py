@@ -59,6 +59,8 @@ def _foreign(device: Device) -> Iterator[Case]:
     """Yield a case for each declared fake, but one for a library of which no op is there."""
     libraries: dict[str, list[tuple[FakeOp, FakeResult]]] = {}
     for fake, result in device.fakes:
+        if fake.rule is None:  # the fake is the library's
+            continue
         libraries.setdefault(fake.op.partition("::")[0], []).append((fake, result))
     for library, declared in libraries.items():
         if len(declared) > 1 and not any(find_overload(fake.op) for fake, _ in declared):

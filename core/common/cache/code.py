@@ -9,6 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -213,13 +214,42 @@ def plain_repr(value: Any, kinds: tuple[type, ...]) -> str:
     return str(plain.__repr__(value))
 
 
-@lru_cache(maxsize=64)
+@dataclass(slots=True)
+class _Source:
+    """What was loaded of a package when its digest was made.
+
+    specs: by module; they are held, since identity tells them apart. reloads: how often a module of it was found to
+    have been loaded again.
+    """
+
+    specs: dict[str, Any]
+    reloads: int
+    digest: str
+
+
+_sources: dict[str, _Source] = {}
+
+
 def source_digest(package: str) -> str:
-    """Return a digest of all Python source of an importable package; "" where it has none on disk.
+    """Return a digest of all Python source of an importable package, as it was loaded; "" where it has none on disk.
 
     A file that was changed since this process began may not be the code that runs here: then no other process gets the
-    same digest.
+    same digest, nor this one after a module was loaded again (`importlib.reload`), which gives a module a new spec.
     """
+    modules = [(name, sys.modules[name]) for name in list(sys.modules) if name.partition(".")[0] == package]
+    specs = {name: getattr(module, "__spec__", None) or module for name, module in modules}
+    known = _sources.get(package)
+    # Modules that were not there before count too: their files may have been edited in between.
+    if known is None or any(known.specs.get(name) is not spec for name, spec in specs.items()):
+        before = {} if known is None else known.specs
+        again = any(name in before and before[name] is not spec for name, spec in specs.items())
+        reloads = (0 if known is None else known.reloads) + again
+        # Those that have left are kept: one that comes back is loaded again.
+        known = _sources[package] = _Source({**before, **specs}, reloads, _source_digest(package, reloads))
+    return known.digest
+
+
+def _source_digest(package: str, reloads: int) -> str:
     module = sys.modules.get(package)
     folders = list(getattr(module, "__path__", ()))
     try:
@@ -235,5 +265,5 @@ def source_digest(package: str) -> str:
         with open(path, "rb") as file:
             digest.update(os.path.basename(path).encode() + b"\0" + file.read())
             if os.fstat(file.fileno()).st_ctime > BEGAN:
-                digest.update(f"{os.getpid()} {BEGAN}".encode())
+                digest.update(f"{os.getpid()} {BEGAN} {reloads}".encode())
     return digest.hexdigest()[:16] if any(files) else ""

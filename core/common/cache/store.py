@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.common.cache.summary import Summary, summarize
 from core.common.settings import Settings
 
 log = logging.getLogger("core.cache")
@@ -86,6 +87,10 @@ class Store:
     def factors(self, key: str) -> Factors:
         """Return the factors of an entry; raise `Damaged` where they can't be read."""
         return self._load_one(self.folder / key, _FACTORS)
+
+    def summary(self, key: str) -> Summary:
+        """Return what an entry was made for, in short; raise `Damaged` where it can't be read."""
+        return summarize(*self._load(self.folder / key))
 
     def read(self, key: str, factors: Factors) -> dict[str, Any] | None:
         """Return the graphs of an entry; None where there is none. Raises `Damaged` for one that is not as written."""

@@ -35,8 +35,8 @@ def laid_out(reference: Callable[..., Any], fake: Callable[..., Any]) -> Callabl
             return results
         layouts = layouts_of(fake, args, kwargs)
         if isinstance(results, Tensor):
-            return _moved(results, layouts[0])
-        return tuple(map(_moved, results, layouts)) if isinstance(results, tuple) else results
+            return moved(results, layouts[0])
+        return tuple(map(moved, results, layouts)) if isinstance(results, tuple) else results
 
     return run
 
@@ -80,7 +80,7 @@ def _layouts(
     return tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
 
 
-def _moved(result: Tensor, layout: Layout) -> Tensor:
+def moved(result: Tensor, layout: Layout) -> Tensor:
     """Return a result in the strides of the layout, itself where it has them already."""
     shape, strides, _ = layout
     # A dimension of one, or an empty tensor, has no stride that anything could read.

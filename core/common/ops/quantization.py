@@ -51,6 +51,11 @@ def quantize(
     codes = x / scale in that dtype, cut off at the range of `dtype` and rounded to nearest even. scale: of the shape
     that granularity says; without one, the largest absolute value of each region over the largest code, at least the
     smallest normal fp32, so that a region of zeros gives codes of zero. group_size: g, for granularity group only.
+
+    What is not finite: without a scale, NaN or infinity in a region makes its scale so, and with it all values of the
+    region. With one, infinity is cut off like any large number, and NaN stays NaN in fp8. int8 has no code for NaN: it
+    gets that of the device's cast, which torch leaves open. Processors and PTX (cvt.rni.sat.s8.f32, as in vLLM's
+    kernels) give 0, so that a NaN is lost there.
     """
     _check_quantize(x, scale, dtype, granularity, group_size)
     compute = at_least_fp32(x.dtype)

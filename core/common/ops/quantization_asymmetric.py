@@ -31,7 +31,8 @@ def quantize_asymmetric(
 
     codes = x / scale + zero_point in that dtype, rounded to nearest even and cut off at -128 and 127. scale and
     zero_point are given both or neither; without them a region's smallest and largest value, zero included, become -128
-    and 127, and the zero point is rounded, so that zero has a code of its own. dtype: int8.
+    and 127, and the zero point is rounded, so that zero has a code of its own. dtype: int8. NaN has no code: where
+    the scale is given it is lost, as in `core::quantize`, and code 0, which processors give it, does not stand for 0.
     """
     _check(x, scale, zero_point, dtype, granularity)
     compute = at_least_fp32(x.dtype)

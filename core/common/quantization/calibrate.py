@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from core.common.ops.quantization import RANGES
 from core.common.quantization.experts import HIDDEN, hidden_of
 from core.common.quantization.scheme import ActivationScheme
 from core.common.quantization.targets import is_experts
-from core.errors import UsageError
+from core.errors import CoreError, UsageError
 
-Batch = Tensor | Mapping[str, Any] | tuple[Any, ...]
-"""Arguments of the model: one tensor (token ids), or all by name, or all by position."""
+Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
+"""Arguments of the model: one tensor (token ids), or all by name, or all by position (a list as loaders give it)."""
+
+_WANTED = "pass calibration=[token ids, ...]: a list of tensors, or of mappings or tuples of the model's arguments"
 
 Hook = Callable[[str, nn.Module, tuple[Any, ...], Any], None]
 """Called with path, module, its arguments in order and its output, after each call of a layer."""
@@ -106,17 +109,79 @@ class RangeObserver:
         return self.ranges
 
 
+def batches_of(asked: str, calibration: Iterable[Batch]) -> list[Batch]:
+    """Return calibration batches as a list; raise `UsageError`, which asked begins, for what cannot be such.
+
+    One tensor is refused, since its rows would be taken for batches, and so is a batch without any tensor in it.
+    """
+    given: Any = calibration
+    if isinstance(given, Tensor):
+        found = f"calibration is one tensor of shape {tuple(given.shape)}, not batches"
+        raise UsageError(asked, found=found, remedy="pass calibration=[tensor]")
+    if isinstance(given, Mapping):
+        found = f"calibration is one mapping ({', '.join(map(str, given))}), not batches"
+        raise UsageError(asked, found=found, remedy="pass calibration=[mapping]")
+    if given is None:
+        raise UsageError(asked, found="calibration is None", remedy=f"leave calibration out, or {_WANTED}")
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        found = f"calibration is {given!r:.60}, {_kind(given)}"
+        raise UsageError(asked, found=found, remedy=_WANTED)
+    batches = list(given)
+    for index, batch in enumerate(batches):
+        wrong = _wrong_batch(batch)
+        if wrong is not None:
+            raise UsageError(asked, found=f"calibration batch {index} {wrong[0]}", remedy=wrong[1])
+    return batches
+
+
+def _wrong_batch(batch: Any) -> tuple[str, str] | None:
+    """Return what is wrong with a batch and what to do, None for one that a model may be called with."""
+    if isinstance(batch, Tensor):
+        return None
+    if not isinstance(batch, (Mapping, tuple, list)):
+        hint = "encode text first: batches hold token ids; " if isinstance(batch, str) else ""
+        return f"is {_kind(batch)}", f"{hint}{_WANTED}"
+    name = next((key for key in batch if not isinstance(key, str)), None) if isinstance(batch, Mapping) else None
+    if name is not None:
+        return f"names its arguments by {name!r}, {_kind(name)}", "name arguments as the model's forward does"
+    leaves = pytree.tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else list(batch))
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return f"is {_kind(batch)} without a tensor", "make tensors of the token ids, as in torch.tensor([ids])"
+    return None
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 @torch.no_grad()
-def run_batches(model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Batch], hook: Hook) -> None:
-    """Call the model with each batch, and the hook after each call of a layer."""
+def run_batches(
+    asked: str, model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Batch], hook: Hook
+) -> None:
+    """Call the model with each batch, and the hook after each call of a layer.
+
+    Raises `UsageError`, which asked begins, for a batch that the model does not take.
+    """
     with _hooked(layers, hook):
-        for batch in batches:
-            if isinstance(batch, Tensor):
-                model(batch)
-            elif isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*batch)
+        for index, batch in enumerate(batches):
+            try:
+                if isinstance(batch, Tensor):
+                    model(batch)
+                elif isinstance(batch, Mapping):
+                    model(**batch)
+                else:
+                    model(*batch)
+            except (CoreError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # any model's code runs in there
+                text = " ".join(str(error).split())
+                raise UsageError(
+                    asked,
+                    found=f"calling {type(model).__name__} with calibration batch {index} raised "
+                    f"{type(error).__name__}: {text[:300]}",
+                    remedy="pass batches that the model can be called with, on its device",
+                ) from error
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.ops.weight_only import WORD_BITS, unpack
+from core.common.ops.quantization import dequantize
+from core.common.ops.weight_only import WORD_BITS, unpack, unpacked
 from core.common.quantization.calibrate import Range
 from core.common.quantization.config import CheckpointConfig, Group
 from core.common.quantization.experts import QuantizedExperts, check_experts
@@ -25,7 +26,10 @@ from core.common.quantization.weights import Weight
 
 
 def read_weight(files: TensorFiles, name: str, shape: tuple[int, int], group: Group) -> Weight:
-    """Return the weight (N, K) of the layer stored as name; raise `ModelError` for what is missing or does not fit."""
+    """Return the weight (N, K) of the layer stored as name; raise `ModelError` for what is missing or does not fit.
+
+    A scale of 0 is taken where all its codes stand for 0 anyway, as tools write it for channels of zeros.
+    """
     rows, columns = shape
     scheme = group.scheme.weights
     codes = _codes(files, name, shape, group)
@@ -45,7 +49,27 @@ def read_weight(files: TensorFiles, name: str, shape: tuple[int, int], group: Gr
         stored = files.read(f"{name}.weight_zero_point", (torch.int8, torch.int32, *FLOATS, torch.float8_e4m3fn))
         if not group.packed and bool((stored.to(torch.float32) != 0).any()):
             raise files.error(f"{name}.weight_zero_point is not zero, and quantization_config says symmetric")
-    return Weight(codes=codes, scale=_by_row(scale.to(torch.float32), rows, num_groups), zero_point=zero_point)
+    weight = Weight(codes=codes, scale=_by_row(scale.to(torch.float32), rows, num_groups), zero_point=zero_point)
+    negative = int((scale < 0).sum())
+    if negative:
+        raise files.error(f"{name}.weight_scale is negative in {negative} of its {scale.numel()} values")
+    lost = _lost_groups(weight, scheme.num_bits, columns)
+    if lost:
+        kind = "groups" if scheme.group_size else "channels"
+        raise files.error(
+            f"{name}.weight_scale is 0 for {lost} of {weight.scale.numel()} {kind} whose codes do not stand for 0"
+        )
+    return weight
+
+
+def _lost_groups(weight: Weight, num_bits: int, columns: int) -> int:
+    """Return the number of groups with a scale of 0 whose codes stand for something else than 0."""
+    zeros = weight.scale == 0
+    if not bool(zeros.any()):
+        return 0
+    codes = unpacked(weight.codes, num_bits, columns)
+    steps = dequantize(codes, torch.ones_like(weight.scale), weight.zero_point, torch.float32)
+    return int((zeros & (steps != 0).unflatten(-1, (weight.scale.shape[-1], -1)).any(-1)).sum())
 
 
 def _codes(files: TensorFiles, name: str, shape: tuple[int, int], group: Group) -> Tensor:

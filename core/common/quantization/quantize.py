@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from core.common.quantization.calibrate import Batch, Range, RangeObserver, run_batches
+from core.common.quantization.calibrate import Batch, Range, RangeObserver, batches_of, run_batches
 from core.common.quantization.errors import OutputErrors, weight_error
 from core.common.quantization.layers import QuantizedModule, share_input_scales
 from core.common.quantization.make import check_layers, quantized_layer
@@ -40,8 +40,8 @@ def quantize(
     static scheme takes its scales from them, and with them the error of each layer's output is measured. ignore: module
     paths, or "re:" and a regular expression, to leave out; the output head and routers always are. progress is called
     with a stage, done and total. One layer at a time has both its forms in memory. Raises `UsageError` for an unknown
-    scheme, a missing calibration, a model without linear layers or with quantised ones, and weights that cannot be
-    quantised, all before the first layer is replaced.
+    scheme, a calibration that is missing or that the model cannot be called with, a model without linear layers or with
+    quantised ones, and weights that cannot be quantised, all before the first layer is replaced.
     """
     found = find_scheme(scheme)
     asked = f"quantise a {type(model).__name__} by {found.name!r}"
@@ -50,10 +50,10 @@ def quantize(
     if not targets.layers:
         raise UsageError(asked, found="it has no linear layer to quantise", remedy="pass a model of torch.nn.Linear")
     check_layers(targets.layers, found)
-    batches = list(calibration)
+    batches = batches_of(asked, calibration)
     ranges = _observe(asked, model, targets.layers, found, batches)
     errors = OutputErrors(found, ranges)
-    run_batches(model, targets.layers, batches, errors)
+    run_batches(asked, model, targets.layers, batches, errors)
     reports = _replace_all(model, targets.layers, found, ranges, errors, progress)
     share_input_scales(model)
     report = QuantizationReport(scheme=found.name, layers=tuple(reports), ignored=targets.ignored)
@@ -113,7 +113,7 @@ def _observe(
             remedy="pass calibration=[token ids, ...], or a dynamic scheme such as 'fp8' or 'int8'",
         )
     observer = RangeObserver()
-    run_batches(model, layers, batches, observer)
+    run_batches(asked, model, layers, batches, observer)
     return observer.checked(layers)
 
 

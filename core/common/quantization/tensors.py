@@ -55,7 +55,7 @@ class TensorFiles:
     def read(
         self, name: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]] | None = None, why: str = ""
     ) -> Tensor:
-        """Return a tensor of one of these dtypes and shapes; raise `ModelError` where it is missing or another.
+        """Return a finite tensor of one of these dtypes and shapes; raise `ModelError` where it is missing or another.
 
         why: what asks for that shape, for the error.
         """
@@ -69,8 +69,10 @@ class TensorFiles:
         if shapes is not None and tuple(tensor.shape) not in {tuple(each) for each in shapes}:
             wanted = " or ".join(str(tuple(each)) for each in shapes)
             raise self.error(f"{name} has shape {tuple(tensor.shape)}, not {wanted}{why}")
-        if tensor.is_floating_point() and not tensor.to(torch.float32).isfinite().all():
-            raise self.error(f"{name} holds NaN or infinity")
+        if tensor.is_floating_point():
+            wrong = int((~tensor.to(torch.float32).isfinite()).sum())
+            if wrong:
+                raise self.error(f"{name} holds NaN or infinity: {wrong} of its {tensor.numel()} values")
         return tensor
 
     def rest(self) -> dict[str, Tensor]:

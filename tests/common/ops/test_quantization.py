@@ -153,6 +153,27 @@ def test_quantising_then_multiplying_approximates_the_layer(code: torch.dtype) -
     assert got.shape == (5, 2, 24) and 1e-4 < relative < (0.02 if code == torch.int8 else 0.06)
 
 
+@CODES
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_is_seen_in_a_scale_that_is_computed(code: torch.dtype, form: str) -> None:
+    for value in (torch.nan, torch.inf):
+        x = randn(3, 48)
+        x[1, 5] = value
+        codes, scale = QUANTIZE.reference(x, None, dtype=code, **FORMS[form])
+        values = codes.float() * spread(scale, x)
+        assert not values[1, :16].isfinite().any() and (form == "tensor" or values[0].isfinite().all())
+
+
+@CODES
+def test_int8_loses_nan_where_the_scale_is_given_and_fp8_keeps_it(code: torch.dtype) -> None:
+    """The documented limit (docs/quantization.md): int8 has no code for NaN; infinity is cut off in both."""
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.25]])
+    codes, _ = QUANTIZE.reference(x, torch.tensor(0.25), dtype=code, granularity="tensor")
+    low, high = RANGES[code]
+    assert codes.float()[0, 1:].tolist() == [high, low, 1.0]
+    assert bool(codes.float()[0, 0].isnan()) is (code == FP8)
+
+
 ROW: Call = {"granularity": "token", "group_size": 0}
 NEAR_MISSES: dict[str, tuple[Any, Call, str]] = {
     "format": (QUANTIZE, {"dtype": torch.int16}, "dtype torch.int16 is none of torch.float8_e4m3fn, torch.int8"),
