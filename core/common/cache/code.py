@@ -239,13 +239,14 @@ def source_digest(package: str) -> str:
     modules = [(name, sys.modules[name]) for name in list(sys.modules) if name.partition(".")[0] == package]
     specs = {name: getattr(module, "__spec__", None) or module for name, module in modules}
     known = _sources.get(package)
-    # Modules that were not there before count too: their files may have been edited in between.
-    if known is None or any(known.specs.get(name) is not spec for name, spec in specs.items()):
-        before = {} if known is None else known.specs
-        again = any(name in before and before[name] is not spec for name, spec in specs.items())
-        reloads = (0 if known is None else known.reloads) + again
-        # Those that have left are kept: one that comes back is loaded again.
-        known = _sources[package] = _Source({**before, **specs}, reloads, _source_digest(package, reloads))
+    # Those that have left are kept: one that comes back is loaded again. What is new was not loaded before.
+    if known is None:
+        known = _sources[package] = _Source(specs, 0, _source_digest(package, 0))
+    elif any(known.specs.get(name, spec) is not spec for name, spec in specs.items()):
+        reloads = known.reloads + 1
+        known = _sources[package] = _Source({**known.specs, **specs}, reloads, _source_digest(package, reloads))
+    else:
+        known.specs.update(specs)
     return known.digest
 
 

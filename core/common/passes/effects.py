@@ -23,15 +23,26 @@ _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d
 _EFFECTS_OF_BUILTINS = frozenset({"print", "setattr", "delattr", "exec", "eval", "input", "next", "open"})
 _EFFECTS_OF_METHODS = frozenset({"backward", "register_hook", "retain_grad", "record_stream", "set_", "resize_"})
 
-_UNDECLARED: dict[str, frozenset[str]] = {}  # by the schema's text: a library loaded anew has other ops of one name
+
+class _Undeclared:
+    """Names of arguments by the schema's text: a library loaded anew has other ops of one name.
+
+    An object, whose content is no part of a pass's identity: it says what ops do in this process, not what a pass does.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, frozenset[str]] = {}
+
+
+_UNDECLARED = _Undeclared()
 
 
 def declare_writes(op: OpOverload[..., Any], names: Iterable[str]) -> None:
     """Make known, for this process, that an op writes arguments of these names which its schema calls read only."""
-    denied = _UNDECLARED.get(str(op._schema), frozenset())
+    denied = _UNDECLARED.names.get(str(op._schema), frozenset())
     if denied >= frozenset(names):
         return
-    _UNDECLARED[str(op._schema)] = denied.union(names)
+    _UNDECLARED.names[str(op._schema)] = denied.union(names)
     _written_positions.cache_clear()
     denies_writes.cache_clear()
     for target in (op, op.overloadpacket):  # fx's own removal of dead code goes by schemas too
@@ -42,7 +53,7 @@ def declare_writes(op: OpOverload[..., Any], names: Iterable[str]) -> None:
 def denies_writes(target: Any) -> bool:
     """Tell whether a call writes arguments that its schema calls read only: its results may be these arguments."""
     return isinstance(target, (OpOverload, OpOverloadPacket)) and any(
-        str(schema) in _UNDECLARED for schema in _schemas(target)
+        str(schema) in _UNDECLARED.names for schema in _schemas(target)
     )
 
 
@@ -99,7 +110,7 @@ def _written_positions(target: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
             if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in denied
         )
         for schema in _schemas(target)
-        for denied in (_UNDECLARED.get(str(schema), ()),)
+        for denied in (_UNDECLARED.names.get(str(schema), ()),)
     )
 
 

@@ -197,7 +197,7 @@ def test_a_model_folder_that_cannot_be_used_is_refused(
         (["--prompt", ""], ("it is empty", "at least one character")),
         (["--prompt", "word " * 600], ("the context holds 512", "shorten the prompt to at most 511 tokens")),
         (["--dtype", "float8"], ("--dtype float8", "auto, float32, bfloat16, float16")),
-        (["--mode", "turbo"], ("mode 'turbo'", "compile, off")),
+        (["--mode", "turbo"], ("--mode turbo", "compile, off")),
         (["--lowering", "magic"], ("lowering 'magic'", "inductor, inline")),
         (["--max-new-tokens", "0"], ("max_new_tokens=0", "an int >= 1")),
         (["--temperature", "-1"], ("temperature=-1.0", "0 (greedy)")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
 from core.common.passes.common.no_ops import REMOVE_NO_OPS
 from core.common.passes.common.reinplace import reinplace
 from core.common.passes.effects import is_impure, written_args
+from core.common.passes.identity import fingerprint
 from core.common.passes.manager import PassManager
 from core.common.passes.writes import find_writes
 from core.common.tracing import trace
@@ -180,3 +183,13 @@ def test_an_op_without_any_fake_says_so(library: torch.library.Library) -> None:
     library.define("bare(Tensor x) -> Tensor")
     ((_, result),) = apply_fakes([FakeOp(op="denies_test::bare", rule=None, also_writes=("x",))])
     assert not result.applied and result.reason.startswith("op denies_test::bare has no fake kernel; the kernel also")
+
+
+def test_what_ops_write_is_no_part_of_what_a_pass_is() -> None:
+    code = (
+        "from core.common.passes.identity import fingerprint\n"
+        "from core.common.passes.common.no_ops import REMOVE_NO_OPS\n"
+        "print(fingerprint(REMOVE_NO_OPS.run))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == fingerprint(REMOVE_NO_OPS.run)
