@@ -163,8 +163,9 @@ def check_training_mode(model: Callable[..., Any]) -> None:
 def check_placement(model: Callable[..., Any], device: Device) -> None:
     """Refuse a module with weights elsewhere than on the device; single numbers (0-dim) may be, torch takes them."""
     tensors = model_tensors(model) if isinstance(model, torch.nn.Module) else ()
+    own = torch.empty(0, device=device.torch_device).device  # with its index, which may not be named
     for name, tensor in tensors:
-        if tensor.dim() and not device.holds(tensor):
+        if tensor.dim() and tensor.device != own:
             raise UsageError(
                 f"compiling {type(model).__name__} for {device.name} ({device.torch_device})",
                 found=f"its {name} is on {tensor.device}",

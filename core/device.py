@@ -143,12 +143,6 @@ class Device:
         """What the device can do, as data."""
         return self.parts.capabilities
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies on this very device."""
-        import torch  # not above: listing devices does without
-
-        return tensor.device == torch.empty(0, device=self.torch_device).device
-
     def synchronize(self) -> None:
         """Block until all work queued on the device is done."""
         self.parts.synchronize()

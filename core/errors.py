@@ -20,6 +20,8 @@ This module imports nothing of `core`: every layer may raise these.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 
 class CoreError(Exception):
@@ -135,10 +137,20 @@ def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError
     match = re.match(r"Failed to load the backend extension: (\S+?)\.(?:\s|$)", str(error))
     if match is None:
         return None
-    cause = " ".join(str(error.__cause__ or "").split()) or "no reason is given"
+    cause = one_line(str(error.__cause__ or "")) or "no reason is given"
     return DeviceUnavailableError(
         asked,
-        found=f"torch cannot be imported, since its backend extension {match[1]} is installed and fails: {cause[:300]}",
+        found=f"torch cannot be imported, since its backend extension {match[1]} is installed and fails: {cause}",
         remedy=f"uninstall {match[1]}, or install what it needs; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch do without "
         "it (core imports the backend of the device asked for by itself), but transformers will still want it",
     )
+
+
+def error_from_json(fields: Mapping[str, Any]) -> CoreError:
+    """Return the error whose JSON object, with its notes, another process has sent."""
+    kind = globals().get(fields["type"])
+    make = kind if isinstance(kind, type) and issubclass(kind, CoreError) else CoreError
+    error = make(fields["asked"], found=fields["found"], remedy=fields["remedy"])
+    for note in fields["notes"]:
+        error.add_note(note)
+    return error

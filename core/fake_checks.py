@@ -8,8 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.cli.output import error_from_json
-from core.errors import UsageError
+from core.errors import UsageError, error_from_json
 from core.workers import PersistentWorker, WorkerResult
 
 FakeVerdict = Literal["agrees", "lies", "no fake", "not called"]

@@ -293,9 +293,9 @@ class Program:
             if reason not in self._runner.fallbacks:
                 log.warning("%s runs eagerly with %s: %s", phase, sizes, reason)
             self._runner.fallbacks[reason] += 1
-        # A captured call copies inputs into buffers, wherever these lie.
-        own = {n: t if self.device.holds(t) else t.to(self.device.torch_device) for n, t in inputs.items()}
         with torch.no_grad():
+            # A captured call copies inputs into buffers, wherever these lie; `to` gives those in place themselves.
+            own = {name: tensor.to(self.device.torch_device) for name, tensor in inputs.items()}
             result = self._models[phase](**{**self._bound, **own}, **guards)
         self._runner.compiles.raise_pending()
         return result

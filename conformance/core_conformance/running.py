@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from core.cli.output import error_from_json
+from core.errors import error_from_json
 from core_conformance.case import BAD, MAX_LEVEL, Outcome
 from core_conformance.expectations import Expectations
 from core_conformance.lanes import Lane, LocalLane, ProcessLane

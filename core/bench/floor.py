@@ -19,8 +19,8 @@ from core.common.quantization.layers import QuantizedModule, num_values
 from core.engine.attention import NotPageable, inspect
 
 CODED_RATE = 2.0
-"""How many products of 8-bit codes matrix units do in the time of one of half precision: twice as many on NVIDIA's GPUs
-since Ada and Hopper (fp8) and Ampere (int8), by their data sheets."""
+"""How many products of 8-bit codes are taken to fit in the time of one in the model's dtype: what data sheets of matrix
+units give for codes beside half precision. Not measured."""
 _EXPERTS = re.compile(r"(?:^|\.)experts\.")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")

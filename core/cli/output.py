@@ -8,7 +8,6 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-import core.errors
 from core._version import __version__
 from core.errors import CoreError
 
@@ -55,16 +54,6 @@ def print_warnings(warnings: tuple[str, ...]) -> None:
 def error_json(error: CoreError) -> dict[str, Any]:
     """Return the documented error object: the error's own fields and its notes."""
     return {**error.to_json(), "notes": _notes(error)}
-
-
-def error_from_json(fields: dict[str, Any]) -> CoreError:
-    """Return the exception that `error_json` described, in another process."""
-    kind = getattr(core.errors, fields["type"], None)
-    make = kind if isinstance(kind, type) and issubclass(kind, CoreError) else CoreError
-    error = make(fields["asked"], found=fields["found"], remedy=fields["remedy"])
-    for note in fields["notes"]:
-        error.add_note(note)
-    return error
 
 
 def print_core_error(error: CoreError, *, as_json: bool, debug: bool) -> None:

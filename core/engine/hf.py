@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from core.engine.checkpoint import Progress
-from core.errors import ModelError
+from core.errors import ModelError, one_line
 
 
 def import_transformers() -> ModuleType:
@@ -27,10 +27,9 @@ def import_transformers() -> ModuleType:
 
 def unusable(error: ImportError, asked: str = "use transformers") -> ModelError:
     """Return the error for a package that transformers finds installed and can't import, whatever the device."""
-    cause = " ".join(str(error).split())
     return ModelError(
         asked,
-        found=f"transformers imports a package that is installed and can't be loaded: {cause[:300]}",
+        found=f"transformers imports a package that is installed and can't be loaded: {one_line(str(error))}",
         remedy="install what that package needs, or uninstall it (transformers uses what it finds, on any device)",
     )
 

@@ -33,7 +33,7 @@ from core.engine.architecture import (
 from core.engine.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
 from core.engine.hf import driven, import_transformers, unusable
 from core.engine.quantized import QuantizedCheckpoint
-from core.errors import CoreError, ModelError, UsageError
+from core.errors import CoreError, ModelError, UsageError, one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +323,7 @@ def _perturb_constants(model: nn.Module) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {one_line(str(error))}"
 
 
 def _few(names: list[str], limit: int = 3) -> str:
