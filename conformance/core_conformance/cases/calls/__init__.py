@@ -1,0 +1,1 @@
+"""Cases on calls of a captured program."""

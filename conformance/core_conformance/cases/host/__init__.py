@@ -1,0 +1,1 @@
+"""Cases on the plugin itself: discovery, probe, loading, opening."""

@@ -1,0 +1,1 @@
+"""Cases on operators, canonical and torch's own."""

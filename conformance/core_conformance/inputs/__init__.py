@@ -1,0 +1,1 @@
+"""What ops are called on: samples, larger sizes, and torch's operators with their formulas."""

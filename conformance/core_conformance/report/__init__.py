@@ -1,0 +1,1 @@
+"""What a run found, as data and in each of its forms."""

@@ -1,0 +1,1 @@
+"""What is right: criteria, references and bounds."""

@@ -1,0 +1,1 @@
+"""One run of the suite: collected, spread over processes, put together."""

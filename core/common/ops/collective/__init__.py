@@ -1,0 +1,1 @@
+"""Collectives, and collectives with norms and products around them."""

@@ -1,0 +1,1 @@
+"""Linear layers with a gate, and on quantised weights alone."""

@@ -1,0 +1,1 @@
+"""Gated activations, with a quantisation after."""

@@ -1,0 +1,1 @@
+"""Routers and experts, plain and quantised."""

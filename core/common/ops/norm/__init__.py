@@ -1,0 +1,1 @@
+"""Norms, with a residual sum before and a quantisation after."""

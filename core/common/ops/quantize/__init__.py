@@ -1,0 +1,1 @@
+"""Quantisation to codes with scales, and back."""

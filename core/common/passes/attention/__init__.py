@@ -1,0 +1,1 @@
+"""Passes that find attention, its cache and a quantisation of its result."""

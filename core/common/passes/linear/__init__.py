@@ -1,0 +1,1 @@
+"""Passes that find linear layers and merge those of one input."""

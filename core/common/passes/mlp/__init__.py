@@ -1,0 +1,1 @@
+"""Passes that find gated activations and projections of gate and up."""

@@ -1,0 +1,1 @@
+"""Passes that find routers and experts."""

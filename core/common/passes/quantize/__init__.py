@@ -1,0 +1,1 @@
+"""Passes that join a quantisation to the op before it."""

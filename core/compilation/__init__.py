@@ -1,0 +1,1 @@
+"""From a model to a captured program: `compile.py` is the door, `pipeline.py` the way through."""

@@ -1,0 +1,1 @@
+"""Static buffers, keys and the runner: capture and replay, whatever the device."""

@@ -1,0 +1,1 @@
+"""One phase of a program: traced and rewritten, or captured as it is."""

@@ -1,0 +1,1 @@
+"""A model in, a Dynamo graph out, and what a model must not keep."""

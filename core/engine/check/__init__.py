@@ -1,0 +1,1 @@
+"""A run compared with transformers' own eager model, and the graphs of a model's phases."""

@@ -1,0 +1,1 @@
+"""Models of transformers: found, read from a folder, built, quantised."""

@@ -1,0 +1,1 @@
+"""Models on a paged cache, through transformers' attention interface."""

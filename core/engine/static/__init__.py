@@ -1,0 +1,1 @@
+"""Models on transformers' static cache, one sequence at a time."""

@@ -1,0 +1,1 @@
+"""One step of a model: its sequences, its inputs, its sampling, and what runs it."""

@@ -1,0 +1,1 @@
+"""Which devices there are and the one that is asked for: discovery, probes, loading, selection."""

@@ -1,0 +1,1 @@
+"""Whether a declared fake tells what its kernel does."""

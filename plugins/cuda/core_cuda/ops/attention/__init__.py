@@ -1,0 +1,1 @@
+"""Kernels of attention over a paged cache: decode, prompts, the write of keys and values."""

@@ -1,0 +1,1 @@
+"""Kernels of routers and grouped experts."""

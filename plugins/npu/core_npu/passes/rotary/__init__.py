@@ -1,0 +1,1 @@
+"""Passes around rotations and the write of keys and values."""
