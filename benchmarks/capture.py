@@ -24,9 +24,9 @@ from transformers import LlamaConfig
 import core
 from core.common.graphs.backend import GraphKey
 from core.device import Device
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
+from core.engine.models.loading import build_model
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

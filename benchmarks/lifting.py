@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import core
+from core.compilation.program import Program
 from core.device import Device
-from core.program import Program
 
 PHASES = {"decode": 1, "prefill": 64}
 
@@ -30,7 +30,7 @@ def llama(hidden: int, num_layers: int, dtype: torch.dtype, device: Device) -> A
     """Return a Llama with random weights."""
     from transformers import LlamaConfig
 
-    from core.engine.loading import build_model
+    from core.engine.models.loading import build_model
 
     config = LlamaConfig(
         hidden_size=hidden,
@@ -46,7 +46,7 @@ def llama(hidden: int, num_layers: int, dtype: torch.dtype, device: Device) -> A
 
 def compiled(model: Any, device: Device, phase: str, lowering: str | None, passes: tuple[str, ...] | None) -> Program:
     """Compile one phase on a static cache of its own."""
-    from core.engine.static_cache import static_cache
+    from core.engine.static.cache import static_cache
 
     cache = static_cache(model, 256)
 
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _names(device: Device, without: list[str]) -> tuple[str, ...]:
-    from core.rewriting import device_passes
+    from core.compilation.rewriting import device_passes
 
     return tuple(declared.name for declared in device_passes(device) if declared.name not in without)
 

@@ -23,8 +23,8 @@ from core.bench.model import open_model
 from core.bench.presets import PRESETS
 from core.bench.served import CoreSubject, Engines
 from core.device import Device
-from core.engine.loading import LoadedModel
-from core.engine.quantizing import Quantize
+from core.engine.models.loading import LoadedModel
+from core.engine.models.quantizing import Quantize
 
 ALL = "all passes"
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.aten import to_aten
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.snapshot import Snapshot
 from core.common.passes.standard import COMMON_PASSES
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.rewriting import bound_constants
+from core.compilation.rewrite.aten import to_aten
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewriting import bound_constants
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 
 BUDGET_MS, PASS_BUDGET_MS = 1000.0, 100.0
 
@@ -54,7 +54,7 @@ def llama(num_layers: int) -> Any:
 
 def traced(model: Any, phase: str) -> TracedGraph:
     """Trace one phase of the model on transformers' static cache, prefill at any number of tokens."""
-    from core.engine.static_cache import static_cache
+    from core.engine.static.cache import static_cache
 
     cache = static_cache(model, 256)
     num_tokens = 1 if phase == "decode" else 128

@@ -22,8 +22,8 @@ import torch
 
 import core
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
+from core.compilation.program import Program
 from core.device import Device
-from core.program import Program
 
 HIDDEN = 64
 CALLS_PER_ROUND = 200

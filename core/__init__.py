@@ -9,33 +9,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from core._version import __version__
-from core.common.began import BEGAN as BEGAN
+from core.compilation.cache.began import BEGAN as BEGAN
 
 if TYPE_CHECKING:
-    from core.common.config import CompileOptions
     from core.common.graphs.backend import GraphKey
-    from core.common.graphs.breaks import eager_break
-    from core.common.graphs.inputs import InputSpec
-    from core.common.quantization.quantize import quantize
-    from core.compilation import capture, compile
+    from core.compilation.capture.breaks import eager_break
+    from core.compilation.capture.inputs import InputSpec
+    from core.compilation.compile import capture, compile
+    from core.compilation.options import CompileOptions
+    from core.compilation.program import Program
     from core.device import Device
     from core.errors import CoreError
-    from core.host import list_devices, select_device
-    from core.program import Program
+    from core.host.selection import list_devices, select_device
+    from core.quantization.quantize import quantize
 
 _EXPORTS = {
-    "CompileOptions": "core.common.config",
+    "CompileOptions": "core.compilation.options",
     "CoreError": "core.errors",
     "Device": "core.device",
     "GraphKey": "core.common.graphs.backend",
-    "InputSpec": "core.common.graphs.inputs",
-    "Program": "core.program",
-    "capture": "core.compilation",
-    "compile": "core.compilation",
-    "eager_break": "core.common.graphs.breaks",
-    "list_devices": "core.host",
-    "quantize": "core.common.quantization.quantize",
-    "select_device": "core.host",
+    "InputSpec": "core.compilation.capture.inputs",
+    "Program": "core.compilation.program",
+    "capture": "core.compilation.compile",
+    "compile": "core.compilation.compile",
+    "eager_break": "core.compilation.capture.breaks",
+    "list_devices": "core.host.selection",
+    "quantize": "core.quantization.quantize",
+    "select_device": "core.host.selection",
 }
 
 __all__ = [

@@ -1,7 +1,7 @@
 """A selected device: everything an engine needs of a plugin, resolved once and frozen.
 
-Nothing here looks a hook up or calls one: the host does that at selection (core/host.py), so that a step of a running
-engine costs method calls only.
+Nothing here looks a hook up or calls one: the host does that at selection (core/host/selection.py), so that a step of
+a running engine costs method calls only.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def _made_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the entry of `tests.cached_model.Model` as it is; read only."""
-    from tests.cached_model import start
+    """A cache with the entry of `tests.compilation.cache.cached_model.Model` as it is; read only."""
+    from tests.compilation.cache.cached_model import start
 
     made = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:

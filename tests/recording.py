@@ -12,7 +12,7 @@ from core_acme.memory import CARD
 from core.common.lowerings import INLINE
 from core.device import Device
 from core.hookspecs import OpenContext
-from core.host import select_device
+from core.host.selection import select_device
 
 
 def acme(**changes: Any) -> Device:

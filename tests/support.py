@@ -18,7 +18,7 @@ from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.device import Device
 from core.errors import CoreError
-from core.host import select_device
+from core.host.selection import select_device
 
 
 def cpu(**changes: Any) -> Device:

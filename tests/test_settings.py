@@ -1,11 +1,11 @@
-"""core/common/settings.py: parsing and refusing `CORE_*` variables."""
+"""core/settings.py: parsing and refusing `CORE_*` variables."""
 
 from __future__ import annotations
 
 import pytest
 
-from core.common.settings import Settings
 from core.errors import UsageError
+from core.settings import Settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -1,6 +1,6 @@
 """Run the conformance suite on the example device with each planted fault, and write docs/conformance-faults.md.
 
-    python scripts/conformance_faults.py [--only NAME …] [--check]
+    python tools/conformance_faults.py [--only NAME …] [--check]
 
 A fault's own area is run first; only where it passes there, the whole suite. `--check` writes nothing and fails unless
 every fault is rejected.
@@ -69,7 +69,7 @@ def page(rows: dict[str, list[str]], honest: dict[str, Any], versions: dict[str,
     lines = [
         "# Planted faults",
         "",
-        "Written by `scripts/conformance_faults.py`: do not edit. The example device (`examples/acme_device`) is told",
+        "Written by `tools/conformance_faults.py`: do not edit. The example device (`examples/acme_device`) is told",
         "to be wrong in one way (`ACME_FAULT=name`), and the suite is run on it: first the area in which the fault",
         "lies, and everything only where that finds nothing. A fault that no case rejects is a hole in the suite.",
         "",

@@ -30,7 +30,7 @@ The rewritten graph against the graph as traced, outputs and written caches. T1:
 bound made of the unrewritten graph's own error; at most 1 passes. Graphs without a match say nothing: left out."""
 DEFINITIONS = """\
 Sites are counted in an eager run of a model of its own, by classes of modules, names of functions and aten ops at run
-time, and never by what the passes look for (`core/coverage/oracle.py`):
+time, and never by what the passes look for (`tools/lift_coverage/oracle.py`):
 
 - **rms_norm**: a call of a module with "norm" in its class's name whose own ops multiply its input by the inverse root
   of its mean square. A module that scales something else by it is none.

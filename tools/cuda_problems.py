@@ -1,4 +1,4 @@
-"""What `scripts/tune_cuda.py` tunes: an op at one size each, with its data, its candidates, and what they compute."""
+"""What `tools/tune_cuda.py` tunes: an op at one size each, with its data, its candidates, and what they compute."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
 from torch import Tensor
 from torch.nn import functional
 
 from core.bench.presets import PRESETS
+from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
 
 COUNTS = ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 1024), (1, 8192))
 """Sequences and positions of decode."""
@@ -46,14 +46,14 @@ class Linear:
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
-        from core_cuda.ops.skinny_configs import candidates
+        from core_cuda.ops.linear.skinny_configs import candidates
 
         return list(candidates(self.rows, self.columns, self.depth, gated=self.gated))
 
     def run(self, data: tuple[Tensor, Tensor], config: Any) -> Tensor:
         """Compute it by the plugin's kernel."""
         from core_cuda.ops.activation import Gate
-        from core_cuda.ops.skinny import skinny_linear
+        from core_cuda.ops.linear.skinny import skinny_linear
 
         return skinny_linear(*data, gate=Gate("silu") if self.gated else None, config=config)
 
@@ -102,13 +102,13 @@ class QuantizedLinear:
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
-        from core_cuda.ops.quantized_linear import candidates
+        from core_cuda.ops.linear.quantized import candidates
 
         return list(candidates(self.rows, self.columns, self.depth))
 
     def run(self, data: tuple[Tensor, ...], config: Any) -> Tensor:
         """Compute it by the plugin's kernels, or by torch's."""
-        from core_cuda.ops.quantized_linear import multiply
+        from core_cuda.ops.linear.quantized import multiply
 
         return multiply(data[0], data[1], (data[2], data[3]), None, DTYPE, config)
 
@@ -160,7 +160,8 @@ class Attention:
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
-        from core_cuda.ops import decode_attention, prefill_attention
+        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention import prefill as prefill_attention
 
         if self.new == 1:
             return list(decode_attention.candidates(self._shape()))
@@ -168,7 +169,8 @@ class Attention:
 
     def run(self, data: dict[str, Any], config: Any) -> Tensor:
         """Compute it by the plugin's kernel."""
-        from core_cuda.ops import decode_attention, prefill_attention
+        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention import prefill as prefill_attention
 
         if self.new == 1:
             return decode_attention.decode(**data, config=config)
@@ -186,7 +188,8 @@ class Attention:
         return (self.op, self.heads, self.codes, *{**asdict(config), **splits}.values())
 
     def _shape(self) -> Any:
-        from core_cuda.ops import decode_attention, prefill_attention
+        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention import prefill as prefill_attention
 
         num_heads, num_kv, size = self.heads
         if self.new == 1:
@@ -236,15 +239,15 @@ class Experts:
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
-        from core_cuda.ops.grouped_configs import candidates
+        from core_cuda.ops.moe.grouped_configs import candidates
 
         return list(candidates(self._shape()))
 
     def run(self, data: dict[str, Any], config: Any) -> Tensor:
         """Compute it by the plugin's kernels."""
         from core_cuda.ops.activation import Gate
-        from core_cuda.ops.grouped_mlp import Experts as Weights
-        from core_cuda.ops.grouped_mlp import run_grouped_mlp
+        from core_cuda.ops.moe.grouped_mlp import Experts as Weights
+        from core_cuda.ops.moe.grouped_mlp import run_grouped_mlp
 
         weights = Weights(data["gate_up"], data["down"])
         return run_grouped_mlp(data["x"], data["weights"], data["indices"], weights, Gate("silu"), config=config)
@@ -259,7 +262,7 @@ class Experts:
         return (self.top_k, self.experts, self.hidden, self.inner, config)
 
     def _shape(self) -> Any:
-        from core_cuda.ops.grouped_configs import GroupedShape
+        from core_cuda.ops.moe.grouped_configs import GroupedShape
 
         return GroupedShape(**asdict(self))
 

@@ -1,9 +1,9 @@
 """Write docs/performance.md from what was measured on one GPU: benches, gains of passes, kernels, start-up.
 
-    python scripts/performance_page.py docs/performance [--out docs/performance.md]
+    python tools/performance_page.py docs/performance [--out docs/performance.md]
 
 The folder holds `bench-PRESET.json` (core bench --json), and where they were made its plot `bench-PRESET.svg`,
-`gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (scripts/bench_cuda_kernels.py --out) and
+`gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (tools/bench_cuda_kernels.py --out) and
 `notes.md`, whose text the page begins with. Every figure of the page comes from these files.
 """
 

@@ -1,6 +1,6 @@
 """Run every causal language model of transformers, tiny and with random weights, through the engine, and report.
 
-`scripts/sweep_architectures.py --report docs/architectures.md` writes the report. Each model type runs in a worker
+`tools/sweep_architectures.py --report docs/architectures.md` writes the report. Each model type runs in a worker
 process that is started anew after a crash or a time-out. Results go to a file of JSON lines as they come; types that
 have a line for the installed versions are not run again unless asked for.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
 from sweeping import Result, Worker, escaped, one_line, read_results, serve, sweep, versions
 
 NUM_TOKENS = 16
@@ -22,7 +23,7 @@ PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
 def prepare(device_name: str) -> Callable[[str], Result]:
     """Open the device; return what examines a type on it."""
-    from core.host import select_device
+    from core.host.selection import select_device
 
     device = select_device(device_name)
     return lambda model_type: examine(model_type, device)
@@ -32,8 +33,8 @@ def examine(model_type: str, device: Any) -> dict[str, Any]:
     """Build one type, run it, judge it. stage: how far it came (config, build, transformers, engine, check, done)."""
     import torch
 
-    from core.engine.loading import build_model
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
     from core.errors import TraceError
 
     stage = "config"
@@ -62,8 +63,8 @@ def _run_plain(loaded: Any, device: Any) -> None:
     """
     import torch
 
-    from core.engine.check import eager_generate, fp64_logits
-    from core.engine.probe import counts_from_zero
+    from core.engine.check.comparison import eager_generate, fp64_logits
+    from core.engine.inspect.probe import counts_from_zero
 
     model = loaded.model
     attention = model.config._attn_implementation
@@ -78,9 +79,9 @@ def _run_plain(loaded: Any, device: Any) -> None:
 
 
 def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
-    from core.engine.check import compare
-    from core.engine.engine import Engine
-    from core.engine.runner import EngineConfig
+    from core.engine.check.comparison import compare
+    from core.engine.serve.engine import Engine
+    from core.engine.steps.runner import EngineConfig
 
     config = EngineConfig(
         max_num_seqs=2,
@@ -141,7 +142,7 @@ def write_report(path: Path, results: list[dict[str, Any]], device: str) -> None
     lines = [
         "# Architectures",
         "",
-        f"Written by `scripts/sweep_architectures.py --device {device} --report {path.as_posix()}`; do not edit.",
+        f"Written by `tools/sweep_architectures.py --device {device} --report {path.as_posix()}`; do not edit.",
         "",
         "Every model type that transformers maps to a causal language model, built tiny with random fp32 weights, run",
         f"on `{device}` with lowering `inline`: prompts of {len(PROMPTS[0])} and {len(PROMPTS[1])} tokens together,",
@@ -212,7 +213,7 @@ def main(
     if worker:
         serve(lambda: prepare(device))
         return
-    from core.engine.tiny import causal_lm_types
+    from core.engine.models.tiny import causal_lm_types
 
     key = {"device": device}
     running = Worker([__file__, "--worker", "--device", device], timeout_s)

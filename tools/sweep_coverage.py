@@ -1,6 +1,6 @@
 """Count, over every causal language model of transformers, the sites that the passes of the tree lift, and report.
 
-The command is `python scripts/sweep_coverage.py --report docs/coverage.md`. Each model type is built tiny, observed in
+The command is `python tools/sweep_coverage.py --report docs/coverage.md`. Each model type is built tiny, observed in
 an eager run, traced and rewritten in a worker process. Results go to a file of JSON lines as they come; a type is run
 again when the versions, the passes or the way of counting have changed.
 
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
 from coverage_report import describe, write_report
 from coverage_signatures import choose, expectations
 from sweeping import Result, Worker, one_line, read_results, serve, sweep
 
-COMMAND = "python scripts/sweep_coverage.py --report docs/coverage.md"
+COMMAND = "python tools/sweep_coverage.py --report docs/coverage.md"
 
 
 def prepare() -> Callable[[str], Result]:
@@ -40,7 +41,7 @@ def prepare() -> Callable[[str], Result]:
 def examine(model_type: str) -> Result:
     """Measure all variants of one type. stage: done, or build where none can be built and run with a static cache."""
     from core.common.passes.standard import COMMON_PASSES
-    from core.coverage.measure import VARIANTS, measure_type
+    from lift_coverage.measure import VARIANTS, measure_type
 
     variants: dict[str, Any] = {}
     reasons: list[str] = []
@@ -59,7 +60,7 @@ def examine(model_type: str) -> Result:
 
 def facts(found: Any) -> dict[str, Any]:
     """Return what was measured of one variant as JSON-ready values."""
-    from core.coverage.measure import Untraced
+    from lift_coverage.measure import Untraced
 
     if isinstance(found, Untraced):
         return {"untraced": one_line(found.error), "num_sites": dict(found.num_sites)}
@@ -71,7 +72,7 @@ def facts(found: Any) -> dict[str, Any]:
 def digest() -> str:
     """Return the identity of the passes and of the way of counting."""
     from core.common.passes.standard import COMMON_PASSES
-    from core.coverage import match, measure, observe, oracle
+    from lift_coverage import match, measure, observe, oracle
 
     counting = map(inspect.getsource, (measure, observe, match, oracle))
     identities = (declared.uuid() for declared in COMMON_PASSES)
@@ -98,7 +99,7 @@ def main(
     if worker:
         serve(prepare)
         return
-    from core.engine.tiny import causal_lm_types
+    from core.engine.models.tiny import causal_lm_types
 
     key = {"digest": digest()}
     if not signatures and expected is None:

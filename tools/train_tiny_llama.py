@@ -1,6 +1,6 @@
 """Train the tiny Llama model that ships in core/assets/tiny_llama on text that ships with Python itself.
 
-The command is `python scripts/train_tiny_llama.py`; it prints the figures that the README of the model records.
+The command is `python tools/train_tiny_llama.py`; it prints the figures that the README of the model records.
 """
 
 import argparse

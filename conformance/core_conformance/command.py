@@ -16,9 +16,9 @@ import typer
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core_conformance.protocol import CaseInfo
-    from core_conformance.report import Report
-    from core_conformance.running import Options
+    from core_conformance.report.report import Report
+    from core_conformance.runner.protocol import CaseInfo
+    from core_conformance.runner.session import Options
 
 _STDOUT = Path("-")
 
@@ -55,8 +55,8 @@ def conformance(
     source: Path | None = typer.Option(None, "--from", help="Report on an earlier run's JSON instead of running."),
 ) -> int:
     """Prove a device plugin numerically against eager: exit code 0 where all that was asked for holds."""
-    from core_conformance.running import Options, list_chosen
-    from core_conformance.write import check_targets, load, write
+    from core_conformance.report.write import check_targets, load, write
+    from core_conformance.runner.session import Options, list_chosen
 
     _check_together(_given(context))
     targets = {"json": json, "html": html, "junit": junit, "badge": badge}
@@ -92,7 +92,7 @@ def proven(report: Report) -> bool:
 
     Known failures that a vendor has listed do not fail a run, although they stand in the way of a level.
     """
-    from core_conformance.levels import reached
+    from core_conformance.rules.levels import reached
 
     if not report.passed or report.chosen:
         return report.passed
@@ -149,8 +149,8 @@ def _stdout_kept() -> Iterator[None]:
 
 
 def _run(options: Options, *, pdb: bool) -> Report:
-    from core_conformance.progress import Progress
-    from core_conformance.running import run
+    from core_conformance.runner.progress import Progress
+    from core_conformance.runner.session import run
 
     with Progress() as progress:
 
@@ -167,7 +167,7 @@ def _print(report: Report, written: Sequence[Path | None], *, to_stderr: bool) -
     from rich.console import Console
 
     from core.cli.output import console
-    from core_conformance.terminal import WIDTH, print_report
+    from core_conformance.report.terminal import WIDTH, print_report
 
     narrow = None if sys.stderr.isatty() else WIDTH
     place = Console(stderr=True, highlight=False, width=narrow) if to_stderr else console()

@@ -22,9 +22,9 @@ import pytest
 from core_conformance.case import MAX_LEVEL, Outcome
 
 if TYPE_CHECKING:
-    from core_conformance.lanes import ProcessLane
-    from core_conformance.protocol import CaseInfo, Collected, SuiteModules
-    from core_conformance.selection import Rules
+    from core_conformance.runner.lanes import ProcessLane
+    from core_conformance.runner.protocol import CaseInfo, Collected, SuiteModules
+    from core_conformance.runner.selection import Rules
 
 _PROPERTY = "core_conformance"
 _MAX_OBSTACLES = 5
@@ -53,11 +53,11 @@ class Suite:
 
     def __init__(self, config: pytest.Config) -> None:
         """Collect; raise `CoreError` where nothing can be run: an unknown device, a bad file of expected failures."""
-        from core_conformance.expectations import Expectations
-        from core_conformance.lanes import ProcessLane
-        from core_conformance.protocol import WorkerOptions
-        from core_conformance.running import collect
-        from core_conformance.selection import Rules, choose
+        from core_conformance.rules.expectations import Expectations
+        from core_conformance.runner.lanes import ProcessLane
+        from core_conformance.runner.protocol import WorkerOptions
+        from core_conformance.runner.selection import Rules, choose
+        from core_conformance.runner.session import collect
 
         options: Any = config.option
         expected = Expectations.load(Path(options.core_xfail)) if options.core_xfail else Expectations()
@@ -161,7 +161,7 @@ def report(outcome: Outcome) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say which level the run has proven, and what is in the way of the next one."""
-    from core_conformance.levels import reached
+    from core_conformance.rules.levels import reached
 
     told = list(_told(terminalreporter.stats))
     if not told:
@@ -191,7 +191,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _modules(name: str | None) -> SuiteModules:
     """Return the suite, or for its own tests another one: a module with `CASES` and `collect`."""
-    from core_conformance.protocol import SuiteModules
+    from core_conformance.runner.protocol import SuiteModules
 
     return SuiteModules(host=name, collectors=(name,)) if name else SuiteModules()
 

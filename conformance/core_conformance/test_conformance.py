@@ -9,8 +9,8 @@ import pytest
 from core_conformance.pytest_plugin import refuse
 
 if TYPE_CHECKING:
-    from core_conformance.protocol import CaseInfo
     from core_conformance.pytest_plugin import RunCase
+    from core_conformance.runner.protocol import CaseInfo
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
-from core.common.verification.compare import compare
 from core.device import Device
+from core.verify.compare import compare
 from core_conformance.case import Measurement
 
 _MAX_FAILURES = 20

@@ -21,12 +21,12 @@ from core.bench.rates import Rates, measure_rates
 from core.bench.rounds import Subject, measure
 from core.bench.served import CoreSubject, Engines
 from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
-from core.engine.cache_codes import CACHE_DTYPES
+from core.engine.inspect.cache_codes import CACHE_DTYPES
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.device import Device
-    from core.engine.loading import LoadedModel
+    from core.engine.models.loading import LoadedModel
 
 SUBJECTS = ("eager", *COMPILE_MODES, "core")
 _PREFILLS = 8  # a round does one prompt for so many decode steps
@@ -183,9 +183,9 @@ def _profiled(report: CellReport, loaded: LoadedModel, device: Device, settings:
 def _kernels(
     cell: Cell, loaded: LoadedModel, device: Device, settings: Settings, rates: Rates
 ) -> Mapping[str, Any] | None:
-    from core.common.passes.switches import PassSwitches
+    from core.bench.kernels import profile_phase
+    from core.compilation.rewrite.switches import PassSwitches
     from core.errors import CoreError
-    from core.explain.kernels import profile_phase
 
     options = settings.options
     switches = PassSwitches(

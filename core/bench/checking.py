@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
 from core.common.numerics import judge_pooled
-from core.engine.cache_codes import judge_rounded
-from core.engine.check import MAX_ORACLE_PARAMETERS, fp64_logits
-from core.engine.probe import relative_difference
+from core.engine.check.comparison import MAX_ORACLE_PARAMETERS, fp64_logits
+from core.engine.inspect.cache_codes import judge_rounded
+from core.engine.inspect.probe import relative_difference
 
 if TYPE_CHECKING:
     from core.device import Device
-    from core.engine.cache_codes import Rounding
+    from core.engine.inspect.cache_codes import Rounding
 
 _MAX_ROWS = 4
 _HOST_FLOPS = 2e11

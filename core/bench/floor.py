@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from core.bench.rates import Rates
-from core.common.quantization.layers import QuantizedModule, num_values
-from core.engine.attention import NotPageable, inspect
+from core.engine.inspect.attention import NotPageable, inspect
+from core.quantization.layers import QuantizedModule, num_values
 
 CODED_RATE = 2.0
 """How many products of 8-bit codes are taken to fit in the time of one in the model's dtype: what data sheets of matrix

@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.bench.rates import Rates, measure_rates
-from core.common.ops.lower import lower_ops
-from core.common.passes.switches import PassSwitches
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter
 from core.explain.layers import OUTSIDE, compact, layer_of
 from core.explain.nodes import op_name, path_of
 from core.explain.step import step_graph
 from core.explain.timing import DEVICE, KernelTime, measure_moves, measure_times
-from core.rewriting import Rewriter
 
 if TYPE_CHECKING:
     from core.device import Device
-    from core.engine.loading import LoadedModel
+    from core.engine.models.loading import LoadedModel
 
 _MODEL = re.compile(r"^logits\._model\.?")  # how the function of a paged step comes to its model
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from core.device import Device
-    from core.engine.loading import LoadedModel
-    from core.engine.quantizing import Quantize
+    from core.engine.models.loading import LoadedModel
+    from core.engine.models.quantizing import Quantize
 
 
 def find(model: str | None, preset: str | None) -> Preset | None:
@@ -44,7 +44,7 @@ def open_model(
 
 def asked_quantize(asked: Mapping[str, Any]) -> Quantize | None:
     """Return how to quantise the model, by the entries `quantize` and `calibration` of what was asked for."""
-    from core.engine.quantizing import Quantize
+    from core.engine.models.quantizing import Quantize
 
     calibration = asked.get("calibration")
     return Quantize.of(asked.get("quantize"), None if calibration is None else Path(calibration))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.engine.architecture import max_position, stop_token_ids
-from core.engine.hf import driven, import_transformers
-from core.engine.loading import LoadedModel
+from core.engine.models.architecture import max_position, stop_token_ids
+from core.engine.models.hf import driven, import_transformers
+from core.engine.models.loading import LoadedModel
 from core.errors import ModelError, UsageError
 
 _POSITIONS = 131_072

@@ -14,15 +14,15 @@ from core.bench.cells import Cell, Record
 from core.bench.rounds import is_out_of_memory
 from core.common.graphs.backend import GraphKey
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.runner import EngineConfig
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError
 
 if TYPE_CHECKING:
-    from core.common.report import ProgramReport, TraceReport
+    from core.compilation.report import ProgramReport, TraceReport
     from core.device import Device
-    from core.engine.cache_codes import Rounding
-    from core.engine.loading import LoadedModel
+    from core.engine.inspect.cache_codes import Rounding
+    from core.engine.models.loading import LoadedModel
 
 _FILL_TOKENS = 8192
 _SPARE = 4  # tokens, so that no sequence ends, and leaves, inside a measured step

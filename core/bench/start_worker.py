@@ -20,10 +20,10 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
     with paused():  # what modules define stays: the collector would walk it at every other import
         from core.bench.model import asked_quantize, open_model
         from core.engine.config import SamplingParams
-        from core.engine.engine import Engine
-        from core.engine.hf import import_transformers
-        from core.engine.runner import EngineConfig
-        from core.host import select_device
+        from core.engine.models.hf import import_transformers
+        from core.engine.serve.engine import Engine
+        from core.engine.steps.runner import EngineConfig
+        from core.host.selection import select_device
 
         # What every model is built on is imported lazily: here, it is not taken for the making of weights.
         _ = import_transformers().PreTrainedModel

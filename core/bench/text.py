@@ -98,7 +98,7 @@ def ms(value: float) -> str:
 
 
 def _kernels(name: str, kernels: Mapping[str, Any]) -> Iterator[Any]:
-    from core.explain.kernel_text import tables
+    from core.bench.kernel_text import tables
 
     yield f"\nkernels of core, {name}"
     if "error" in kernels:

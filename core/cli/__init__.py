@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import typer
 
-    from core.probing import DeviceScan
+    from core.host.probing import DeviceScan
 
 COMMANDS: Mapping[str, str] = {
     "bench": "core.cli.bench:bench",
@@ -109,8 +109,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _start_scan() -> DeviceScan:
-    from core.common.settings import Settings
-    from core.probing import DeviceScan
+    from core.host.probing import DeviceScan
+    from core.settings import Settings
 
     return DeviceScan(Settings.from_environment())
 

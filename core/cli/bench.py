@@ -67,10 +67,10 @@ def bench(
     from core.bench.bench import Settings, failed, read_references
     from core.bench.model import find
     from core.bench.plot import check_plot, write_plot
-    from core.engine.quantizing import Quantize
-    from core.engine.runner import KV_CACHE_DTYPES
-    from core.host import select_device
-    from core.rewriting import device_passes
+    from core.compilation.rewriting import device_passes
+    from core.engine.models.quantizing import Quantize
+    from core.engine.steps.runner import KV_CACHE_DTYPES
+    from core.host.selection import select_device
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options: dict[str, Any] = {"mode": parse_modes(mode), "lowering": lowering, "strict": strict}
@@ -118,7 +118,7 @@ def _bench(asked: dict[str, Any], settings: Settings, references: Any, start: bo
     from core.bench.bench import bench
     from core.bench.model import asked_quantize, open_model
     from core.bench.start import measure_start
-    from core.host import select_device
+    from core.host.selection import select_device
 
     started = None
     if start:  # before this process takes the device's memory

@@ -14,9 +14,9 @@ from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.bisect.bisection import Bisection
-    from core.bisect.report import Progress
     from core.common.passes.declaration import Pass
+    from core.verify.bisect.bisection import Bisection
+    from core.verify.bisect.report import Progress
 
 _LEVELS = ("full", "sample")
 
@@ -59,7 +59,7 @@ def bisect(
     if as_json:
         from core.cli.output import print_json
 
-        print_json("core.bisect/1", **facts, **_injected_json(inject, wrong, found), **found.to_json())
+        print_json("core.verify.bisect/1", **facts, **_injected_json(inject, wrong, found), **found.to_json())
     else:
         _print(found, wrong, facts)
     return 0 if found.passed else 1
@@ -77,11 +77,11 @@ def _bisect(
     switches: Any,
     quiet: bool,
 ) -> tuple[Bisection, Pass | None, dict[str, Any]]:
-    from core.bisect.bisection import bisect as run
-    from core.bisect.bisection import injected
-    from core.engine.graphs import CACHES, PHASES, engine_graphs
-    from core.host import select_device
-    from core.rewriting import device_passes
+    from core.compilation.rewriting import device_passes
+    from core.engine.check.graphs import CACHES, PHASES, engine_graphs
+    from core.host.selection import select_device
+    from core.verify.bisect.bisection import bisect as run
+    from core.verify.bisect.bisection import injected
 
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
@@ -124,7 +124,7 @@ def _wrong_pass(inject: str) -> Pass:
     from importlib import import_module
 
     from core.common.passes.declaration import Pass
-    from core.common.verification.planted import planted
+    from core.verify.planted import planted
 
     if ":" not in inject:
         return planted(inject)
@@ -145,13 +145,13 @@ def _wrong_pass(inject: str) -> Pass:
 
 
 def _list_mistakes(as_json: bool) -> int:
-    from core.common.verification.planted import mistakes
+    from core.verify.planted import mistakes
 
     if as_json:
         from core.cli.output import print_json
 
         rows = [{"name": each.name, "pass": each.of, "what": each.what} for each in mistakes()]
-        print_json("core.bisect/1", mistakes=rows)
+        print_json("core.verify.bisect/1", mistakes=rows)
         return 0
     from rich.table import Table
 

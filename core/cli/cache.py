@@ -12,8 +12,8 @@ import typer
 from core.cli.output import console, print_json
 
 if TYPE_CHECKING:
-    from core.common.cache.store import Entry, Store
-    from core.common.cache.summary import Summary
+    from core.compilation.cache.store import Entry, Store
+    from core.compilation.cache.summary import Summary
 
 
 class Action(Enum):
@@ -28,7 +28,7 @@ def cache(
     as_json: bool = typer.Option(False, "--json", help="Print JSON (core.cache/1)."),
 ) -> None:
     """Show or clear the compile cache: finished graphs, from which a later start needs no trace and no pass."""
-    from core.common.cache.store import Store
+    from core.compilation.cache.store import Store
 
     store = Store.of_user()
     if action is Action.LIST:
@@ -51,7 +51,7 @@ class _Listed:
 
     def to_json(self) -> dict[str, Any]:
         """Return one element of `entries` in core.cache/1."""
-        from core.common.cache.store import each_line
+        from core.compilation.cache.store import each_line
 
         return {
             "key": self.entry.key,
@@ -66,7 +66,7 @@ class _Listed:
 
     def text(self) -> str:
         """Return what the table says of it: its model and what that was compiled for, or why it can't be used."""
-        from core.common.cache.summary import by_group
+        from core.compilation.cache.summary import by_group
 
         name = ", ".join(each.rpartition(":")[2] for each in self.entry.model.split(", "))
         if self.summary is None:
@@ -102,7 +102,7 @@ def _list(store: Store, *, as_json: bool) -> None:
 
 def _look(store: Store, entry: Entry, entries: list[Entry]) -> _Listed:
     """Return what is told of an entry, the latest one of whose model is among the others."""
-    from core.common.cache.store import Damaged, differences
+    from core.compilation.cache.store import Damaged, differences
 
     latest = next((other for other in entries if other.model == entry.model and not other.problem), entry)
     summary, unlike = None, []

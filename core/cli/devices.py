@@ -8,12 +8,12 @@ import typer
 
 from core.cli.output import console, print_json, print_warnings
 from core.device import PluginInfo
-from core.probing import DeviceStatus
+from core.host.probing import DeviceStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from core.probing import DeviceScan
+    from core.host.probing import DeviceScan
 
 _STYLES = {"available": "green", "unavailable": "dim", "blocked": "dim"}
 

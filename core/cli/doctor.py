@@ -12,9 +12,9 @@ import typer
 from core._version import __version__
 from core.cli.devices import plugin_json
 from core.cli.output import print_json, print_warnings
-from core.common.settings import Settings
-from core.probing import DeviceScan, DeviceStatus
-from core.workers import WorkerPool, WorkerResult
+from core.host.probing import DeviceScan, DeviceStatus
+from core.host.workers.pool import WorkerPool, WorkerResult
+from core.settings import Settings
 
 Verdict = Literal["pass", "fail", "unavailable", "skipped"]
 
@@ -75,7 +75,7 @@ def diagnose(statuses: tuple[DeviceStatus, ...], timeout_s: float) -> list[Diagn
     with WorkerPool() as pool:
         for status in statuses:
             if status.outcome is not None:
-                pool.launch(status.plugin.device, "core._doctor_worker", status.plugin.device, timeout_s=timeout_s)
+                pool.launch(status.plugin.device, "core.host.doctor_worker", status.plugin.device, timeout_s=timeout_s)
         results = pool.collect()
     return [_judge(status, results.get(status.plugin.device)) for status in statuses]
 

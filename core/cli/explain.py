@@ -25,10 +25,10 @@ from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.common.passes.switches import PassSwitches
-    from core.engine.quantizing import Quantize
+    from core.bench.kernels import KernelProfile
+    from core.compilation.rewrite.switches import PassSwitches
+    from core.engine.models.quantizing import Quantize
     from core.explain.explanation import Explanation
-    from core.explain.kernels import KernelProfile
 
 
 def explain(
@@ -56,7 +56,7 @@ def explain(
 
     The exit code is 1 if a pass failed and was undone.
     """
-    from core.engine.quantizing import Quantize
+    from core.engine.models.quantizing import Quantize
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     scheme = Quantize.of(quantize, calibration)
@@ -95,12 +95,12 @@ def _explain(
     scheme: Quantize | None,
 ) -> tuple[Explanation, list[KernelProfile]]:
     """Explain, and where sizes (batch, context) are given profile the same phases."""
-    from core.common.quantization.report import report_of
-    from core.engine.graphs import CACHES, PHASES, engine_graphs
-    from core.engine.runner import KV_CACHE_DTYPES
+    from core.compilation.rewriting import device_passes
+    from core.engine.check.graphs import CACHES, PHASES, engine_graphs
+    from core.engine.steps.runner import KV_CACHE_DTYPES
     from core.explain.explanation import explain
-    from core.host import select_device
-    from core.rewriting import device_passes
+    from core.host.selection import select_device
+    from core.quantization.report import report_of
 
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
@@ -120,8 +120,8 @@ def _explain(
         explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts)
     if sizes is None:
         return explanation, []
+    from core.bench.kernels import profile_phase
     from core.bench.rates import measure_rates
-    from core.explain.kernels import profile_phase
 
     options: dict[str, Any] = {"batch": sizes[0], "tokens": sizes[1], "switches": switches, "strict": strict}
     options |= {"kv_cache_dtype": kv_cache_dtype, "rates": measure_rates(resolved, loaded.dtype)}
@@ -156,7 +156,7 @@ def _print(explanation: Explanation, profiles: Sequence[KernelProfile], full: bo
     for item in renderables(explanation, full=full):
         out.print(item, soft_wrap=not hasattr(item, "columns"))
     if profiles:
-        from core.explain.kernel_text import tables
+        from core.bench.kernel_text import tables
 
         for item in (item for profile in profiles for item in tables(profile.to_json())):
             out.print(item, soft_wrap=not hasattr(item, "columns"), markup=False)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
-from core.discovery import AUTO
+from core.host.discovery import AUTO
 
 if TYPE_CHECKING:
     from core.common.fakes import FakeOp, FakeResult
-    from core.fake_checks import LibraryCheck, OpCheck
+    from core.verify.fakes.checks import LibraryCheck, OpCheck
 
 _TIMEOUT_S = 20.0
 
@@ -30,7 +30,7 @@ def fakes(
     from core.cli.output import print_json
 
     if check is None:
-        from core.host import select_device
+        from core.host.selection import select_device
 
         opened = select_device(device)
         if as_json:
@@ -39,7 +39,7 @@ def fakes(
         else:
             _print_declared(str(opened), opened.fakes)
         return
-    from core.fake_checks import check_library
+    from core.verify.fakes.checks import check_library
 
     checked = check_library(check, device, timeout_s=timeout_s)
     if as_json:
@@ -83,7 +83,7 @@ def _print_declared(device: str, declared: tuple[tuple[FakeOp, FakeResult], ...]
 
 
 def _print_check(checked: LibraryCheck) -> None:
-    from core.fake_checks import FakeVerdict
+    from core.verify.fakes.checks import FakeVerdict
 
     print(f"op library {checked.library} on device {checked.device}")
     for each in checked.ops:

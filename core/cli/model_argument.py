@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from core.device import Device
-    from core.engine.checkpoint import Progress
-    from core.engine.loading import LoadedModel
-    from core.engine.quantizing import Quantize
+    from core.engine.models.checkpoint import Progress
+    from core.engine.models.loading import LoadedModel
+    from core.engine.models.quantizing import Quantize
 
 MODEL: Any = typer.Argument(
     None,
@@ -71,9 +71,9 @@ def quantized_name(name: str, quantize: Quantize) -> str:
 
 
 def _resolve(model: str | None, device: Device, dtype: str, progress: Progress | None) -> tuple[LoadedModel, str]:
-    from core.engine.assets import embedded_model
-    from core.engine.loading import build_model, load_model
-    from core.engine.tiny import causal_lm_types, tiny_config
+    from core.engine.models.assets import embedded_model
+    from core.engine.models.loading import build_model, load_model
+    from core.engine.models.tiny import causal_lm_types, tiny_config
 
     kind = parse_dtype(dtype, device)
     torch_device = device.torch_device
@@ -134,9 +134,9 @@ def check_options(options: Mapping[str, Any], device: Device | None = None) -> N
 
     device: the one chosen, to be asked for its modes and lowerings; None checks what needs no device.
     """
-    from core.common.config import MODES, CompileOptions, Verify
-    from core.engine.runner import EngineConfig
-    from core.engine.step import Phase
+    from core.compilation.options import MODES, CompileOptions, Verify
+    from core.engine.steps.runner import EngineConfig
+    from core.engine.steps.step import Phase
 
     config = EngineConfig(**options)
     for mode in config.mode.values() if isinstance(config.mode, Mapping) else (config.mode,):

@@ -15,10 +15,10 @@ def new_plugin(
     as_json: bool = typer.Option(False, "--json", help="Print JSON (core.new-plugin/1)."),
 ) -> None:
     """Write a complete device plugin for a simulated device, to be replaced part by part."""
-    from core.common.settings import Settings
-    from core.discovery import discover
+    from core.host.discovery import discover
     from core.scaffold.names import choose_names
     from core.scaffold.writing import render, write
+    from core.settings import Settings
 
     names = choose_names(name, discover(Settings.from_environment()), package=package, vendor=vendor)
     target = (Path(names.distribution) if into is None else into).absolute()

@@ -26,10 +26,10 @@ def passes(
     no_passes: bool = NO_PASSES,
 ) -> None:
     """List the passes that rewrite a model's graphs, in the order of execution."""
-    from core.common.passes.order import order
     from core.common.passes.standard import COMMON_PASSES
-    from core.host import select_device
-    from core.rewriting import device_passes
+    from core.compilation.rewrite.order import order
+    from core.compilation.rewriting import device_passes
+    from core.host.selection import select_device
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     resolved = None if device is None else select_device(device)

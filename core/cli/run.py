@@ -22,12 +22,12 @@ from core.cli.model_argument import (
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
 if TYPE_CHECKING:
-    from core.common.report import ProgramReport
-    from core.compilation import Progress
-    from core.engine.check import Comparison
-    from core.engine.engine import Engine
-    from core.engine.quantizing import Quantize
-    from core.engine.request import Completion
+    from core.compilation.compile import Progress
+    from core.compilation.report import ProgramReport
+    from core.engine.check.comparison import Comparison
+    from core.engine.models.quantizing import Quantize
+    from core.engine.serve.engine import Engine
+    from core.engine.serve.request import Completion
 
 DEFAULT_PROMPT = "If the argument is"
 
@@ -64,8 +64,8 @@ def run(
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
     from core.engine.config import SamplingParams
-    from core.engine.quantizing import Quantize
-    from core.engine.runner import KV_CACHE_DTYPES
+    from core.engine.models.quantizing import Quantize
+    from core.engine.steps.runner import KV_CACHE_DTYPES
 
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     params = SamplingParams(
@@ -109,16 +109,16 @@ def _engine(
     progress: Progress,
 ) -> Engine:
     """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode."""
-    from core.common.cache.store import Store
-    from core.common.passes.switches import PassSwitches
-    from core.common.settings import Settings
-    from core.engine.assets import embedded_model
-    from core.engine.engine import Engine
-    from core.engine.loading import load_model
-    from core.engine.prompts import encode_prompts
-    from core.engine.runner import EngineConfig
-    from core.host import select_device
-    from core.rewriting import device_passes
+    from core.compilation.cache.store import Store
+    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewriting import device_passes
+    from core.engine.models.assets import embedded_model
+    from core.engine.models.loading import load_model
+    from core.engine.serve.engine import Engine
+    from core.engine.serve.prompts import encode_prompts
+    from core.engine.steps.runner import EngineConfig
+    from core.host.selection import select_device
+    from core.settings import Settings
 
     if options["cache"] and Settings.from_environment().cache:
         Store.of_user().keep_kernels()  # before a plugin loads a compiler, which reads this once
@@ -186,7 +186,7 @@ def _generate(engine: Engine, prompts: Sequence[str], params: Any, *, stream: bo
 
 
 def _compare(engine: Engine, completions: Sequence[Completion], oracle: bool | None) -> Comparison:
-    from core.engine.check import compare
+    from core.engine.check.comparison import compare
 
     prompts = [list(c.prompt_token_ids) for c in completions]
     room = engine.max_model_len - max(map(len, prompts))
@@ -223,8 +223,8 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
 
 
 def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, str]]:
-    from core.common.quantization.report import report_of
-    from core.engine.quantized_check import widens
+    from core.engine.check.quantized import widens
+    from core.quantization.report import report_of
 
     model, num_captures = engine.loaded.model, engine.report().num_captures
     eager = "eager" if report_of(model) is None else "the quantised model's own eager"
@@ -250,7 +250,7 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
 
 
 def _quantized_row(engine: Engine) -> list[tuple[str, str]]:
-    from core.common.quantization.report import report_of
+    from core.quantization.report import report_of
 
     report = report_of(engine.loaded.model)
     return [] if report is None else [("quantised", report.summary())]
@@ -297,7 +297,7 @@ def _print_json(engine: Engine, completions: Sequence[Completion], comparison: C
     import torch
 
     from core.cli.output import print_json
-    from core.common.quantization.report import report_of
+    from core.quantization.report import report_of
 
     loaded, quantization = engine.loaded, report_of(engine.loaded.model)
     print_json(

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from core.common.config import Verify
-from core.common.graphs.inputs import BucketTable, InputSpec
 from core.common.ops.declaration import declared_ops
-from core.common.state import model_tensors
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.options import Verify
+from core.compilation.trace.state import model_tensors
 from core.device import Device, Mode
 from core.errors import PluginError, UsageError
 
 if TYPE_CHECKING:
-    from core.common.config import ModeChoice
+    from core.compilation.options import ModeChoice
 
 Examples = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """Input sets per phase, on which passes are verified; each a full set of the declared inputs by name."""

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
-from core.arguments import Examples
-from core.common.config import CompileOptions, Verify
 from core.common.fakes import apply_late
-from core.common.graphs.guards import GuardValues
-from core.common.graphs.inputs import Buckets, BucketTable, InputSpec
-from core.common.graphs.untraced import OutputDims
-from core.common.shared import SharedTrace
+from core.compilation.arguments import Examples
+from core.compilation.capture.guards import GuardValues
+from core.compilation.capture.inputs import Buckets, BucketTable, InputSpec
+from core.compilation.capture.untraced import OutputDims
+from core.compilation.options import CompileOptions, Verify
+from core.compilation.pipeline import Models, Pipeline, Progress
+from core.compilation.program import Program
+from core.compilation.shared_trace import SharedTrace
 from core.device import Device, Mode
 from core.errors import UsageError
-from core.host import select_device
-from core.pipeline import Models, Pipeline, Progress
-from core.program import Program
+from core.host.selection import select_device
 
 if TYPE_CHECKING:
-    from core.common.config import ModeChoice
+    from core.compilation.options import ModeChoice
 
 __all__ = ["Progress", "capture", "compile"]
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.arguments import (
+from core.common.collector import paused
+from core.common.graphs.backend import CallBackend, GraphKey
+from core.compilation.arguments import (
     Examples,
     check_bound,
     check_callable,
@@ -28,31 +30,29 @@ from core.arguments import (
     examples_per_phase,
     models_per_phase,
 )
-from core.caching import ProgramCache
-from core.common.collector import paused
-from core.common.compiles import KernelCount, counting_kernels
-from core.common.config import CompileOptions
-from core.common.graphs.backend import CallBackend, GraphKey
-from core.common.graphs.breaks import modules_of
-from core.common.graphs.buffers import StaticBuffers
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.order import capture_order
-from core.common.graphs.runner import CaptureCost, GraphRunner
-from core.common.graphs.untraced import OutputDims
-from core.common.graphs.watch import Watched, watch_modules
-from core.common.passes.switches import PassSwitches
-from core.common.report import BucketReport, CacheReport, ProgramReport
-from core.common.settings import Settings
-from core.common.shared import SharedTrace
+from core.compilation.cache.program_cache import ProgramCache
+from core.compilation.cache.program_factors import Subject
+from core.compilation.capture.breaks import modules_of
+from core.compilation.capture.buffers import StaticBuffers
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.order import capture_order
+from core.compilation.capture.runner import CaptureCost, GraphRunner
+from core.compilation.capture.untraced import OutputDims
+from core.compilation.capture.watch import Watched, watch_modules
+from core.compilation.compiles import KernelCount, counting_kernels
+from core.compilation.options import CompileOptions
+from core.compilation.phases.traced import TracedPhases
+from core.compilation.phases.untraced import UntracedPhases
+from core.compilation.program import CapturedBucket, Program
+from core.compilation.report import BucketReport, CacheReport, ProgramReport
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter
+from core.compilation.shared_trace import SharedTrace
 from core.device import Device, Mode
 from core.errors import CaptureError, GraphResourcesError, TraceError, one_line
-from core.factors import Subject
-from core.phases import TracedPhases
-from core.program import CapturedBucket, Program
-from core.rewriting import Rewriter
-from core.untraced import UntracedPhases
+from core.settings import Settings
 
-log = logging.getLogger("core.compilation")
+log = logging.getLogger("core.compilation.compile")
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)` while buckets are captured; on the first rank only."""
 Models = Callable[..., Any] | Mapping[str, Callable[..., Any]]

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey, Guards
-from core.common.graphs.buffers import Staging, StaticBuffers, check_mirrors
-from core.common.graphs.host_arguments import step_of_call
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.plan import Cropper, Plan, make_plan
-from core.common.graphs.runner import GraphRunner
-from core.common.report import ProgramReport
-from core.common.traced import OutputTree
+from core.compilation.capture.buffers import Staging, StaticBuffers, check_mirrors
+from core.compilation.capture.host_arguments import step_of_call
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.plan import Cropper, Plan, make_plan
+from core.compilation.capture.runner import GraphRunner
+from core.compilation.report import ProgramReport
+from core.compilation.trace.traced import OutputTree
 from core.device import Device, Mode
 from core.errors import CaptureError, CoreError, UsageError
 
-log = logging.getLogger("core.program")
+log = logging.getLogger("core.compilation.program")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

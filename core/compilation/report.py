@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from core.common.graphs.backend import GraphKey
-    from core.common.ops.lower import OpChoice
-    from core.common.passes.manager import PassReport
+    from core.compilation.lower_ops import OpChoice
+    from core.compilation.rewrite.manager import PassReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from core.common.config import Verify
-from core.common.ops.lower import inline_unimplemented
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass, Stage
-from core.common.passes.manager import Check, PassManager, PassReport
 from core.common.passes.standard import COMMON_PASSES
-from core.common.passes.switches import PassSwitches
-from core.common.stages import later_stages
-from core.common.traced import ConstantSlot, TracedGraph
+from core.compilation.lower_ops import inline_unimplemented
+from core.compilation.options import Verify
+from core.compilation.rewrite.manager import Check, PassManager, PassReport
+from core.compilation.rewrite.stages import later_stages
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.trace.traced import ConstantSlot, TracedGraph
 from core.device import Device
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from core.common.passes.snapshot import Snapshot
+    from core.compilation.rewrite.snapshot import Snapshot
 
 __all__ = ["Rewriter", "Rewritten", "Watcher", "bound_constants", "device_passes"]
 
@@ -145,6 +145,6 @@ class Rewriter:
     def _check(self, examples: Sequence[tuple[Any, ...]], constants: Constants) -> Check | None:
         if self._verify == "off":
             return None
-        from core.common.verification.verify import checker  # only who verifies pays for its import
+        from core.verify.verify import checker  # only who verifies pays for its import
 
         return checker(examples, self._verify, constants)

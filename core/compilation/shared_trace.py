@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from core.common.ops.declaration import declared_ops, find_op
-from core.common.traced import TracedGraph
+from core.compilation.trace.traced import TracedGraph
 from core.errors import UsageError
 
 Literal = bool | int | float

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes.manager import PassReport
 from core.common.passes.sites import MADE_BY, Made, site_name
-from core.common.passes.snapshot import Snapshot
+from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.snapshot import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

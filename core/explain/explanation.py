@@ -13,22 +13,22 @@ import torch
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core._version import __version__
-from core.common.ops.lower import OpChoice, lower_ops
 from core.common.passes.declaration import Stage
-from core.common.passes.manager import PassReport
-from core.common.passes.snapshot import Snapshot
-from core.common.passes.switches import PassSwitches
-from core.common.traced import TracedGraph
+from core.compilation.lower_ops import OpChoice, lower_ops
+from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter, device_passes
+from core.compilation.trace.traced import TracedGraph
 from core.device import Device
 from core.explain.changes import Change, ChangeNotes, made_by, removed_by
 from core.explain.layers import LayerKind, MissGroup, layers_of, miss_groups
 from core.explain.nodes import NodeRecord, input_labels, input_texts, records
-from core.rewriting import Rewriter, device_passes
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from core.engine.graphs import PhaseGraph
+    from core.engine.check.graphs import PhaseGraph
 
 ALL_PASSES = PassSwitches()
 
@@ -201,7 +201,7 @@ def _copy(traced: TracedGraph) -> TracedGraph:
 
 
 class _Watched:
-    """Writes down what happens to a graph; a `core.rewriting.Watcher`."""
+    """Writes down what happens to a graph; a `core.compilation.rewriting.Watcher`."""
 
     def __init__(self, traced: TracedGraph) -> None:
         self.stages: list[StageExplanation] = []

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from core.common.ops.declaration import find_op
 from core.common.passes.effects import value_of
 from core.common.passes.sites import site_name
-from core.common.traced import ConstantSlot, InputSlot, SizeSlot, TracedGraph
+from core.compilation.trace.traced import ConstantSlot, InputSlot, SizeSlot, TracedGraph
 
 # How Dynamo spells a member: `._modules['norm']`, `._parameters['weight']`, `.layers[0]`.
 _MEMBER = re.compile(r"(?:\.?\b_modules|\.?\b_parameters|\.?\b_buffers)?\[(?:'([^']*)'|(\d+))\]")

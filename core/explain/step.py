@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.engine.attention import NotPageable
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.engine.check.graphs import PHASES, phase_graphs
 from core.engine.config import SamplingParams
-from core.engine.graphs import PHASES, phase_graphs
-from core.engine.paged import PagedRunner
-from core.engine.paged_call import PagedCall
-from core.engine.runner import EngineConfig
-from core.engine.sampling import GREEDY_ROW
-from core.engine.sequence import Sequence
-from core.engine.static_cache import CachedPhase
-from core.engine.step import Part, Step, step_tensors
+from core.engine.inspect.attention import NotPageable
+from core.engine.paged.call import PagedCall
+from core.engine.paged.runner import PagedRunner
+from core.engine.static.cache import CachedPhase
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sampling import GREEDY_ROW
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Part, Step, step_tensors
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.device import Device
-    from core.engine.loading import LoadedModel
+    from core.engine.models.loading import LoadedModel
 
 _SMALL = 32  # token ids below this are in every vocabulary
 _ROOM = 2  # tokens behind the context: the one computed, and the one that follows

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from core.common.ops.lower import ORIGINAL_NODES, REFERENCE
-from core.common.passes.manager import PassReport
+from core.compilation.lower_ops import ORIGINAL_NODES, REFERENCE
+from core.compilation.rewrite.manager import PassReport
 from core.explain.layers import LayerKind, compact, layer_kinds
 
 if TYPE_CHECKING:

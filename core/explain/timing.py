@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from core.common.traced import TracedGraph
+from core.compilation.trace.traced import TracedGraph
 from core.explain.moves import Moved, moved
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Literal
 
 from core._version import __version__
-from core.common.settings import Settings, normalize
 from core.device import PluginInfo
+from core.settings import Settings, normalize
 
 PLUGIN_GROUP = "core.plugins"
 PROBE_GROUP = "core.probes"

@@ -1,17 +1,17 @@
-"""Opens one device for `core doctor`: `python -m core._doctor_worker <device>`; a crash stays in this process."""
+"""Opens one device for `core doctor`: `python -m core.host.doctor_worker <device>`; a crash stays in this process."""
 
 from __future__ import annotations
 
 import traceback
 
-from core._worker import serve
+from core.host.workers.channel import serve
 
 
 def answer(device_name: str) -> dict[str, object]:
     """Select the device and describe it, or say what went wrong."""
     from core.cli.output import error_json
     from core.errors import CoreError, DeviceUnavailableError
-    from core.host import select_device
+    from core.host.selection import select_device
 
     try:
         device = select_device(device_name)

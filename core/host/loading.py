@@ -13,10 +13,10 @@ from typing import Any
 import pluggy
 
 from core.device import PluginInfo
-from core.discovery import PLUGIN_GROUP
 from core.errors import CoreError, PluginError, broken_extension
-from core.hook_results import RESULT_CHECKS
 from core.hookspecs import PROJECT, CoreSpec, DeviceContext, OpenContext
+from core.host.checks import RESULT_CHECKS
+from core.host.discovery import PLUGIN_GROUP
 
 logger = logging.getLogger(__name__)
 

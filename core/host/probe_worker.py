@@ -1,11 +1,11 @@
-"""Runs one device probe: `python -m core._probe_worker module:function`. Started by core/probing.py only."""
+"""Runs one device probe: `python -m core.host.probe_worker module:function`. Started by core/host/probing.py only."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 
-from core._worker import import_attribute, serve
+from core.host.workers.channel import import_attribute, serve
 from core.probe import Probe
 
 

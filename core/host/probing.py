@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from core.common.settings import Settings
 from core.device import PluginInfo
-from core.discovery import Discovery, PluginEntry, discover
+from core.host.discovery import Discovery, PluginEntry, discover
+from core.host.workers.pool import WorkerPool, WorkerResult
 from core.probe import Probe
-from core.workers import WorkerPool, WorkerResult
+from core.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def run_probe(info: PluginInfo, timeout_s: float) -> ProbeOutcome:
 
 
 def _launch(pool: WorkerPool, key: str, info: PluginInfo, timeout_s: float) -> None:
-    pool.launch(key, "core._probe_worker", info.probe_entry_point, timeout_s=timeout_s)
+    pool.launch(key, "core.host.probe_worker", info.probe_entry_point, timeout_s=timeout_s)
 
 
 def _status(entry: PluginEntry, result: WorkerResult | None) -> DeviceStatus:

@@ -8,9 +8,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from core.common.settings import Settings
 from core.device import Device, DeviceParts, PluginInfo
-from core.discovery import AUTO, Discovery, PluginEntry, discover
 from core.errors import (
     CoreError,
     DeviceUnavailableError,
@@ -21,8 +19,10 @@ from core.errors import (
     UsageError,
 )
 from core.hookspecs import DeviceContext, OpenContext
-from core.loading import LoadedPlugin, load_plugin
-from core.probing import DeviceScan, DeviceStatus, run_probe
+from core.host.discovery import AUTO, Discovery, PluginEntry, discover
+from core.host.loading import LoadedPlugin, load_plugin
+from core.host.probing import DeviceScan, DeviceStatus, run_probe
+from core.settings import Settings
 
 if TYPE_CHECKING:
     from core.common.conformance import ConformanceProfile

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.common.ops.quantization import RANGES
-from core.common.quantization.experts import HIDDEN, hidden_of
-from core.common.quantization.scheme import ActivationScheme
-from core.common.quantization.targets import is_experts
+from core.common.ops.quantize.symmetric import RANGES
 from core.errors import CoreError, UsageError
+from core.quantization.experts import HIDDEN, hidden_of
+from core.quantization.scheme import ActivationScheme
+from core.quantization.targets import is_experts
 
 Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
 """Arguments of the model: one tensor (token ids), or all by name, or all by position (a list as loaders give it)."""

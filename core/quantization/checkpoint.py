@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.ops.quantization import dequantize
-from core.common.ops.weight_only import WORD_BITS, unpack, unpacked
-from core.common.quantization.calibrate import Range
-from core.common.quantization.config import CheckpointConfig, Group
-from core.common.quantization.experts import QuantizedExperts, check_experts
-from core.common.quantization.layers import QuantizedModule
-from core.common.quantization.make import linear_of
-from core.common.quantization.scheme import QuantizationScheme
-from core.common.quantization.tensors import FLOATS, TensorFiles
-from core.common.quantization.weights import Weight
+from core.common.ops.linear.weight_only import WORD_BITS, unpack, unpacked
+from core.common.ops.quantize.symmetric import dequantize
+from core.quantization.calibrate import Range
+from core.quantization.config import CheckpointConfig, Group
+from core.quantization.experts import QuantizedExperts, check_experts
+from core.quantization.layers import QuantizedModule
+from core.quantization.make import linear_of
+from core.quantization.scheme import QuantizationScheme
+from core.quantization.tensors import FLOATS, TensorFiles
+from core.quantization.weights import Weight
 
 
 def read_weight(files: TensorFiles, name: str, shape: tuple[int, int], group: Group) -> Weight:

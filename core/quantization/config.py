@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from core.common.quantization.scheme import FP8, ActivationScheme, QuantizationScheme, WeightScheme
-from core.common.quantization.targets import matches
 from core.errors import ModelError
+from core.quantization.scheme import FP8, ActivationScheme, QuantizationScheme, WeightScheme
+from core.quantization.targets import matches
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"

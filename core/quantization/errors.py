@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.quantization.calibrate import Range
-from core.common.quantization.layers import QuantizedModule
-from core.common.quantization.make import quantized_layer, weights_of
-from core.common.quantization.scheme import QuantizationScheme
+from core.quantization.calibrate import Range
+from core.quantization.layers import QuantizedModule
+from core.quantization.make import quantized_layer, weights_of
+from core.quantization.scheme import QuantizationScheme
 
 
 class _Sums:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.canonical  # noqa: F401  # declares the ops that the experts call
-from core.common.ops.weight_only import unpacked
-from core.common.quantization.layers import QuantizedModule
-from core.common.quantization.scheme import QuantizationScheme
-from core.common.quantization.weights import Weight, dequantize_weight
+from core.common.ops.linear.weight_only import unpacked
 from core.errors import UsageError
+from core.quantization.layers import QuantizedModule
+from core.quantization.scheme import QuantizationScheme
+from core.quantization.weights import Weight, dequantize_weight
 
 HIDDEN = ".hidden"
 """Behind an experts module's path: the name of what its down projections are given."""

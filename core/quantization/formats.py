@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.common.quantization.config import METHOD
 from core.errors import ModelError
+from core.quantization.config import METHOD
 
 UNREAD = ("gptq", "awq", "bitsandbytes")
 """Formats whose weights are for the kernels of their own libraries, in layouts that are not read here."""

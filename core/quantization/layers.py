@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.canonical  # noqa: F401  # declares the ops that these layers call
-from core.common.ops.weight_only import CODES_PER_WORD, unpacked
-from core.common.quantization.scheme import QuantizationScheme
-from core.common.quantization.weights import dequantize_weight
+from core.common.ops.linear.weight_only import CODES_PER_WORD, unpacked
+from core.quantization.scheme import QuantizationScheme
+from core.quantization.weights import dequantize_weight
 
 
 class QuantizedModule(nn.Module):

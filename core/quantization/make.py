@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.quantization.calibrate import Range
-from core.common.quantization.experts import HIDDEN, QuantizedExperts, check_experts
-from core.common.quantization.layers import QuantizedLinear, QuantizedModule, WeightOnlyLinear
-from core.common.quantization.scheme import QuantizationScheme
-from core.common.quantization.targets import is_experts
-from core.common.quantization.weights import Weight, check_weight, pack, quantize_weight
+from core.quantization.calibrate import Range
+from core.quantization.experts import HIDDEN, QuantizedExperts, check_experts
+from core.quantization.layers import QuantizedLinear, QuantizedModule, WeightOnlyLinear
+from core.quantization.scheme import QuantizationScheme
+from core.quantization.targets import is_experts
+from core.quantization.weights import Weight, check_weight, pack, quantize_weight
 
 
 def check_layers(layers: Mapping[str, nn.Module], scheme: QuantizationScheme) -> None:

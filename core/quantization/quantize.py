@@ -8,14 +8,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from core.common.quantization.calibrate import Batch, Range, RangeObserver, batches_of, run_batches
-from core.common.quantization.errors import OutputErrors, weight_error
-from core.common.quantization.layers import QuantizedModule, share_input_scales
-from core.common.quantization.make import check_layers, quantized_layer
-from core.common.quantization.report import LayerReport, QuantizationReport
-from core.common.quantization.scheme import QuantizationScheme, find_scheme
-from core.common.quantization.targets import check_not_quantized, find_targets
 from core.errors import UsageError
+from core.quantization.calibrate import Batch, Range, RangeObserver, batches_of, run_batches
+from core.quantization.errors import OutputErrors, weight_error
+from core.quantization.layers import QuantizedModule, share_input_scales
+from core.quantization.make import check_layers, quantized_layer
+from core.quantization.report import LayerReport, QuantizationReport
+from core.quantization.scheme import QuantizationScheme, find_scheme
+from core.quantization.targets import check_not_quantized, find_targets
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[str, int, int], None]

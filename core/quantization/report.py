@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from core.common.quantization.targets import Ignored
+from core.quantization.targets import Ignored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.quantization.config import make_config
-from core.common.quantization.experts import QuantizedExperts
-from core.common.quantization.layers import QuantizedLinear, QuantizedModule, WeightOnlyLinear
-from core.common.quantization.report import report_of
-from core.common.quantization.scheme import FP8, QuantizationScheme
-from core.common.quantization.targets import is_experts, is_router
-from core.common.quantization.tensors import CACHE_SCALE_NAMES
-from core.common.quantization.weights import Weight, pack
 from core.errors import UsageError
+from core.quantization.config import make_config
+from core.quantization.experts import QuantizedExperts
+from core.quantization.layers import QuantizedLinear, QuantizedModule, WeightOnlyLinear
+from core.quantization.report import report_of
+from core.quantization.scheme import FP8, QuantizationScheme
+from core.quantization.targets import is_experts, is_router
+from core.quantization.tensors import CACHE_SCALE_NAMES
+from core.quantization.weights import Weight, pack
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:

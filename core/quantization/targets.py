@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from core.common.quantization.layers import QuantizedModule
 from core.errors import UsageError
+from core.quantization.layers import QuantizedModule
 
 DEFAULT_IGNORE = ("re:.*lm_head$", r"re:(.*\.)?(\w*router\w*|gate|\w*_gate)(\..*)?$")
 """Output head and routers: small, and every later layer depends on what they choose."""

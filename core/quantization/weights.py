@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.common.ops.quantization import dequantize
-from core.common.ops.weight_only import WORD_BITS
-from core.common.quantization.scheme import FP8, WeightScheme
+from core.common.ops.linear.weight_only import WORD_BITS
+from core.common.ops.quantize.symmetric import dequantize
 from core.errors import UsageError
+from core.quantization.scheme import FP8, WeightScheme
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

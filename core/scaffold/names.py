@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from core._version import __version__
-from core.common.settings import normalize
-from core.discovery import HOST_DISTRIBUTION, Discovery, name_defect
 from core.errors import UsageError
+from core.host.discovery import HOST_DISTRIBUTION, Discovery, name_defect
+from core.settings import normalize
 
 MAX_NAME, MAX_PACKAGE, MAX_VENDOR = 24, 32, 60
 # The package's name is also the namespace of its ops, and these are torch's.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import MIN_ELEMENTS, judge
-from core.common.verification.codes import are_codes, judge_codes
-from core.common.verification.execution import error_line
+from core.verify.codes import are_codes, judge_codes
+from core.verify.execution import error_line
 
 _INF = float("inf")
 

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from core.common.passes.effects import value_of
 from core.common.passes.sites import MADE_BY, site_name
 from core.common.passes.writes import find_writes
-from core.common.verification.compare import compare
-from core.common.verification.execution import Copies, run_graph
+from core.verify.compare import compare
+from core.verify.execution import Copies, run_graph
 
 MAX_BYTES = 2**30
 """What the values of one round may take; a graph with larger ones is run several times."""

@@ -14,7 +14,8 @@ import torch
 
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
-from core.common.verification.spoils import (
+from core.errors import UsageError
+from core.verify.spoils import (
     NO_CHANGE,
     OTHER_KIND,
     Mistake,
@@ -35,7 +36,6 @@ from core.common.verification.spoils import (
     write_into_copy,
     zero,
 )
-from core.errors import UsageError
 
 __all__ = ["MISTAKES", "NO_CHANGE", "Mistake", "Spoil", "argument", "mistakes", "planted", "spoiled", "swapped"]
 
@@ -218,7 +218,7 @@ MISTAKES: tuple[Mistake, ...] = (
         made=False,
     ),
 )
-"""All planted mistakes; tests/common/verification/test_planted.py owes each in-tree pass at least one."""
+"""All planted mistakes; tests/verify/test_planted.py owes each in-tree pass at least one."""
 
 
 def mistakes() -> tuple[Mistake, ...]:

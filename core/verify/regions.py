@@ -15,7 +15,7 @@ from torch import fx
 
 from core.common.passes.sites import MADE_BY
 from core.common.passes.writes import find_writes
-from core.common.verification.execution import Copies, Run, run_graph
+from core.verify.execution import Copies, Run, run_graph
 
 __all__ = ["Feed", "Region", "Run", "find_regions", "run_graph"]
 

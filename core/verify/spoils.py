@@ -1,6 +1,6 @@
 """How planted mistakes spoil what a pass did: an argument changed, two swapped, a write lost, a value mistaken.
 
-core/common/verification/planted.py lists the mistakes themselves.
+core/verify/planted.py lists the mistakes themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.effects import written_args
-from core.common.passes.mechanisms import apply_pass
 from core.common.passes.sites import MADE_BY, site_name
+from core.compilation.rewrite.mechanisms import apply_pass
 
 NO_CHANGE = object()
 Spoil = Callable[[fx.Node], bool]

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from core.common.passes.sites import MADE_BY
-from core.common.verification.codes import codes_among, outputs_among, quantisations
-from core.common.verification.compare import Comparison
-from core.common.verification.divergence import first_divergence
-from core.common.verification.execution import Place, Run, bind, error_line, run_graph, widened
-from core.common.verification.regions import Feed, Region, find_regions
 from core.errors import PassError
+from core.verify.codes import codes_among, outputs_among, quantisations
+from core.verify.compare import Comparison
+from core.verify.divergence import first_divergence
+from core.verify.execution import Place, Run, bind, error_line, run_graph, widened
+from core.verify.regions import Feed, Region, find_regions
 
 if TYPE_CHECKING:
-    from core.common.config import Verify
     from core.common.passes.constants import Constants
-    from core.common.passes.manager import PassReport
+    from core.compilation.options import Verify
+    from core.compilation.rewrite.manager import PassReport
 
 log = logging.getLogger("core.passes")
 

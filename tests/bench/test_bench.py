@@ -23,8 +23,8 @@ from core.bench.rates import Rates
 from core.bench.rounds import measure
 from core.bench.start import measure_start
 from core.bench.text import renderables, start_lines
-from core.engine.engine import Engine
-from core.engine.loading import LoadedModel
+from core.engine.models.loading import LoadedModel
+from core.engine.serve.engine import Engine
 from core.errors import ModelError, UsageError
 from tests.recording import acme
 from tests.support import cpu, refused

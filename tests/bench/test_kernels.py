@@ -14,12 +14,12 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 import core.common.ops.canonical  # noqa: F401  # declares the ops that are called by name here
 from core.bench import rates
+from core.bench.kernel_text import tables
+from core.bench.kernels import KernelProfile, NodeTime, group_layers, profile_phase
 from core.bench.model import open_model
 from core.bench.rates import Rates
 from core.cli import main
 from core.errors import UsageError
-from core.explain.kernel_text import tables
-from core.explain.kernels import KernelProfile, NodeTime, group_layers, profile_phase
 from core.explain.layers import OUTSIDE
 from core.explain.moves import moved
 from core.explain.timing import DEVICE, HOST, KernelTime, by_node

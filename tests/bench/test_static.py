@@ -16,7 +16,7 @@ from core.bench.cells import Cell, Record
 from core.bench.presets import PRESETS, random_model
 from core.bench.rounds import measure
 from core.bench.static import SharedCache, StaticSubject, forward, rewind, sharing_copy
-from core.engine.static_cache import static_cache
+from core.engine.static.cache import static_cache
 from core.errors import ModelError
 from tests.support import cpu, refused
 

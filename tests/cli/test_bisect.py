@@ -16,11 +16,11 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 import core
 from core.cli import main
 from core.common.passes.declaration import Pass, PassResult
-from core.common.passes.snapshot import Snapshot
-from core.common.verification.planted import mistakes, planted
+from core.compilation.rewrite.snapshot import Snapshot
 from core.device import Device
-from core.engine.graphs import PhaseGraph, engine_graphs
-from core.engine.loading import LoadedModel
+from core.engine.check.graphs import PhaseGraph, engine_graphs
+from core.engine.models.loading import LoadedModel
+from core.verify.planted import mistakes, planted
 
 COMMON = ("bisect", "llama", "--device", "cpu", "--phase", "decode", "--lowering", "inline", "--dtype", "float32")
 TWO = ("--only-pass", "lift_rms_norm", "--only-pass", "fuse_add_rms_norm")
@@ -47,7 +47,7 @@ def _traced_once() -> Iterator[None]:
                 for graph, module in zip(kept[key], modules, strict=True)
             )
 
-        patch.setattr("core.engine.graphs.engine_graphs", remembered)
+        patch.setattr("core.engine.check.graphs.engine_graphs", remembered)
         yield
 
 
@@ -62,7 +62,7 @@ def test_the_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) 
     steps = document.pop("steps")
     assert code == 0 and document.pop("headline").startswith("within the criterion: ")
     assert document == {
-        "schema": "core.bisect/1",
+        "schema": "core.verify.bisect/1",
         "core": core.__version__,
         "device": "cpu",
         "plugin": f"core {core.__version__}",

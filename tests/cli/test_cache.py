@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from core.cli import main, output
-from core.common.cache.store import Store, key_of
+from core.compilation.cache.store import Store, key_of
 
 VALUES = {
     "a": "1",
     "w": "Parameter bfloat16[1024, 512] on acme:1",
     "v": "Parameter bfloat16[512] on acme:1, in the memory of w",
     "at.key_cache": "Tensor float8_e4m3fn[64, 16] on acme:1",
-    "at.scheme": "core.common.quantization.scheme:QuantizationScheme",
+    "at.scheme": "core.quantization.scheme:QuantizationScheme",
     "at.scheme.name": "'w4a16-g32'",
 }
 FACTORS = {

@@ -125,7 +125,7 @@ def test_an_internal_error_is_one_line_and_exit_code_1(
     def fail(_: object) -> None:
         raise RuntimeError("some\ndefect")
 
-    monkeypatch.setattr("core.probing.DeviceScan", fail)
+    monkeypatch.setattr("core.host.probing.DeviceScan", fail)
     assert main(["devices"]) == 1
     assert capsys.readouterr().err == "internal error: RuntimeError: some defect; run with --debug for the traceback\n"
     assert run_json(capsys, "devices", "--json")["error"]["type"] == "InternalError"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from core import fake_checks
 from core.cli import main
 from core.cli.fakes import fake_json, op_json
 from core.common.fakes import FakeOp, FakeResult, nothing
-from core.fake_checks import LibraryCheck, Lie, OpCheck
+from core.verify.fakes import checks as fake_checks
+from core.verify.fakes.checks import LibraryCheck, Lie, OpCheck
 
 TRUE = OpCheck(op="lib::a", schema="lib::a() -> ()", verdict="agrees", declared=True, calls=1)
 LYING = OpCheck(

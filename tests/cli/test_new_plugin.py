@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from core.cli import main
-from core.common.settings import Settings
-from core.discovery import discover
 from core.errors import UsageError
 from core.hookspecs import CoreSpec
+from core.host.discovery import discover
 from core.scaffold.names import MAX_NAME, MAX_PACKAGE, MAX_VENDOR, Names, choose_names, range_of
 from core.scaffold.writing import FILES, render, write
-from core_conformance.expectations import Expectations
+from core.settings import Settings
+from core_conformance.rules.expectations import Expectations
 from tests.conftest import InstallVendor
 from tests.support import refused
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from core.cli import main
-from core.common.passes.manager import PassManager
 from core.common.passes.standard import COMMON_PASSES
-from core.host import select_device
+from core.compilation.rewrite.manager import PassManager
+from core.host.selection import select_device
 
 InstallVendor = Callable[..., Any]
 ON_REQUEST = ("sequence_parallel",)

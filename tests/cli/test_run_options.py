@@ -19,7 +19,7 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the model was loaded")
 
     # What both loading and building begin with, looked up at each call: no other module keeps the replacement.
-    monkeypatch.setattr("core.engine.loading._check_dtype", load)
+    monkeypatch.setattr("core.engine.models.loading._check_dtype", load)
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from core.common.distributed import initialize
 from core.common.numerics import judge
 from core.common.ops.canonical import OPS
-from core.common.ops.collective import ALL_GATHER, LOCAL_SHARD, REDUCE_SCATTER
+from core.common.ops.collective.collectives import ALL_GATHER, LOCAL_SHARD, REDUCE_SCATTER
 from core.common.ops.declaration import CanonicalOp, declared_ops
-from core.common.passes.snapshot import Snapshot
-from core.common.verification.execution import run_graph
+from core.compilation.rewrite.snapshot import Snapshot
+from core.engine.models.distributed import initialize
+from core.verify.execution import run_graph
 from tests.common.passes.collective import layers
 from tests.common.passes.collective.layers import SIZE, Sharded, rewritten, traced
 from tests.common.passes.collective.test_norm import Ending, PostNorm

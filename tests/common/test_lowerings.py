@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
 from core.common.lowerings import INLINE_AND_INDUCTOR, inductor, inline, specialize
-from core.common.tracing import TracedGraph, trace
+from core.compilation.trace.tracing import TracedGraph, trace
 from core.errors import LoweringError, UsageError
 from tests.support import Block, refused
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import core
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.watch import CompileWatch
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.watch import CompileWatch
+from core.compilation.program import Program
 from core.errors import UsageError
-from core.program import Program
 from tests.recording import acme
 from tests.support import refused
 

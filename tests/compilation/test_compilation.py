@@ -1,4 +1,4 @@
-"""core/compile.py: options, passes, op implementations, failures, and what is told while it runs."""
+"""core/compilation/compile.py: options, passes, op implementations, failures, and what is told while it runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from core import InputSpec, Program
 from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
 from core.common.lowering import Lowerings
 from core.common.lowerings import inline
-from core.common.ops.attention import ATTENTION, reference
+from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.common.tracing import trace
+from core.compilation.trace.tracing import trace
 from core.errors import CaptureError, DeviceUnavailableError, LoweringError, TraceError, UsageError
 from tests.support import cpu, refused
 
@@ -181,7 +181,7 @@ def test_the_collector_rests_from_the_first_trace_to_the_last_capture(monkeypatc
         enabled.append(gc.isenabled())
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr("core.phases.trace", watched)
+    monkeypatch.setattr("core.compilation.phases.traced.trace", watched)
     compiled().close()
     assert enabled and not any(enabled) and gc.isenabled()
     with refused(TraceError, "as one graph"):

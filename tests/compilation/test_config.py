@@ -1,4 +1,4 @@
-"""core/common/config.py: options are parsed once and refused where a device lacks them."""
+"""core/compilation/options.py: options are parsed once and refused where a device lacks them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.common.config import CompileOptions
+from core.compilation.options import CompileOptions
 from core.device import Mode
 from core.errors import UsageError
 from tests.support import refused

@@ -1,4 +1,4 @@
-"""core/common/ops/lower.py: which implementation a canonical op gets, and why not another."""
+"""core/compilation/lower_ops.py: which implementation a canonical op gets, and why not another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 import core.common.ops.canonical  # noqa: F401  # declares rms_norm
-from core.common.ops.attention import ATTENTION, reference
+from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.common.ops.lower import OpChoice, lower_ops
+from core.compilation.lower_ops import OpChoice, lower_ops
 from core.errors import LoweringError
 from tests.support import refused
 

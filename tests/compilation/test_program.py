@@ -1,4 +1,4 @@
-"""core/program.py: what a compiled model does with its inputs, its padding and its outputs."""
+"""core/compilation/program.py: what a compiled model does with its inputs, its padding and its outputs."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_padding_across_a_branch_on_the_size_is_refused() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.program.MAX_PLANS", 3)
+    monkeypatch.setattr("core.compilation.program.MAX_PLANS", 3)
     program = compiled(lambda x: x * 2, [8])
     for n in range(2, 9):
         assert torch.equal(program(x=rows(n)), rows(n) * 2)

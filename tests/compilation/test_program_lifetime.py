@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from tests.test_program import compiled, double, rows
+from tests.compilation.test_program import compiled, double, rows
 
 
 def test_an_output_that_is_an_input_in_disguise_survives_another_bucket() -> None:

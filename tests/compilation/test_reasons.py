@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 import core
 from core import InputSpec, Program
 from core.common.graphs.backend import CallBackend, GraphKey
-from core.common.graphs.runner import GraphRunner
 from core.common.lowerings import INLINE_AND_INDUCTOR
-from core.common.verification.execution import error_line, run_graph
+from core.compilation.capture.runner import GraphRunner
 from core.errors import CaptureError, LoweringError, one_line
+from core.verify.execution import error_line, run_graph
 from tests.recording import acme
 from tests.support import cpu
 

@@ -1,4 +1,4 @@
-"""core/common/report.py: one account for terminals and for machines."""
+"""core/compilation/report.py: one account for terminals and for machines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 from core.common.graphs.backend import GraphKey
-from core.common.ops.lower import OpChoice
 from core.common.passes.declaration import NearMiss
-from core.common.passes.manager import PassReport
-from core.common.report import BucketReport, ProgramReport, TraceReport
+from core.compilation.lower_ops import OpChoice
+from core.compilation.report import BucketReport, ProgramReport, TraceReport
+from core.compilation.rewrite.manager import PassReport
 
 KEYS = (GraphKey("decode", (8, 4)), GraphKey("decode", (2, 4)))
 PASS = PassReport(

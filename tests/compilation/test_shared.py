@@ -1,4 +1,6 @@
-"""core/common/shared.py: one trace for phases that differ in one argument of one op, and when it is none for them."""
+"""core/compilation/shared_trace.py: one trace for phases that differ in one argument of one op, and when it is none
+for them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from torch import Tensor
 import core
 from core import InputSpec, Program
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.runner import GraphRunner
-from core.common.shared import SharedTrace, copy_graph
-from core.common.tracing import trace
+from core.compilation.capture.runner import GraphRunner
+from core.compilation.shared_trace import SharedTrace, copy_graph
+from core.compilation.trace.tracing import trace
 from core.errors import CaptureError, TraceError, UsageError
 from tests.recording import acme
 from tests.support import cpu, refused

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 import core
 from core import InputSpec, Program
-from core.common.cache.reports import decode_report, encode_report
-from core.common.passes.manager import PassReport
+from core.compilation.cache.reports import decode_report, encode_report
+from core.compilation.rewrite.manager import PassReport
 from core.errors import PassError
 from tests.support import cpu, refused, rewrite
 

@@ -7,8 +7,8 @@ import pytest
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases import passes as area
-from core_conformance.cases.pass_runs import CORPUS
+from core_conformance.cases.passes import collect as area
+from core_conformance.cases.passes.runs import CORPUS
 from tests.conformance.support import run_case
 
 KINDS = ("fires", "float32", "bfloat16", "float16", "near-miss", "identity")

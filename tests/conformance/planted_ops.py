@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.activation import GATED_ACTIVATION
-from core.common.ops.attention import ATTENTION, reference
-from core.common.ops.dense_attention import DENSE_ATTENTION
-from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE, moe_route
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM, add_rms_norm, rms_norm
-from core.common.ops.quantization import QUANTIZE, quantize
-from core.common.ops.rotary import ROTARY, rotary
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.attention.dense import DENSE_ATTENTION
+from core.common.ops.attention.paged import ATTENTION, reference
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
+from core.common.ops.mlp.activation import GATED_ACTIVATION
+from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE, moe_route
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM, add_rms_norm, rms_norm
+from core.common.ops.quantize.symmetric import QUANTIZE, quantize
+from core.common.ops.rotary.rotation import ROTARY, rotary
 
 Function = Callable[..., Any]
 

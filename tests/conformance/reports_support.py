@@ -7,8 +7,8 @@ import random
 
 from core.device import PluginInfo
 from core_conformance.case import AREAS, MAX_LEVEL, Measurement, Outcome, Status
-from core_conformance.levels import reached
-from core_conformance.report import Environment, Report
+from core_conformance.report.report import Environment, Report
+from core_conformance.rules.levels import reached
 
 PLUGIN = PluginInfo(
     device="acme",

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.normalization_quantized import RMS_NORM_QUANTIZE, add_rms_norm_quantize, rms_norm_quantize
-from core.common.ops.quantization import quantize
-from core_conformance.cases import ops
-from core_conformance.codes import judge_coded
-from core_conformance.judging import Judged, by_t1
+from core.common.ops.norm.quantized import RMS_NORM_QUANTIZE, add_rms_norm_quantize, rms_norm_quantize
+from core.common.ops.quantize.symmetric import quantize
+from core_conformance.cases.ops import collect as ops
+from core_conformance.rules.codes import judge_coded
+from core_conformance.rules.judging import Judged, by_t1
 from core_conformance.trial import Trial
 from tests.conformance.planted_ops import norm_by_division, quantize_by_reciprocal, quantize_truncates
 from tests.support import cpu

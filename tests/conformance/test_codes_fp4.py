@@ -10,8 +10,8 @@ from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.quantize_fp4 import quantize_fp4
-from core_conformance.cases import ops
+from core.common.ops.quantize.fp4 import quantize_fp4
+from core_conformance.cases.ops import collect as ops
 from core_conformance.trial import Trial
 from tests.support import cpu
 

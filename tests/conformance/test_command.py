@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from core.cli import main
-from core_conformance.protocol import SuiteModules
-from core_conformance.running import Options
+from core_conformance.runner.protocol import SuiteModules
+from core_conformance.runner.session import Options
 from tests.conformance.suites import write_suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,9 +52,9 @@ COMMAND = "import sys; from core.cli import main; sys.exit(main(sys.argv[1:]))"
 OTHER_SUITE = """
 import sys
 from functools import partial
-import core_conformance.running as running
+import core_conformance.runner.session as running
 from core.cli import main
-from core_conformance.protocol import SuiteModules
+from core_conformance.runner.protocol import SuiteModules
 name = sys.argv[1]
 running.Options = partial(running.Options, suite=SuiteModules(host=name, collectors=(name,)))
 sys.exit(main(sys.argv[2:]))
@@ -77,7 +77,7 @@ def suite(folder: Path) -> Iterator[SuiteModules]:
 
 @pytest.fixture(autouse=True)
 def _suite_of_the_command(suite: SuiteModules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core_conformance.running.Options", partial(Options, suite=suite))
+    monkeypatch.setattr("core_conformance.runner.session.Options", partial(Options, suite=suite))
 
 
 def chosen(*ids: str) -> list[str]:
@@ -138,7 +138,7 @@ def test_expected_failures_excuse_a_level_and_nothing_else(
     assert main([*RUN, *known]) == 1, "a skip is in the way of the level as well"
     assert "1 xfail" in capsys.readouterr().out
     other = write_suite(tmp_path, monkeypatch, SOURCE.replace('yield case("models/skips", skips)', "pass"))
-    monkeypatch.setattr("core_conformance.running.Options", partial(Options, suite=other))
+    monkeypatch.setattr("core_conformance.runner.session.Options", partial(Options, suite=other))
     assert main([*RUN, *known]) == 0
     assert "LEVEL 2 OF 3" in capsys.readouterr().out
     assert main([*chosen("models/fails", "models/a"), *known]) == 0

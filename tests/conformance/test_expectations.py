@@ -11,9 +11,9 @@ import pytest
 from core.device import PluginInfo
 from core.errors import UsageError
 from core_conformance.case import Outcome, Status
-from core_conformance.expectations import Expectation, Expectations
-from core_conformance.protocol import CaseInfo, Collected
-from core_conformance.selection import Rules
+from core_conformance.rules.expectations import Expectation, Expectations
+from core_conformance.runner.protocol import CaseInfo, Collected
+from core_conformance.runner.selection import Rules
 from tests.support import refused
 
 GOOD = """

@@ -16,7 +16,7 @@ from core.common.fakes import FakeOp, FakeResult, half_last
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import Sample
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.normalization import RMS_NORM
+from core.common.ops.norm.norms import RMS_NORM
 from core.device import Device
 from core_conformance.case import Case
 from core_conformance.cases.fakes import collect

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from core_acme.faults import FAULTS, VARIABLE
 
-from core.host import conformance_profile, select_device
-from core_conformance.suite import collect
+from core.host.selection import conformance_profile, select_device
+from core_conformance.runner.suite import collect
 from tests.conformance.support import run_case
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
 from core.common.graphs.backend import Callback, GraphKey
-from core.common.ops.attention import reference as attention
+from core.common.ops.attention.paged import reference as attention
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpCall, OpImplementation, always
-from core.common.ops.normalization import rms_norm
-from core.common.ops.rotary import rotary
+from core.common.ops.norm.norms import rms_norm
+from core.common.ops.rotary.rotation import rotary
 from core.device import Device
-from core_conformance.cases import fuzz_calls, fuzz_ops
+from core_conformance.cases.calls import fuzz as fuzz_calls
+from core_conformance.cases.ops import fuzz as fuzz_ops
 from core_conformance.fuzzing import CALLS, running
 from core_conformance.fuzzing.running import described, pass_over, run_examples
 from core_conformance.fuzzing.source import LAYOUTS, Source, arranged

@@ -10,13 +10,15 @@ import torch
 from core_acme.host_arguments import window_sum
 
 from core.common.conformance import ConformanceProfile, HostArgumentExample
-from core.common.graphs import plan
 from core.common.graphs.backend import CallBackend, GraphKey
+from core.compilation.capture import plan
 from core.device import Device, MemoryInfo
-from core.host import select_device
+from core.host.selection import select_device
 from core_conformance.case import Case
-from core_conformance.cases import calls, graph_memory, graphs
-from core_conformance.cases.graph_promises import GRAPHS, MODES
+from core_conformance.cases.calls import collect as calls
+from core_conformance.cases.graphs import collect as graphs
+from core_conformance.cases.graphs import memory as graph_memory
+from core_conformance.cases.graphs.promises import GRAPHS, MODES
 from tests.conformance import faulty_backends as faulty
 from tests.conformance.support import run_case
 from tests.recording import acme

@@ -18,9 +18,10 @@ from torch import Tensor
 from core.common.conformance import ConformanceProfile
 from core.common.graphs.backend import CallBackend, GraphKey
 from core.device import Device
-from core.host import select_device
+from core.host.selection import select_device
 from core_conformance.case import Case
-from core_conformance.cases import graph_many, graphs
+from core_conformance.cases.graphs import collect as graphs
+from core_conformance.cases.graphs import many as graph_many
 from core_conformance.trial import Trial
 from tests.conformance.support import run_case
 from tests.recording import acme

@@ -12,12 +12,13 @@ import torch
 
 from core.common.conformance import ConformanceProfile
 from core.device import Device, MemoryInfo
-from core.host import conformance_profile, select_device
-from core.workers import WorkerResult
-from core_conformance import suite
+from core.host.selection import conformance_profile, select_device
+from core.host.workers.pool import WorkerResult
 from core_conformance.case import Case
-from core_conformance.cases import host, host_device
-from core_conformance.isolation import TorchState
+from core_conformance.cases.host import cases as host
+from core_conformance.cases.host import device as host_device
+from core_conformance.runner import suite
+from core_conformance.runner.isolation import TorchState
 from core_conformance.trial import NotSupported, Skip, Trial
 
 InstallVendor = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core_conformance.isolation import TorchState, seed_all
+from core_conformance.runner.isolation import TorchState, seed_all
 
 KEPT: list[object] = []
 

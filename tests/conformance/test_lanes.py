@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 
 from core.errors import DeviceUnavailableError
-from core_conformance import lanes
 from core_conformance.case import Outcome
-from core_conformance.lanes import WORKER, ProcessLane
-from core_conformance.protocol import CaseInfo, WorkerOptions
-from core_conformance.running import Options, run
-from core_conformance.scheduling import run_all
+from core_conformance.runner import lanes
+from core_conformance.runner.lanes import WORKER, ProcessLane
+from core_conformance.runner.protocol import CaseInfo, WorkerOptions
+from core_conformance.runner.scheduling import run_all
+from core_conformance.runner.session import Options, run
+from tests.host.test_probing import is_running
 from tests.support import break_torch
-from tests.test_probing import is_running
 
-# Answers as core_conformance.lane_worker does, without torch. What opening and each case do is code in the device's
-# name and in the case's id; `starts` is how many processes there were before.
+# Answers as core_conformance.runner.lane_worker does, without torch. What opening and each case do is code in the
+# device's # name and in the case's id; `starts` is how many processes there were before.
 LIGHT = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from core._worker import serve_requests
+from core.host.workers.channel import serve_requests
 from core_conformance.case import Outcome
-from core_conformance.protocol import CaseInfo, Collected, WorkerOptions
+from core_conformance.runner.protocol import CaseInfo, Collected, WorkerOptions
 
 options = WorkerOptions.from_argument(sys.argv[1])
 mark = Path(__file__).with_suffix(".starts")

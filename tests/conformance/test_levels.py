@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from core_conformance.case import AREAS, MAX_LEVEL, STATUSES, Outcome, Status
-from core_conformance.expectations import Expectations
-from core_conformance.levels import reached
-from core_conformance.protocol import CaseInfo, Collected
-from core_conformance.selection import Rules
+from core_conformance.rules.expectations import Expectations
+from core_conformance.rules.levels import reached
+from core_conformance.runner.protocol import CaseInfo, Collected
+from core_conformance.runner.selection import Rules
 
 ALL = [Outcome(id=f"{area}/one", status="pass") for area, (level, _) in AREAS.items() if level <= MAX_LEVEL]
 

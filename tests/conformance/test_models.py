@@ -14,14 +14,16 @@ from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
 from core.common.graphs.backend import GraphKey
-from core.common.ops.attention import reference
+from core.common.ops.attention.paged import reference
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
-from core.engine.runner import EngineConfig
-from core.host import select_device
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
 from core_conformance.case import Case
-from core_conformance.cases import model_promises, model_runs, models
-from core_conformance.cases.model_zoo import SUBJECTS, Subject
+from core_conformance.cases.models import collect as models
+from core_conformance.cases.models import promises as model_promises
+from core_conformance.cases.models import runs as model_runs
+from core_conformance.cases.models.zoo import SUBJECTS, Subject
 from core_conformance.trial import Skip, Trial
 from tests.conformance.support import run_case
 from tests.recording import acme

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_conformance.divergence import divergences, judge_divergence, rounding_bound, token_slip
+from core_conformance.rules.divergence import divergences, judge_divergence, rounding_bound, token_slip
 
 VOCAB, ROWS, SIZE = 160, 48, 64
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
-from core.common.fakes.memory import overlap
 from core.common.numerics import judge
 from core.common.ops.arguments import Draw
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import Condition, OpCall, OpImplementation, always
-from core.common.ops.normalization import RMS_NORM
+from core.common.ops.norm.norms import RMS_NORM
 from core.device import Device
-from core_conformance import opcalls
-from core_conformance.cases import ops
-from core_conformance.judging import by_t2
-from core_conformance.large import LARGE, NON_FINITE
+from core.verify.fakes.memory import overlap
+from core_conformance.cases.ops import collect as ops
+from core_conformance.inputs import opcalls
+from core_conformance.inputs.large import LARGE, NON_FINITE
+from core_conformance.rules.judging import by_t2
 from core_conformance.trial import NotSupported, Trial
 from tests.conformance import planted_ops
 from tests.conformance.planted_ops import LEGITIMATE, WRONG

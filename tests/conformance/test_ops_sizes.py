@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
-from core.common.ops.activation import gated_activation
 from core.common.ops.arguments import Draw
-from core.common.ops.attention import ATTENTION, reference
+from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.moe import grouped_mlp, moe_route
-from core.common.ops.normalization import rms_norm
-from core.common.ops.rotary import rotary
-from core_conformance.cases import ops
-from core_conformance.large_sizes import SIZES
+from core.common.ops.mlp.activation import gated_activation
+from core.common.ops.moe.experts import grouped_mlp, moe_route
+from core.common.ops.norm.norms import rms_norm
+from core.common.ops.rotary.rotation import rotary
+from core_conformance.cases.ops import collect as ops
+from core_conformance.inputs.large_sizes import SIZES
 from core_conformance.trial import Trial
 from tests.support import cpu
 

@@ -1,4 +1,4 @@
-"""conformance/core_conformance/cases/pass_examples.py: where the models come from in which a pass has to match."""
+"""conformance/core_conformance/cases/passes/examples.py: where the models come from in which a pass has to match."""
 
 from __future__ import annotations
 

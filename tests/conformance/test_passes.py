@@ -1,4 +1,6 @@
-"""conformance/core_conformance/cases/passes.py: right passes get through, wrong ones fail in the case for that."""
+"""conformance/core_conformance/cases/passes/collect.py: right passes get through, wrong ones fail in the case for
+that.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,17 @@ from collections.abc import Callable
 
 import pytest
 
-import core.rewriting
-from core.bisect.bisection import injected
+import core.compilation.rewriting
 from core.common.conformance import ConformanceProfile
 from core.common.ops.declaration import declared_ops
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.declaration import Pass, PassResult
 from core.common.passes.standard import COMMON_PASSES
-from core.common.verification.planted import planted
 from core.device import Device
-from core_conformance.cases import passes as area
-from core_conformance.cases.pass_runs import CORPUS
+from core.verify.bisect.bisection import injected
+from core.verify.planted import planted
+from core_conformance.cases.passes import collect as area
+from core_conformance.cases.passes.runs import CORPUS
 from tests.conformance import wrong_passes as wrong
 from tests.conformance.pass_support import KINDS, cases, failures, keep, of
 from tests.support import cpu
@@ -133,7 +135,7 @@ def test_programs_with_a_wrong_pass_fail() -> None:
 
 def test_a_tiny_model_with_a_wrong_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    monkeypatch.setattr(core.rewriting, "COMMON_PASSES", injected(COMMON_PASSES, planted("norm-eps")))
+    monkeypatch.setattr(core.compilation.rewriting, "COMMON_PASSES", injected(COMMON_PASSES, planted("norm-eps")))
     (found,) = failures(cpu(), "passes/models/llama").values()
     assert any("pass lift_rms_norm: at model.layers." in reason for reason in found)
 
@@ -168,7 +170,7 @@ def test_a_broken_promise_fails() -> None:
 def test_a_planted_mistake_of_a_common_pass_fails(name: str, sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(monkeypatch, sample)
     mistaken = planted(name)
-    monkeypatch.setattr(core.rewriting, "COMMON_PASSES", injected(COMMON_PASSES, mistaken))
+    monkeypatch.setattr(core.compilation.rewriting, "COMMON_PASSES", injected(COMMON_PASSES, mistaken))
     assert set(of(cpu(), mistaken.name, "float32")) == {"float32"}
 
 

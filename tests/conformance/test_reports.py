@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from core.errors import UsageError
-from core.host import select_device
+from core.host.selection import select_device
 from core_conformance.case import AREAS, STATUSES, Measurement, Outcome
-from core_conformance.environment import environment
-from core_conformance.report import Report
-from core_conformance.write import check_targets, json_schema, load, to_json_text, write
+from core_conformance.report.report import Report
+from core_conformance.report.write import check_targets, json_schema, load, to_json_text, write
+from core_conformance.runner.environment import environment
 from tests.conformance.reports_support import ENVIRONMENT, EVERY_STATUS, large, passing, report
 from tests.support import refused
 

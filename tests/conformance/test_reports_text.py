@@ -11,13 +11,21 @@ import pytest
 from rich.console import Console
 
 from core_conformance.case import STATUSES, Outcome
-from core_conformance.junit import to_junit
-from core_conformance.overview import CRITERIA, STATUS_MEANINGS, level_rows, plain, printable, ratio_text, seconds_text
-from core_conformance.progress import Progress
-from core_conformance.protocol import CaseInfo
-from core_conformance.report import Report
-from core_conformance.terminal import to_text
-from core_conformance.tolerances import KL_MEAN_FACTOR, T2_FACTOR
+from core_conformance.report.junit import to_junit
+from core_conformance.report.overview import (
+    CRITERIA,
+    STATUS_MEANINGS,
+    level_rows,
+    plain,
+    printable,
+    ratio_text,
+    seconds_text,
+)
+from core_conformance.report.report import Report
+from core_conformance.report.terminal import to_text
+from core_conformance.rules.tolerances import KL_MEAN_FACTOR, T2_FACTOR
+from core_conformance.runner.progress import Progress
+from core_conformance.runner.protocol import CaseInfo
 from tests.conformance.reports_support import EVERY_STATUS, large, passing, report
 from tests.conformance.test_reports_page import HOSTILE, hostile
 

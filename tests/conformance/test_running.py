@@ -13,14 +13,14 @@ import torch
 
 from core.errors import DeviceUnavailableError, UnknownDeviceError, UsageError
 from core_conformance.case import AREAS, Outcome
-from core_conformance.lanes import LocalLane
-from core_conformance.protocol import CaseInfo, Collected, SuiteModules, WorkerOptions
-from core_conformance.report import Report
-from core_conformance.running import CASES_PER_WORKER, Options, list_chosen, run
-from core_conformance.worker import Session
+from core_conformance.report.report import Report
+from core_conformance.runner.lanes import LocalLane
+from core_conformance.runner.protocol import CaseInfo, Collected, SuiteModules, WorkerOptions
+from core_conformance.runner.session import CASES_PER_WORKER, Options, list_chosen, run
+from core_conformance.runner.worker import Session
 from tests.conformance.suites import InstallSuite, noted, write_suite
+from tests.host.test_probing import is_running
 from tests.support import refused
-from tests.test_probing import is_running
 
 InstallVendor = Callable[..., Any]
 
@@ -360,7 +360,7 @@ def test_a_case_that_breaks_the_device_fails_and_gives_the_process_up(
 
 
 def test_few_cases_are_left_to_one_worker(suite: InstallSuite, monkeypatch: pytest.MonkeyPatch) -> None:
-    from core_conformance import running
+    from core_conformance.runner import session as running
 
     monkeypatch.setattr(running, "_cores", lambda: 64)
     assert running._num_lanes(Options(device="cpu"), CASES_PER_WORKER) == 1

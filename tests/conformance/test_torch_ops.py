@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from core.common.conformance import ConformanceProfile
 from core.device import Device
-from core_conformance import formulas
-from core_conformance.cases.torch_ops import DTYPES, collect, judge_cast, judge_mover, judge_operator
-from core_conformance.movement import CASTS, MOVING, cast_values, rounded
-from core_conformance.operators import ROUNDING
+from core_conformance.cases.ops.torch_ops import DTYPES, collect, judge_cast, judge_mover, judge_operator
+from core_conformance.inputs import formulas
+from core_conformance.inputs.movement import CASTS, MOVING, cast_values, rounded
+from core_conformance.inputs.operators import ROUNDING
 from core_conformance.trial import Trial
 from tests.conformance.support import run_case
 from tests.recording import acme

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model folder; read only."""
-    from tests.engine.folders import make_llama, save_tokenizer
+    from tests.engine.models.folders import make_llama, save_tokenizer
 
     folder = tmp_path_factory.mktemp("pristine") / "tiny-llama"
     make_llama().save_pretrained(folder)

@@ -1,4 +1,6 @@
-"""core/explanation: sites before and after, near-misses with node and reason, layers, and one page of it all."""
+"""core/explain/explanation: sites before and after, near-misses with node and reason, layers, and one page of it
+all.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from torch import Tensor, fx, nn
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.add_rms_norm import FUSE_ADD_RMS_NORM
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
+from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.rewrite import Site, fuse, near_miss
-from core.common.passes.switches import PassSwitches
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 from core.device import Device
-from core.engine.graphs import PhaseGraph
+from core.engine.check.graphs import PhaseGraph
 from core.errors import PassError, UsageError
 from core.explain.explanation import Explanation, StageExplanation, explain
 from core.explain.layers import compact, layer_kinds, layer_of
 from core.explain.text import difference, to_text
-from core.host import select_device
+from core.host.selection import select_device
 from tests.common.passes.graphs import Stack
 
 NORMS = PassSwitches(only=("lift_rms_norm", "fuse_add_rms_norm"))

@@ -1,4 +1,4 @@
-"""core/discovery.py: what distribution metadata alone tells about plugins."""
+"""core/host/discovery.py: what distribution metadata alone tells about plugins."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from core.common.settings import Settings
-from core.discovery import Discovery, PluginEntry, discover
+from core.host.discovery import Discovery, PluginEntry, discover
+from core.settings import Settings
 
 InstallVendor = Callable[..., Any]
 

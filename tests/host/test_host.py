@@ -1,4 +1,4 @@
-"""core/host.py and core/loading.py: selection, validation, blame, and what `auto` says."""
+"""core/host/selection.py and core/host/loading.py: selection, validation, blame, and what `auto` says."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from core.errors import (
     UnknownDeviceError,
     UsageError,
 )
-from core.host import conformance_profile
+from core.host.selection import conformance_profile
 
 InstallVendor = Callable[..., Any]
 
 OPENS = "@hookimpl\ndef core_open_device(context):\n    return parts()\n"
-FULL = (Path(__file__).parent / "data" / "full_plugin.py").read_text()
+FULL = (Path(__file__).parents[1] / "data" / "full_plugin.py").read_text()
 FAILS_TO_OPEN = (
     "@hookimpl\ndef core_open_device(context):\n"
     "    raise DeviceUnavailableError('device', found='card is asleep', remedy='wake it')\n"

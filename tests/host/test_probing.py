@@ -1,4 +1,6 @@
-"""core/probing.py and core/workers.py: what a probe can do wrong, and that none of it reaches the host."""
+"""core/host/probing.py and core/host/workers/pool.py: what a probe can do wrong, and that none of it reaches the
+host.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from core.common.settings import Settings
-from core.probing import DeviceScan, DeviceStatus
+from core.host.probing import DeviceScan, DeviceStatus
+from core.settings import Settings
 
 InstallVendor = Callable[..., Any]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-VENDORS = Path(__file__).parent / "vendors"
+ROOT = Path(__file__).resolve().parents[2]
+VENDORS = ROOT / "tests" / "vendors"
 GUIDE = ROOT / "docs" / "writing-a-plugin.md"
 DEFAULT_PROMPT = "If the argument is"  # of `core run`
 PROBE_TIMEOUT_S = 20  # of a working probe on a busy machine; the hanging one gets HANGING_TIMEOUT_S

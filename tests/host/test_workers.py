@@ -1,4 +1,4 @@
-"""core/workers.py: a worker that answers request after request, and everything its code can do to it."""
+"""core/host/workers/pool.py: a worker that answers request after request, and everything its code can do to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from core.workers import PersistentWorker, WorkerResult
-from tests.test_probing import is_running
+from core.host.workers.pool import PersistentWorker, WorkerResult
+from tests.host.test_probing import is_running
 
 # Runs the Python text of each request; what it leaves under the name `answer` goes back.
 SOURCE = """
 import ctypes, json, os, signal, subprocess, sys, threading, time
-from core._worker import serve_requests
+from core.host.workers.channel import serve_requests
 
 kept = {"argument": sys.argv[1]}
 
@@ -216,7 +216,7 @@ def test_an_ended_parent_takes_its_worker_along(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "obedient_worker.py").write_text(SOURCE)
     parent = (
         f"import os, sys; sys.path[:0] = {[str(tmp_path), *sys.path]!r}\n"
-        "from core.workers import PersistentWorker\n"
+        "from core.host.workers.pool import PersistentWorker\n"
         "print(PersistentWorker('obedient_worker', '').request({'do': ''}, timeout_s=20).answer['pid'], flush=True)\n"
         "os._exit(0)"
     )

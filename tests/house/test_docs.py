@@ -21,10 +21,10 @@ import typer
 from core.cli import COMMANDS, _app, main
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp
-from core.common.passes.order import order
 from core.common.passes.standard import COMMON_PASSES
+from core.compilation.rewrite.order import order
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/passes.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]

@@ -13,7 +13,7 @@ from core.device import Device
 from tests.recording import acme
 from tests.support import cpu
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "without_engine"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "without_engine"
 DEVICES = {"cpu": cpu, "acme": acme}
 
 

@@ -1,4 +1,4 @@
-"""core/common/quantization/calibrate.py: what may be a batch, and one error for each thing that is none."""
+"""core/quantization/calibrate.py: what may be a batch, and one error for each thing that is none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import core
-from core.common.quantization.layers import QuantizedModule
-from core.common.quantization.report import report_of
 from core.errors import UsageError
-from tests.common.quantization.models import ids, model
+from core.quantization.layers import QuantizedModule
+from core.quantization.report import report_of
+from tests.quantization.models import ids, model
 
 
 def _failing(*_: Any) -> Any:

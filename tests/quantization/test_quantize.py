@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import core
-from core.common.quantization.layers import (
+from core.errors import UsageError
+from core.quantization.layers import (
     QuantizedLinear,
     QuantizedModule,
     WeightOnlyLinear,
@@ -21,10 +22,9 @@ from core.common.quantization.layers import (
     num_weights,
     rounds_inputs,
 )
-from core.common.quantization.report import report_of
-from core.common.quantization.scheme import SCHEMES, find_scheme
-from core.errors import UsageError
-from tests.common.quantization.models import Attention, ids, model, relative
+from core.quantization.report import report_of
+from core.quantization.scheme import SCHEMES, find_scheme
+from tests.quantization.models import Attention, ids, model, relative
 
 NAMES = [
     name.replace("w4a16", "w4a16-g32") if name == "w4a16" else name for name in SCHEMES if name != "w4a16-asymmetric"

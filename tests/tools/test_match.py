@@ -1,4 +1,4 @@
-"""core/engine/site_match and measure of core/engine/coverage: which sites a rewritten graph covers, and its numbers."""
+"""tools/lift_coverage/match.py: which sites a rewritten graph covers, and its numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.ops.normalization import RMS_NORM
+from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
-from core.common.passes.manager import PassReport
-from core.coverage.match import match_sites
-from core.coverage.measure import Coverage, measure
-from core.coverage.oracle import Site, find_sites
-from core.engine.static_cache import CachedPhase
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.compilation.rewrite.manager import PassReport
+from core.engine.static.cache import CachedPhase
+from lift_coverage.match import match_sites
+from lift_coverage.measure import Coverage, measure
+from lift_coverage.oracle import Site, find_sites
 
 
 class ToyRMSNorm(nn.Module):

@@ -1,6 +1,6 @@
 """Coverage of whole tiny models: a few types that show every form of site, with the counts and numbers they owe.
 
-`python scripts/sweep_coverage.py --expected tests/data/coverage.json` chooses the types and writes the counts.
+`python tools/sweep_coverage.py --expected tests/data/coverage.json` chooses the types and writes the counts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.common.passes.standard import COMMON_PASSES
-from core.coverage.measure import VARIANTS, Coverage, Untraced, Variant, measure_type
+from lift_coverage.measure import VARIANTS, Coverage, Untraced, Variant, measure_type
 
 FILE = Path(__file__).parents[1] / "data" / "coverage.json"
 EXPECTED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-COMMAND = f"python scripts/sweep_coverage.py --expected tests/data/{FILE.name}"
+COMMAND = f"python tools/sweep_coverage.py --expected tests/data/{FILE.name}"
 NAMES = {variant.name: variant for variant in VARIANTS}
 
 

@@ -1,4 +1,4 @@
-"""core/engine/observe: module calls, function calls and the data flow of one eager run."""
+"""tools/lift_coverage/observe.py: module calls, function calls and the data flow of one eager run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.coverage.observe import Observation, observe
+from lift_coverage.observe import Observation, observe
 
 
 class Inner(nn.Module):

@@ -1,4 +1,4 @@
-"""core/engine/site_oracle: what counts as a site, on modules small enough to count by hand, and what does not."""
+"""tools/lift_coverage/oracle.py: what counts as a site, on modules small enough to count by hand, and what does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.coverage.oracle import Site, find_sites
+from lift_coverage.oracle import Site, find_sites
 
 H = 8
 
@@ -281,9 +281,9 @@ def test_routing_and_experts() -> None:
 @pytest.mark.parametrize(("phase", "dtype"), [(0, torch.float32), (1, torch.bfloat16)], ids=["prefill", "decode"])
 def test_a_whole_model_has_the_sites_that_its_configuration_says(phase: int, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    from core.engine.loading import build_model
-    from core.engine.static_cache import static_phases
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.engine.static.cache import static_phases
 
     model: Any = build_model(tiny_config("qwen3"), torch_device=torch.device("cpu"), dtype=dtype).model
     run = static_phases(model)[phase]

@@ -1,4 +1,4 @@
-"""scripts/performance_page.py: every figure of the page comes from the files it is given."""
+"""tools/performance_page.py: every figure of the page comes from the files it is given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts/performance_page.py"
+SCRIPT = ROOT / "tools/performance_page.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""scripts/: what the sweeps over model types share, and the coverage report and choice, on made-up results."""
+"""tools/: what the sweeps over model types share, and the coverage report and choice, on made-up results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 Import = Callable[[str], Any]
 
 WORKER = """
@@ -32,13 +32,13 @@ serve(lambda: examine)
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Import:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(TOOLS))
     return importlib.import_module
 
 
 def test_a_worker_that_is_lost_is_a_result_and_the_next_type_runs(scripts: Import, tmp_path: Path) -> None:
     program = tmp_path / "worker.py"
-    program.write_text(WORKER.format(scripts=str(SCRIPTS)), encoding="utf-8")
+    program.write_text(WORKER.format(scripts=str(TOOLS)), encoding="utf-8")
     worker = scripts("sweeping").Worker([str(program)], timeout_s=2)
     try:
         results = [worker.run(name) for name in ("crashes", "good", "hangs", "good")]

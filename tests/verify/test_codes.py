@@ -1,4 +1,4 @@
-"""core/common/verification/codes.py: codes that a rounding moves pass, all other integers have to be equal."""
+"""core/verify/codes.py: codes that a rounding moves pass, all other integers have to be equal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes.context import PassContext
-from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.rewrite import Finder, Site
-from core.common.passes.snapshot import Snapshot
-from core.common.verification.codes import codes_among, judge_codes, outputs_among, quantisations
-from core.common.verification.verify import Verification, verify
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.verify.codes import codes_among, judge_codes, outputs_among, quantisations
+from core.verify.verify import Verification, verify
 from tests.common.passes.graphs import RMS, fusion, traced_graph
 
 _LIBRARY = torch.library.Library("codes_test", "DEF")

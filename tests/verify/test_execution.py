@@ -1,4 +1,4 @@
-"""core/common/verification/execution.py: runs leave what they are given alone, and hold no more than they must."""
+"""core/verify/execution.py: runs leave what they are given alone, and hold no more than they must."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes.constants import Constants
-from core.common.verification.execution import bind, error_line, run_graph, widened
+from core.verify.execution import bind, error_line, run_graph, widened
 from tests.common.passes.graphs import Stack, traced_graph
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(9))
@@ -28,7 +28,7 @@ def test_a_large_weight_is_widened_alone_and_only_where_it_is_used(monkeypatch: 
             most = max(most, sum(ref() is not None for ref in alive))
         return wide
 
-    monkeypatch.setattr("core.common.verification.execution.widened", counted)
+    monkeypatch.setattr("core.verify.execution.widened", counted)
     model = Stack(4, size=64)
     whole = traced_graph(model, X)
     exact = run_graph(whole.module, whole.values({"x": X}), fp64=True)

@@ -1,4 +1,4 @@
-"""core/common/verification/planted.py: each in-tree pass has a mistake that `verify` and `bisect` find."""
+"""core/verify/planted.py: each in-tree pass has a mistake that `verify` and `bisect` find."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.bisect.bisection import bisect, injected
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.linear import GATED_LINEAR, LINEAR
-from core.common.ops.lower import inline_unimplemented
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core.common.ops.rotary_table import ROTARY_TABLE
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
+from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.passes.declaration import Pass
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.snapshot import Snapshot
 from core.common.passes.standard import COMMON_PASSES
-from core.common.quantization.quantize import quantize
-from core.common.stages import later_stages
-from core.common.verification.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
-from core.common.verification.verify import Verification, failure, verify
+from core.compilation.lower_ops import inline_unimplemented
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewrite.stages import later_stages
+from core.compilation.rewriting import bound_constants
 from core.device import Device
-from core.engine.graphs import PhaseGraph, engine_graphs
-from core.engine.loading import build_model
-from core.engine.tiny import tiny_config
+from core.engine.check.graphs import PhaseGraph, engine_graphs
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
 from core.errors import UsageError
-from core.rewriting import bound_constants
+from core.quantization.quantize import quantize
+from core.verify.bisect.bisection import bisect, injected
+from core.verify.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
+from core.verify.verify import Verification, failure, verify
 from tests.support import cpu, refused
 
 # Where Llama has nothing that a mistake spoils: a model that has.
@@ -113,7 +113,7 @@ def verified(graph: PhaseGraph, passes: tuple[Pass, ...], name: str) -> tuple[Pa
 
 def test_every_pass_has_a_mistake_and_every_mistake_a_pass() -> None:
     names = {declared.name for declared in COMMON_PASSES if declared.guards.world_size[0] == 1}
-    # Those that need several processes are judged between two: tests/common/test_distributed.py.
+    # Those that need several processes are judged between two: tests/engine/models/test_distributed.py.
     assert names == {mistake.of for mistake in mistakes()}
     assert {mistake.of for mistake in MISTAKES} - names == set(), "mistakes of passes that are gone"
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)

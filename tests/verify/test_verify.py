@@ -1,4 +1,4 @@
-"""core/common/verification/verify.py and regions.py: a wrong rewrite is found and placed, a right one passes."""
+"""core/verify/verify.py and regions.py: a wrong rewrite is found and placed, a right one passes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import linear
 
-from core.common.config import Verify
 from core.common.passes.constants import Constants
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.rewrite import Finder, Site
 from core.common.passes.sites import MADE_BY, Made
-from core.common.passes.snapshot import Snapshot
-from core.common.tracing import trace
-from core.common.verification.regions import find_regions
-from core.common.verification.verify import Verification, checker, verify
+from core.compilation.options import Verify
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
+from core.verify.regions import find_regions
+from core.verify.verify import Verification, checker, verify
 from tests.common.passes.graphs import PUT, Stack, calls, find_add_rms, find_rms, fusion, rms, traced_graph
 from tests.support import refused
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 
 from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.passes.manager import PassReport
 from core.common.passes.sites import site_name
-from core.coverage.oracle import KINDS, Site
+from core.compilation.rewrite.manager import PassReport
+from lift_coverage.oracle import KINDS, Site
 
 # What one node of each canonical op stands for, in parts of each kind of site; rotations are counted by their results.
 _STANDS_FOR: Mapping[str, Mapping[str, int]] = {

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes.declaration import Pass
-from core.common.passes.manager import PassManager
-from core.common.passes.snapshot import Snapshot
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.compare import compare
-from core.common.verification.execution import run_graph
-from core.coverage.match import Missed, disagreements, match_sites, signatures
-from core.coverage.oracle import KINDS, Site, find_sites
-from core.engine.loading import build_model
-from core.engine.static_cache import CachedPhase, static_phases
-from core.engine.tiny import tiny_config
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewriting import bound_constants
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.static.cache import CachedPhase, static_phases
 from core.errors import TraceError
-from core.rewriting import bound_constants
+from core.verify.compare import compare
+from core.verify.execution import run_graph
+from lift_coverage.match import Missed, disagreements, match_sites, signatures
+from lift_coverage.oracle import KINDS, Site, find_sites
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from core.coverage.observe import FunctionCall, ModuleCall, Observation, Op, observe
+from lift_coverage.observe import FunctionCall, ModuleCall, Observation, Op, observe
 
 KINDS = (
     *("rms_norm", "add_rms_norm", "gated_activation", "attention", "rotary"),

@@ -16,19 +16,19 @@ from torch._ops import OpOverload
 
 from core.common.conformance import ConformanceProfile
 from core.common.fakes import FakeOp, FakeResult
-from core.common.fakes.parity import alias_problems, sharing
 from core.common.fakes.schema import find_overload, mutated, shared
 from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import OpImplementation
-from core.common.verification.execution import error_line
 from core.device import Device
-from core_conformance import oracle
+from core.verify.execution import error_line
+from core.verify.fakes.parity import alias_problems, sharing
 from core_conformance.case import Case
-from core_conformance.cases.ops import DTYPES, judged_ops, slug
-from core_conformance.contract import check_metadata, check_writes
-from core_conformance.faked import faked, leaves, told
-from core_conformance.opcalls import calls, positional, refusal
-from core_conformance.opcheck import Recorder, check, check_recorded
+from core_conformance.cases.ops.collect import DTYPES, judged_ops, slug
+from core_conformance.inputs.opcalls import calls, positional, refusal
+from core_conformance.rules import oracle
+from core_conformance.rules.contract import check_metadata, check_writes
+from core_conformance.rules.faked import faked, leaves, told
+from core_conformance.rules.opcheck import Recorder, check, check_recorded
 from core_conformance.trial import NotSupported, Trial
 
 _COMPILED_TIMEOUT_S = 360.0

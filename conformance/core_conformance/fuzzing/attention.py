@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.attention_cache import stored
+from core.common.ops.attention.cache import stored
 from core_conformance.fuzzing.source import Source
 
 _Lens = list[tuple[int, int]]

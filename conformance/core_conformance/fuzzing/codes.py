@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.quantization import GRANULARITIES, RANGES
+from core.common.ops.quantize.symmetric import GRANULARITIES, RANGES
 from core_conformance.fuzzing import attention, layers, pointwise
 from core_conformance.fuzzing.source import Source
 

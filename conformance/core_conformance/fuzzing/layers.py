@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.activation import ACTIVATIONS
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.rotary import STYLES
+from core.common.ops.mlp.activation import ACTIVATIONS
+from core.common.ops.rotary.rotation import STYLES
 from core_conformance.fuzzing.attention import attention
 from core_conformance.fuzzing.source import WIDTHS, Source
 

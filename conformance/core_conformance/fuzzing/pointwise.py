@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.activation import ACTIVATIONS
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.rotary import STYLES
-from core.common.ops.rotary_table import LAYOUTS
+from core.common.ops.mlp.activation import ACTIVATIONS
+from core.common.ops.rotary.rotation import STYLES
+from core.common.ops.rotary.table import LAYOUTS
 from core_conformance.fuzzing.source import WIDTHS, Source
 
 _EPS = (1e-5, 1e-6, 3e-4, 1.5625e-7)

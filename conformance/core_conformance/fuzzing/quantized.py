@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.quantization import RANGES
+from core.common.ops.quantize.symmetric import RANGES
 from core_conformance.fuzzing.source import Source
 
 

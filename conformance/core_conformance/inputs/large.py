@@ -14,14 +14,14 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
-from core.common.ops.rotary_table import inverse_frequencies
-from core_conformance import large_collective as collective
-from core_conformance import large_quantized as quantized
-from core_conformance.large_attention import dense_attention, paged_attention
-from core_conformance.large_codes import in_codes
-from core_conformance.large_layers import gated_linear, linear, rotary_attention
-from core_conformance.large_layers import in_codes as rows_in_codes
-from core_conformance.large_sampling import most_likely, sampled
+from core.common.ops.rotary.table import inverse_frequencies
+from core_conformance.inputs import large_collective as collective
+from core_conformance.inputs import large_quantized as quantized
+from core_conformance.inputs.large_attention import dense_attention, paged_attention
+from core_conformance.inputs.large_codes import in_codes
+from core_conformance.inputs.large_layers import gated_linear, linear, rotary_attention
+from core_conformance.inputs.large_layers import in_codes as rows_in_codes
+from core_conformance.inputs.large_sampling import most_likely, sampled
 
 _ROWS, _WIDTH = 9, 1024
 

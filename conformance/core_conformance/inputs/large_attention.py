@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
-from core.common.ops.attention_cache import stored
+from core.common.ops.attention.cache import stored
 from core.common.ops.declaration import Sample
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
-from core_conformance.large_attention import paged_attention, paged_attention_sizes
+from core_conformance.inputs.large_attention import paged_attention, paged_attention_sizes
 
 
 def rotary_attention(draw: Draw) -> Iterator[Sample]:

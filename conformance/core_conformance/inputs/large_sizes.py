@@ -14,15 +14,15 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
-from core.common.ops.rotary_table import LAYOUTS, inverse_frequencies
-from core_conformance import large_quantized as quantized
-from core_conformance.large import heads, tables
-from core_conformance.large_attention import dense_attention_sizes, paged_attention_sizes
-from core_conformance.large_codes import in_codes
-from core_conformance.large_collective import quantize_fp4_sizes
-from core_conformance.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
-from core_conformance.large_layers import in_codes as rows_in_codes
-from core_conformance.large_sampling import most_likely_sizes, sampled_sizes
+from core.common.ops.rotary.table import LAYOUTS, inverse_frequencies
+from core_conformance.inputs import large_quantized as quantized
+from core_conformance.inputs.large import heads, tables
+from core_conformance.inputs.large_attention import dense_attention_sizes, paged_attention_sizes
+from core_conformance.inputs.large_codes import in_codes
+from core_conformance.inputs.large_collective import quantize_fp4_sizes
+from core_conformance.inputs.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
+from core_conformance.inputs.large_layers import in_codes as rows_in_codes
+from core_conformance.inputs.large_sampling import most_likely_sizes, sampled_sizes
 
 _SHAPES = ((129, 1000), (65, 1001), (3, 4096))
 """Rows and width: many rows, an odd width, a wide row."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from core.common.ops.arguments import Draw
 from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import Condition, always
-from core_conformance.faked import faked
-from core_conformance.large import LARGE, NON_FINITE
-from core_conformance.large_sizes import SIZES
+from core_conformance.inputs.large import LARGE, NON_FINITE
+from core_conformance.inputs.large_sizes import SIZES
+from core_conformance.rules.faked import faked
 
 
 def calls(op: CanonicalOp, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Iterator[Sample]:

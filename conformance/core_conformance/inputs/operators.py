@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.common.ops.arguments import Draw
-from core_conformance import formulas
+from core_conformance.inputs import formulas
 
 Inputs = Callable[[Draw], dict[str, tuple[Tensor, ...]]]
 _HALF = (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from core_conformance.case import AREAS, BAD, MAX_LEVEL, STATUSES, Measurement, Outcome
-from core_conformance.overview import (
+from core_conformance.report.overview import (
     CRITERIA,
     LEVELS_RULE,
     STATUS_MEANINGS,
@@ -29,8 +29,8 @@ from core_conformance.overview import (
     subject,
     with_status,
 )
-from core_conformance.plots import ratio_plot, time_bars
-from core_conformance.report import Report, worst_ratio
+from core_conformance.report.plots import ratio_plot, time_bars
+from core_conformance.report.report import Report, worst_ratio
 
 if TYPE_CHECKING:
     import jinja2

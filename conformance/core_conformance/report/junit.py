@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from core_conformance.case import AREAS, Outcome
-from core_conformance.overview import headline, one_line, printable, ratio_text
-from core_conformance.report import Report
+from core_conformance.report.overview import headline, one_line, printable, ratio_text
+from core_conformance.report.report import Report
 
 # What the three readers have elements for; the message tells which status it was.
 _ELEMENTS = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from core_conformance.case import AREAS, BAD, MAX_LEVEL, STATUSES, Outcome, Status
-from core_conformance.report import Report, worst_ratio
+from core_conformance.report.report import Report, worst_ratio
 
 State = Literal["proven", "not proven", "not judged", "not asked for"]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from core_conformance.case import AREAS, Measurement, Outcome
-from core_conformance.overview import AreaRow, one_line, ratio_text, seconds_text
-from core_conformance.report import Report
+from core_conformance.report.overview import AreaRow, one_line, ratio_text, seconds_text
+from core_conformance.report.report import Report
 
 WIDTH = 960
 _LEFT, _RIGHT = 190, 60

@@ -137,7 +137,7 @@ class Report:
     def from_json(cls, document: Mapping[str, Any]) -> Report:
         """Return the report that `to_json` wrote; derived fields and those of a newer version are left out.
 
-        The document must be valid by report.schema.json: `core_conformance.write.load` sees to that.
+        The document must be valid by report.schema.json: `core_conformance.report.write.load` sees to that.
         """
         plugin = document["plugin"]
         plain = ("level", "fuzz", "seed", "started", "elapsed_s", "reached")

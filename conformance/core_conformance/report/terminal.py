@@ -7,7 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from core_conformance.case import BAD, STATUSES, Outcome
-from core_conformance.overview import (
+from core_conformance.report.overview import (
     area_rows,
     by_reason,
     counts_text,
@@ -22,7 +22,7 @@ from core_conformance.overview import (
     subject,
     with_status,
 )
-from core_conformance.report import Report
+from core_conformance.report.report import Report
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ from typing import Any
 
 from core.cli.output import json_text
 from core.errors import UsageError
-from core_conformance.report import SCHEMA, Report
+from core_conformance.report.report import SCHEMA, Report
 
 STANDARD_OUTPUT = Path("-")
 
@@ -50,8 +50,8 @@ def write(
     A file appears whole or not at all. Where one can't be written the others are all the same, and then `UsageError` is
     raised.
     """
-    from core_conformance.html import to_badge, to_html
-    from core_conformance.junit import to_junit
+    from core_conformance.report.html import to_badge, to_html
+    from core_conformance.report.junit import to_junit
 
     # JSON first: everything else can be made from it again.
     makers: dict[str, Callable[[Report], str]] = {

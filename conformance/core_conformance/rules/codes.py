@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_conformance.judging import Judged
-from core_conformance.tolerances import CODE_SHARES, FEW_CODES
+from core_conformance.rules.judging import Judged
+from core_conformance.rules.tolerances import CODE_SHARES, FEW_CODES
 from core_conformance.trial import Trial
 
 _INF = float("inf")

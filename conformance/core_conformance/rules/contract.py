@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.common.fakes.memory import memory, same_bits, whole
-from core.common.fakes.parity import alias_problems, sharing
-from core.common.ops.attention_cache import CODES
+from core.common.ops.attention.cache import CODES
 from core.common.ops.declaration import CanonicalOp
+from core.verify.fakes.memory import memory, same_bits, whole
+from core.verify.fakes.parity import alias_problems, sharing
 from core_conformance.trial import Trial
 
 _PAGED = ("attention", "rotary_attention", "attention_quantize", "rotary_attention_quantize")

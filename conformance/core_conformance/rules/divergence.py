@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from core_conformance.tolerances import KL_MEAN_FACTOR, KL_ROW_FACTOR
+from core_conformance.rules.tolerances import KL_MEAN_FACTOR, KL_ROW_FACTOR
 
 
 def rounding_bound(eager: Tensor, reference: Tensor) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from core.common.fakes.memory import same_bits
 from core.common.numerics import MIN_ELEMENTS, judge
-from core_conformance.tolerances import T2_FACTOR
+from core.verify.fakes.memory import same_bits
+from core_conformance.rules.tolerances import T2_FACTOR
 from core_conformance.trial import Trial
 
 Judge = Callable[[Trial, str, Any, Any, Callable[[], Any]], None]

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.common.verification.execution import Copies, error_line
+from core.verify.execution import Copies, error_line
 from core_conformance.trial import Trial
 
 OWN = frozenset({"aten", "prim", "prims", "core", "c10d", "_c10d_functional", "profiler"})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from core.common.verification.execution import Copies, ReferenceMode
+from core.verify.execution import Copies, ReferenceMode
 
 
 def own(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.common.ops.arguments import at_least_fp32
-from core_conformance.judging import Judged
+from core_conformance.rules.judging import Judged
 from core_conformance.trial import Trial
 
 _INF = float("inf")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core.common.ops.sampling import sample
-from core_conformance.judging import Judged
-from core_conformance.tolerances import DRAW_SLACK
+from core_conformance.rules.judging import Judged
+from core_conformance.rules.tolerances import DRAW_SLACK
 from core_conformance.trial import Trial
 
 _INF = float("inf")

@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from core._version import __version__
 from core.device import Capabilities, Device, PluginInfo
-from core_conformance.report import Environment
+from core_conformance.report.report import Environment
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
 _TOLD_BY_KEYS = ("driver", "runtime", "version")

@@ -1,22 +1,24 @@
-"""Imports a plugin and opens its device, each for the first time: `python -m core_conformance._import_worker NAME`."""
+"""Imports a plugin and opens its device, each for the first time: `python -m core_conformance.runner.import_worker
+NAME`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 
-from core._worker import serve
+from core.host.workers.channel import serve
 
 
 def answer(name: str) -> dict[str, object]:
     """Return what importing the plugin, and what opening the device, changed of torch's state, and how long it took."""
-    import core.compilation  # noqa: F401  # what every plugin needs of core is not its own time
-    from core.common.settings import Settings
-    from core.discovery import discover
+    import core.compilation.compile  # noqa: F401  # what every plugin needs of core is not its own time
     from core.errors import CoreError
-    from core.host import select_device
-    from core.loading import load_plugin
-    from core_conformance.isolation import TorchState
+    from core.host.discovery import discover
+    from core.host.loading import load_plugin
+    from core.host.selection import select_device
+    from core.settings import Settings
+    from core_conformance.runner.isolation import TorchState
 
     (entry,) = discover(Settings.from_environment()).claiming(name.partition(":")[0])
     before, start = TorchState.read(), time.perf_counter()

@@ -1,4 +1,5 @@
-"""The process of a lane: `python -m core_conformance.lane_worker OPTIONS`, asked by lanes.py; a crash stays in here.
+"""The process of a lane: `python -m core_conformance.runner.lane_worker OPTIONS`, asked by lanes.py; a crash stays in
+here.
 
 It imports torch on the first request alone: where that fails, the reason is an answer.
 """
@@ -9,13 +10,13 @@ import faulthandler
 import sys
 from typing import TYPE_CHECKING, Any
 
-from core._worker import serve_requests
 from core.cli.output import error_json
 from core.errors import broken_extension
-from core_conformance.protocol import Collected, WorkerOptions
+from core.host.workers.channel import serve_requests
+from core_conformance.runner.protocol import Collected, WorkerOptions
 
 if TYPE_CHECKING:
-    from core_conformance.worker import Session
+    from core_conformance.runner.worker import Session
 
 
 def main(argument: str) -> None:
@@ -45,7 +46,7 @@ def main(argument: str) -> None:
 
 
 def _session(options: WorkerOptions) -> Session:
-    from core_conformance.worker import Session
+    from core_conformance.runner.worker import Session
 
     return Session(options, own_process=True)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from core.workers import PersistentWorker, WorkerResult
+from core.host.workers.pool import PersistentWorker, WorkerResult
 from core_conformance.case import Outcome, Status
-from core_conformance.protocol import CaseInfo, Collected, WorkerOptions
+from core_conformance.runner.protocol import CaseInfo, Collected, WorkerOptions
 
 if TYPE_CHECKING:
-    from core_conformance.worker import OnException
+    from core_conformance.runner.worker import OnException
 
-WORKER = "core_conformance.lane_worker"
+WORKER = "core_conformance.runner.lane_worker"
 COLLECT_TIMEOUT_S = 300.0
 """For importing torch and the plugin, opening the device and listing the cases."""
 
@@ -133,7 +133,7 @@ class LocalLane:
     """Runs cases in this process, where a debugger can stop them: nothing is isolated, and there are no deadlines."""
 
     def __init__(self, options: WorkerOptions, *, on_exception: OnException | None = None) -> None:
-        from core_conformance.worker import Session
+        from core_conformance.runner.worker import Session
 
         self._session = Session(options, on_exception=on_exception)
 

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from core_conformance.case import AREAS, BAD, Outcome
-from core_conformance.overview import counts_text, seconds_text
+from core_conformance.report.overview import counts_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from core_conformance.protocol import CaseInfo
+    from core_conformance.runner.protocol import CaseInfo
 
 
 class Progress:

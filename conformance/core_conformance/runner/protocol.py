@@ -9,7 +9,7 @@ from typing import Any
 
 from core.device import PluginInfo
 from core_conformance.case import Case
-from core_conformance.suite import COLLECTORS, HOST
+from core_conformance.runner.suite import COLLECTORS, HOST
 
 DEFAULT_THREADS = 1
 """Cases are small, and a second thread costs more than it gives: on two cores that others use too, one worker took

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from core_conformance.case import Outcome
-from core_conformance.lanes import Lane
-from core_conformance.protocol import CaseInfo
+from core_conformance.runner.lanes import Lane
+from core_conformance.runner.protocol import CaseInfo
 
 Finished = Callable[[Outcome], None]
 

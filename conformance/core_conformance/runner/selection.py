@@ -7,8 +7,8 @@ from difflib import get_close_matches
 
 from core.errors import UsageError
 from core_conformance.case import MAX_LEVEL, Outcome
-from core_conformance.expectations import Expectations, matches
-from core_conformance.protocol import CaseInfo, Collected
+from core_conformance.rules.expectations import Expectations, matches
+from core_conformance.runner.protocol import CaseInfo, Collected
 
 INEXCUSABLE = ("host/*", "torch/*", "ops/*/reference/*", "fakes/*/reference")
 """Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. What a device

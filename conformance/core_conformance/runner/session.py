@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from core.errors import error_from_json
 from core_conformance.case import BAD, MAX_LEVEL, Outcome
-from core_conformance.expectations import Expectations
-from core_conformance.lanes import Lane, LocalLane, ProcessLane
-from core_conformance.levels import reached
-from core_conformance.protocol import DEFAULT_THREADS, CaseInfo, Collected, SuiteModules, WorkerOptions
-from core_conformance.report import Environment, Report
-from core_conformance.scheduling import run_all
-from core_conformance.selection import Rules, choose
+from core_conformance.report.report import Environment, Report
+from core_conformance.rules.expectations import Expectations
+from core_conformance.rules.levels import reached
+from core_conformance.runner.lanes import Lane, LocalLane, ProcessLane
+from core_conformance.runner.protocol import DEFAULT_THREADS, CaseInfo, Collected, SuiteModules, WorkerOptions
+from core_conformance.runner.scheduling import run_all
+from core_conformance.runner.selection import Rules, choose
 
 if TYPE_CHECKING:
-    from core_conformance.worker import OnException
+    from core_conformance.runner.worker import OnException
 
 MAX_WORKERS = 4
 CASES_PER_WORKER = 16

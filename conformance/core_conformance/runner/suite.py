@@ -11,19 +11,19 @@ from core_conformance.case import MAX_LEVEL, Case
 
 Collector = Callable[[Device, ConformanceProfile], Iterable[Case]]
 
-HOST = "core_conformance.cases.host"
+HOST = "core_conformance.cases.host.cases"
 """The module whose `CASES` are those of level 0."""
 
 COLLECTORS: tuple[str, ...] = (
-    "core_conformance.cases.torch_ops",
-    "core_conformance.cases.ops",
+    "core_conformance.cases.ops.torch_ops",
+    "core_conformance.cases.ops.collect",
     "core_conformance.cases.fakes",
-    "core_conformance.cases.graphs",
-    "core_conformance.cases.calls",
-    "core_conformance.cases.passes",
-    "core_conformance.cases.models",
-    "core_conformance.cases.fuzz_ops",
-    "core_conformance.cases.fuzz_calls",
+    "core_conformance.cases.graphs.collect",
+    "core_conformance.cases.calls.collect",
+    "core_conformance.cases.passes.collect",
+    "core_conformance.cases.models.collect",
+    "core_conformance.cases.ops.fuzz",
+    "core_conformance.cases.calls.fuzz",
 )
 """Modules with a function `collect(device, profile)` each; to add an area, add a line (and to `case.AREAS`)."""
 

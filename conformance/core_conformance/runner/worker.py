@@ -13,17 +13,17 @@ import torch
 
 from core.cli.output import error_json
 from core.common.conformance import ConformanceProfile
-from core.common.settings import Settings
 from core.device import Device, PluginInfo
-from core.discovery import AUTO, discover
 from core.errors import CoreError
-from core.host import conformance_profile, select_device
-from core.loading import describe
-from core_conformance import suite
+from core.host.discovery import AUTO, discover
+from core.host.loading import describe
+from core.host.selection import conformance_profile, select_device
+from core.settings import Settings
 from core_conformance.case import Case, Outcome, Status
-from core_conformance.environment import environment
-from core_conformance.isolation import TorchState, seed_all
-from core_conformance.protocol import DEFAULT_THREADS, CaseInfo, Collected, WorkerOptions
+from core_conformance.runner import suite
+from core_conformance.runner.environment import environment
+from core_conformance.runner.isolation import TorchState, seed_all
+from core_conformance.runner.protocol import DEFAULT_THREADS, CaseInfo, Collected, WorkerOptions
 from core_conformance.trial import NotSupported, Skip, Trial
 
 OnException = Callable[[BaseException], None]

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
-from core.common.ops.attention import ATTENTION
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
-from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, LOCAL_SHARD, REDUCE_SCATTER
-from core.common.ops.collective_linear import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from core.common.ops.collective_norm import (
+from core.common.ops.attention.dense import DENSE_ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
+from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, LOCAL_SHARD, REDUCE_SCATTER
+from core.common.ops.collective.linear import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from core.common.ops.collective.norm import (
     ALL_REDUCE_ADD_RMS_NORM,
     ALL_REDUCE_ADD_RMS_NORM_QUANTIZE,
     ALL_REDUCE_ADD_RMS_NORM_QUANTIZE_FP4,
     ALL_REDUCE_RMS_NORM,
 )
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.dense_attention import DENSE_ATTENTION
-from core.common.ops.linear import GATED_LINEAR, LINEAR
-from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE
-from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
-from core.common.ops.quantization import QUANTIZE, QUANTIZED_LINEAR
-from core.common.ops.quantization_asymmetric import QUANTIZE_ASYMMETRIC
-from core.common.ops.quantize_fp4 import QUANTIZE_FP4
-from core.common.ops.quantized_experts import QUANTIZED_GROUPED_LINEAR
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core.common.ops.rotary_table import ROTARY_TABLE
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
+from core.common.ops.linear.weight_only import WEIGHT_ONLY_LINEAR
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
+from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
+from core.common.ops.moe.quantized_experts import QUANTIZED_GROUPED_LINEAR
+from core.common.ops.norm.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from core.common.ops.quantize.asymmetric import QUANTIZE_ASYMMETRIC
+from core.common.ops.quantize.fp4 import QUANTIZE_FP4
+from core.common.ops.quantize.symmetric import QUANTIZE, QUANTIZED_LINEAR
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
+from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.ops.sampling import ARGMAX, SAMPLE
-from core.common.ops.weight_only import WEIGHT_ONLY_LINEAR
 
 OPS: tuple[CanonicalOp, ...] = (
     ATTENTION,

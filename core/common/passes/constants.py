@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.common.fresh import fresh
+from core.common.passes.fresh import fresh
 
 if TYPE_CHECKING:
-    from core.common.passes.common.packing import Packing
+    from core.common.passes.packing import Packing
 
 
 class Constants:

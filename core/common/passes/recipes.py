@@ -11,7 +11,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from core.common.passes.common.fresh import fresh, num_elements, reread
+from core.common.passes.fresh import fresh, num_elements, reread
 
 _OWN = -1  # in place of the argument that a result is a view of: it has memory of its own
 _PLAIN = (int, float, bool, type(None))

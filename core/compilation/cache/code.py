@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from core.common.began import BEGAN
 from core.common.passes.identity import bytecode
+from core.compilation.cache.began import BEGAN
 
 # Counted by version, or by the text of the whole package: their functions are not followed.
 _WHOLE = frozenset({"torch", "torchgen", "functorch", "numpy", "triton", "sympy", "core"}) | sys.stdlib_module_names

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from core.common.cache.graphs import PathOf
-from core.common.cache.uncacheable import Uncacheable
+from core.compilation.cache.graphs import PathOf
+from core.compilation.cache.uncacheable import Uncacheable
 
 MAX_BYTES = 1 << 20
 """Of all tensors that one graph's passes have read: more would cost a start what the cache saves."""

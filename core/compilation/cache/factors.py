@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core._version import __version__
-from core.common.cache.code import is_whole, name_of, package_of, source_digest
 from core.common.passes.identity import fingerprint
+from core.compilation.cache.code import is_whole, name_of, package_of, source_digest
 
 if TYPE_CHECKING:
     from core.common.ops.implementation import OpImplementation

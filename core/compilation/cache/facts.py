@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from core.common.cache.code import name_of
+from core.compilation.cache.code import name_of
 
 
 class Facts:

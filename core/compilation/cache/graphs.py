@@ -16,14 +16,14 @@ from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
-from core.common.cache import sizes
-from core.common.cache.code import name_of
-from core.common.cache.literals import Targets, decode, encode
-from core.common.cache.uncacheable import Uncacheable
-from core.common.ops.lower import BREAK_POINT
-from core.common.passes.common.packing import Owners, Packing
+from core.common.passes.packing import Owners, Packing
 from core.common.passes.sites import site_name
-from core.common.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
+from core.compilation.cache import sizes
+from core.compilation.cache.code import name_of
+from core.compilation.cache.literals import Targets, decode, encode
+from core.compilation.cache.uncacheable import Uncacheable
+from core.compilation.lower_ops import BREAK_POINT
+from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
 
 MAX_LITERAL_BYTES = 1 << 16
 """Of a tensor that the traced code itself spells out."""

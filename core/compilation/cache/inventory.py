@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.cache import code
-from core.common.cache.facts import Facts
+from core.compilation.cache import code
+from core.compilation.cache.facts import Facts
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, slice, range, types.EllipsisType),

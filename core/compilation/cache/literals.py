@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.cache.uncacheable import Uncacheable
 from core.common.ops.declaration import declared_ops
 from core.common.ops.implementation import OpImplementation
+from core.compilation.cache.uncacheable import Uncacheable
 
 _BUILTINS = frozenset(
     {"getattr", "max", "min", "int", "float", "bool", "len", "abs", "round", "sum", "slice", "pow", "divmod"}

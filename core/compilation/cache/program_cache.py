@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from core.common.cache import graphs
-from core.common.cache.code import is_foreign_code
-from core.common.cache.digests import changed_contents, encode_contents
-from core.common.cache.inventory import Inventory
-from core.common.cache.literals import Targets
-from core.common.cache.reports import decode_report, encode_report
-from core.common.cache.store import Damaged, Store, Untrusted, each_line, key_of
-from core.common.cache.uncacheable import Uncacheable
-from core.common.report import CacheReport, TraceReport
-from core.common.traced import TracedGraph
-from core.factors import Subject, factors_of, plugin_packages, runtime_packages
+from core.compilation.cache import graphs
+from core.compilation.cache.code import is_foreign_code
+from core.compilation.cache.digests import changed_contents, encode_contents
+from core.compilation.cache.inventory import Inventory
+from core.compilation.cache.literals import Targets
+from core.compilation.cache.program_factors import Subject, factors_of, plugin_packages, runtime_packages
+from core.compilation.cache.reports import decode_report, encode_report
+from core.compilation.cache.store import Damaged, Store, Untrusted, each_line, key_of
+from core.compilation.cache.uncacheable import Uncacheable
+from core.compilation.report import CacheReport, TraceReport
+from core.compilation.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
     from core.device import Mode

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from core.common.cache import factors
-from core.common.cache.code import name_of
-from core.common.cache.inventory import Inventory
-from core.common.cache.reports import encode_key
-from core.common.cache.store import Factors
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.shared import SharedTrace
+from core.compilation.cache import factors
+from core.compilation.cache.code import name_of
+from core.compilation.cache.inventory import Inventory
+from core.compilation.cache.reports import encode_key
+from core.compilation.cache.store import Factors
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.shared_trace import SharedTrace
 from core.device import Device
 
 if TYPE_CHECKING:
-    from core.common.config import CompileOptions
-    from core.rewriting import Rewriter
+    from core.compilation.options import CompileOptions
+    from core.compilation.rewriting import Rewriter
 
 _NO_FACTORS = frozenset({"verify", "debug", "eager"})
 """Options that change nothing of a traced graph; with `verify` the cache is not used at all."""

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from core.common.cache.literals import decode, encode
 from core.common.graphs.backend import GraphKey
-from core.common.ops.lower import OpChoice
 from core.common.passes.declaration import NearMiss
-from core.common.passes.report import PassReport
-from core.common.report import TraceReport
+from core.compilation.cache.literals import decode, encode
+from core.compilation.lower_ops import OpChoice
+from core.compilation.report import TraceReport
+from core.compilation.rewrite.pass_report import PassReport
 
 
 def encode_report(report: TraceReport) -> dict[str, Any]:

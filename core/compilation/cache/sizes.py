@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-from core.common.cache.uncacheable import Uncacheable
+from core.compilation.cache.uncacheable import Uncacheable
 
 _KINDS = ("Add", "Mul", "Pow", "Mod", "Max", "Min", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")
 _NAMES = {"Equality": "Eq", "Unequality": "Ne", "StrictLessThan": "Lt", "LessThan": "Le"} | {

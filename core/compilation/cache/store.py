@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.common.cache.summary import Summary, summarize
-from core.common.settings import Settings
+from core.compilation.cache.summary import Summary, summarize
+from core.settings import Settings
 
 log = logging.getLogger("core.cache")
 FORMAT = 1

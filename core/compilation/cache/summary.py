@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-# As core/common/cache/inventory.py notes a tensor; one that lies in the memory of another counts there.
+# As core/compilation/cache/inventory.py notes a tensor; one that lies in the memory of another counts there.
 _TENSOR = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] on (?!.*, in the memory of )")
-_SCHEME = "core.common.quantization.scheme:QuantizationScheme"
+_SCHEME = "core.quantization.scheme:QuantizationScheme"
 _CACHE = (".key_cache", ".value_cache")  # of `core::attention`'s paged cache
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "float8_e4m3fn": "fp8"}
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

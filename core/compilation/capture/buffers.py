@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.host_arguments import step_of_mirror
-from core.common.graphs.inputs import BucketTable, InputSpec
+from core.compilation.capture.host_arguments import step_of_mirror
+from core.compilation.capture.inputs import BucketTable, InputSpec
 from core.errors import UsageError
 
 _ALIGNMENT = 256

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import InputSpec
+from core.compilation.capture.inputs import InputSpec
 from core.errors import UsageError
 
 HostStep = dict[str, list[int]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey, Guards
-from core.common.graphs.guards import GuardValues, check_call, guards_per_phase
+from core.compilation.capture.guards import GuardValues, check_call, guards_per_phase
 from core.errors import UsageError
 
 Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]

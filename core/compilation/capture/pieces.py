@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import _get_qualified_name
 from torch.fx.passes.split_module import split_module
 
-from core.common.graphs.breaks import call_break
 from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest
-from core.common.ops.lower import BREAK_POINT
+from core.compilation.capture.breaks import call_break
+from core.compilation.lower_ops import BREAK_POINT
 
 __all__ = ["PieceLowering", "lower_pieces", "mark_breaks", "op_names"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import InputSpec
-from core.common.traced import OutputTree, TracedGraph
+from core.compilation.capture.inputs import InputSpec
+from core.compilation.trace.traced import OutputTree, TracedGraph
 from core.errors import CaptureError
 
 Crop = tuple[slice, ...]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from core.common.collector import frozen
 from core.common.graphs.backend import BoundCallable, GraphBackend, GraphKey, SegmentBackend, UpdateBackend
-from core.common.graphs.host_reads import is_host_read
-from core.common.graphs.segments import CapturedParts, capture_parts
-from core.common.graphs.watch import CompileWatch, Watched
+from core.compilation.capture.host_reads import is_host_read
+from core.compilation.capture.segments import CapturedParts, capture_parts
+from core.compilation.capture.watch import CompileWatch, Watched
 from core.errors import CaptureError, CoreError, UsageError
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
-from core.common.graphs.breaks import breaking
-from core.common.graphs.stitch import EagerStep, GraphStep, Step, Stitched, stitch
 from core.common.graphs.weak import Loose, addresses, has_address
+from core.compilation.capture.breaks import breaking
+from core.compilation.capture.stitch import EagerStep, GraphStep, Step, Stitched, stitch
 from core.errors import CaptureError
 
 

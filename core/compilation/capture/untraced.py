@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.plan import Crop
-from core.common.traced import OutputRef, OutputTree
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.plan import Crop
+from core.compilation.trace.traced import OutputRef, OutputTree
 from core.errors import CaptureError, UsageError
 
 OutputDims = tuple["str | int | None", ...]

@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from core.arguments import Examples, check_breaks
-from core.caching import CachedGraph, ProgramCache
 from core.common.graphs.backend import BoundCallable, GraphKey, Guards
-from core.common.graphs.buffers import StaticBuffers
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.pieces import PieceLowering, lower_pieces, mark_breaks, op_names
-from core.common.graphs.plan import Cropper, TracedCropper
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.declaration import declared_ops
-from core.common.ops.lower import lower_ops
-from core.common.report import TraceReport
-from core.common.shared import SharedTrace, copy_graph
-from core.common.traced import OutputTree, TracedGraph
-from core.common.tracing import trace
+from core.compilation.arguments import Examples, check_breaks
+from core.compilation.cache.program_cache import CachedGraph, ProgramCache
+from core.compilation.capture.buffers import StaticBuffers
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.pieces import PieceLowering, lower_pieces, mark_breaks, op_names
+from core.compilation.capture.plan import Cropper, TracedCropper
+from core.compilation.lower_ops import lower_ops
+from core.compilation.report import TraceReport
+from core.compilation.rewriting import Rewriter
+from core.compilation.shared_trace import SharedTrace, copy_graph
+from core.compilation.trace.traced import OutputTree, TracedGraph
+from core.compilation.trace.tracing import trace
 from core.errors import CaptureError, CoreError, LoweringError, TraceError
-from core.rewriting import Rewriter
 
 if TYPE_CHECKING:
-    from core.common.config import CompileOptions
-    from core.common.passes.manager import PassReport
+    from core.compilation.options import CompileOptions
+    from core.compilation.rewrite.manager import PassReport
     from core.device import Device, Mode
 
-log = logging.getLogger("core.compilation")
+log = logging.getLogger("core.compilation.compile")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.arguments import Examples
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.breaks import blamed_module, breaks_at, modules_of
-from core.common.graphs.buffers import StaticBuffers
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.runner import CaptureCost, GraphRunner
-from core.common.graphs.untraced import ObservedCropper, OutputDims, UntracedCall
+from core.compilation.arguments import Examples
+from core.compilation.capture.breaks import blamed_module, breaks_at, modules_of
+from core.compilation.capture.buffers import StaticBuffers
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.runner import CaptureCost, GraphRunner
+from core.compilation.capture.untraced import ObservedCropper, OutputDims, UntracedCall
+from core.compilation.phases.traced import Bound
 from core.errors import CaptureError, GraphResourcesError, one_line
-from core.phases import Bound
 
 if TYPE_CHECKING:
-    from core.common.config import CompileOptions
+    from core.compilation.options import CompileOptions
 
-log = logging.getLogger("core.compilation")
+log = logging.getLogger("core.compilation.compile")
 MAX_FOUND = 16
 """Break points that are found by trial; a model that needs more is better described by hand."""
 NUM_CHECKS = 2

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from core.common.functional import functionalized, wrapping
-from core.common.passes.common.reinplace_plan import WAS_IN_PLACE
 from core.common.passes.declaration import Form
 from core.common.passes.effects import value_of, written_args
+from core.common.passes.functional.plan import WAS_IN_PLACE
 from core.common.passes.sites import MADE_BY
+from core.compilation.rewrite.functional import functionalized, wrapping
 from core.errors import TraceError
 
 # What passes leave on nodes; torch keeps module paths and stack traces by itself.
@@ -61,7 +61,7 @@ def _lowered(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
         raise TraceError(
             "lowering a graph to ATen ops",
             found=f"the placeholders {unknown or 'of the graph'} have no fake value",
-            remedy="trace by core.common.tracing.trace, or set node.meta['example_value']",
+            remedy="trace by core.compilation.trace.tracing.trace, or set node.meta['example_value']",
         )
     attributes = [_attribute(module, name) for name in constants]
     with _tracing(mode):

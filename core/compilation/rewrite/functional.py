@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from core.common.passes.common.reinplace_memory import Area, same, same_layout
 from core.common.passes.declaration import Form
+from core.common.passes.functional.memory import Area, same, same_layout
 from core.errors import TraceError
 
 

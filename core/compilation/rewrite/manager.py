@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.common.collector import paused
-from core.common.passes.complaints import broken_promise, conflict, failed, left_undecided, unverified
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Form, Pass, PassResult, Stage
-from core.common.passes.mechanisms import apply_pass
 from core.common.passes.metadata import ASKS
-from core.common.passes.order import choose, order, order_without_cycles, predecessors
-from core.common.passes.report import VERIFIED, PassReport
 from core.common.passes.rewrite import remove_dead
-from core.common.passes.snapshot import Snapshot, interface_of, to_text
+from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
+from core.compilation.rewrite.mechanisms import apply_pass
+from core.compilation.rewrite.order import choose, order, order_without_cycles, predecessors
+from core.compilation.rewrite.pass_report import VERIFIED, PassReport
+from core.compilation.rewrite.snapshot import Snapshot, interface_of, to_text
 from core.errors import PassError
 
 if TYPE_CHECKING:

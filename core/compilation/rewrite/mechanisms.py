@@ -16,6 +16,6 @@ def apply_pass(declared: Pass, context: PassContext) -> PassResult:
 
         return replace_patterns(context, declared.patterns)
     # Inductor's matcher takes a second to import; only passes that use it pay.
-    from core.common.passes.inductor import apply_inductor
+    from core.compilation.rewrite.inductor import apply_inductor
 
     return apply_inductor(context, declared)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from core.common.aten import to_aten, to_functional
 from core.common.passes.declaration import Form, Pass, Stage
+from core.compilation.rewrite.aten import to_aten, to_functional
 from core.errors import TraceError
 
 _FORMS: tuple[Form, ...] = ("v1", "v2")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.common.passes.declaration import Pass
-from core.common.passes.order import choose
+from core.compilation.rewrite.order import choose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from core.common.passes.effects import value_of
-from core.common.traced import ConstantSlot, Slot
+from core.compilation.trace.traced import ConstantSlot, Slot
 from core.errors import TraceError, UsageError
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -126,9 +126,9 @@ def _unknown(path: str, tensor: Tensor) -> TraceError:
     return TraceError(
         f"tracing with {path}, a {_name(type(tensor))}",
         found=f"{path} is a {_name(type(tensor))}; this tensor class handles operations itself and does not say of "
-        "which tensors it is made (core.common.flattening.register_flattening takes a rule)",
+        "which tensors it is made (core.compilation.trace.flattening.register_flattening takes a rule)",
         remedy="give it __tensor_flatten__ and __tensor_unflatten__, or register a rule: "
-        "core.common.flattening.register_flattening",
+        "core.compilation.trace.flattening.register_flattening",
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from core.errors import CaptureError
 
 if TYPE_CHECKING:
-    from core.common.passes.common.packing import Packing
+    from core.common.passes.packing import Packing
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config
 from torch.utils import _pytree as pytree
 
-from core.common.flattening import flatten_constants, refused_class
 from core.common.passes.effects import value_of, written_args
 from core.common.passes.view import kind, operand
 from core.common.passes.writes import find_writes
-from core.common.state import Change, Snapshot, model_tensors
-from core.common.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
+from core.compilation.trace.flattening import flatten_constants, refused_class
+from core.compilation.trace.state import Change, Snapshot, model_tensors
+from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
 from core.errors import TraceError
 
 

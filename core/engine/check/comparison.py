@@ -15,13 +15,13 @@ from torch import Tensor
 
 from core.common.numerics import Fp64Mode, Verdict, judge_pooled
 from core.device import Device
-from core.engine.attention import implementation
-from core.engine.cache_codes import judge_rounded
+from core.engine.check.quantized import widened
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.probe import Caching, counts_from_zero, function_bound, relative_difference
-from core.engine.quantized_check import widened
-from core.engine.runner import accepted_arguments
+from core.engine.inspect.attention import implementation
+from core.engine.inspect.cache_codes import judge_rounded
+from core.engine.inspect.probe import Caching, counts_from_zero, function_bound, relative_difference
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import accepted_arguments
 
 MAX_ORACLE_PARAMETERS = 500_000_000
 """Above this an fp64 copy on the host takes more memory and time than a run should; ask for it explicitly."""

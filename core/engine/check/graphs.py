@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.engine.attention import NotPageable
-from core.engine.paged import PagedRunner
-from core.engine.runner import EngineConfig
-from core.engine.static_cache import CachedPhase, static_phases
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.engine.inspect.attention import NotPageable
+from core.engine.paged.runner import PagedRunner
+from core.engine.static.cache import CachedPhase, static_phases
+from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, TraceError, UsageError
 
 if TYPE_CHECKING:
     from core.device import Device
-    from core.engine.loading import LoadedModel
+    from core.engine.models.loading import LoadedModel
 
 PHASES = ("prefill", "decode")
 CACHES = ("auto", "paged", "static")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.quantization.layers import QuantizedModule, rounds_inputs
+from core.quantization.layers import QuantizedModule, rounds_inputs
 
 NUM_RUNS = 4
 _ROUNDINGS = 8

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import core.common.ops.attention  # noqa: F401  # registers core::attention
-from core.engine.masks import prove_causal
+import core.common.ops.attention.paged  # noqa: F401  # registers core::attention
+from core.engine.inspect.masks import prove_causal
 from core.errors import UsageError
 
 SERVE = "core"

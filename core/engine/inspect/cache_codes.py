@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from core.common.numerics import Verdict, judge
-from core.common.ops.attention_cache import read, stored
-from core.common.quantization.tensors import CACHE_SCALE_NAMES
-from core.engine.attention import AttentionLayer, NotPageable, inspect
-from core.engine.probe import Caching
-from core.engine.static_cache import cache_name
+from core.common.ops.attention.cache import read, stored
+from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
+from core.engine.inspect.probe import Caching
+from core.engine.static.cache import cache_name
 from core.errors import ModelError
+from core.quantization.tensors import CACHE_SCALE_NAMES
 
 CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp8": torch.float8_e4m3fn})
 """Dtypes of codes by the names of `EngineConfig.kv_cache_dtype`."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.quantization.layers import rounds_inputs
-from core.engine.architecture import max_position
-from core.engine.attention import implementation
-from core.engine.runner import accepted_arguments
+from core.engine.inspect.attention import implementation
+from core.engine.models.architecture import max_position
+from core.engine.steps.runner import accepted_arguments
+from core.quantization.layers import rounds_inputs
 
 LONG, SHORT = 96, 5
 """Tokens of the two sequences that share a prefill; far apart, so that what leaks from one changes the other."""

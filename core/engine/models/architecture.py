@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from core.engine.hf import import_transformers
+from core.engine.models.hf import import_transformers
 from core.errors import ModelError
 
 

@@ -1,8 +1,8 @@
 """Running one model on several processes: joining what torchrun started, and sharding a model for tensor parallelism.
 
 Processes, groups and backends are those of torch.distributed. A sharded model holds plain local tensors and calls the
-canonical collectives (core/common/ops/collective.py) by their groups' names, so it traces whole, passes see its
-collectives, and it runs as it is under `core.compile`, `core.capture` and the engine, on all processes in step.
+canonical collectives (core/common/ops/collective/collectives.py) by their groups' names, so it traces whole, passes
+see its collectives, and it runs as it is under `core.compile`, `core.capture` and the engine, on all processes in step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from core.common.ops.collective import group_size, local_shard
+from core.common.ops.collective.collectives import group_size, local_shard
 from core.errors import UsageError
 
 __all__ = ["Processes", "initialize", "shard_model"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from core.engine.checkpoint import Progress
+from core.engine.models.checkpoint import Progress
 from core.errors import ModelError, one_line
 
 

@@ -1,6 +1,7 @@
 """Load or build a causal language model of transformers, unmodified, and never from the network.
 
-`load_model` checks the folder itself first (core/engine/checkpoint.py, core/engine/architecture.py), lets transformers
+`load_model` checks the folder itself first (core/engine/models/checkpoint.py, core/engine/models/architecture.py),
+lets transformers
 read the weights, so that tied weights and conversions are as everywhere else, and then judges what transformers only
 logs: weights that are missing or have the wrong shape.
 """
@@ -19,21 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.common.quantization.config import stated_config
-from core.common.quantization.formats import REMEDY, other_format, refuse_other_format
-from core.common.quantization.layers import num_weights, share_input_scales
-from core.common.quantization.tensors import QUANTIZED
-from core.engine.architecture import (
+from core.engine.models.architecture import (
     check_architecture,
     check_causal,
     config_dtype,
     max_position,
     stop_token_ids,
 )
-from core.engine.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
-from core.engine.hf import driven, import_transformers, unusable
-from core.engine.quantized import QuantizedCheckpoint
+from core.engine.models.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
+from core.engine.models.hf import driven, import_transformers, unusable
+from core.engine.models.quantized import QuantizedCheckpoint
 from core.errors import CoreError, ModelError, UsageError, one_line
+from core.quantization.config import stated_config
+from core.quantization.formats import REMEDY, other_format, refuse_other_format
+from core.quantization.layers import num_weights, share_input_scales
+from core.quantization.tensors import QUANTIZED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Load a compressed-tensors checkpoint: quantised layers by core/common/quantization, the rest by transformers."""
+"""Load a compressed-tensors checkpoint: quantised layers by core/quantization, the rest by transformers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.quantization.checkpoint import read_experts, read_linear
-from core.common.quantization.config import CheckpointConfig, parse_config
-from core.common.quantization.layers import QuantizedModule, share_input_scales
-from core.common.quantization.quantize import num_bytes, replace_module
-from core.common.quantization.report import LayerReport, QuantizationReport
-from core.common.quantization.targets import Ignored, is_experts
-from core.common.quantization.tensors import CACHE_SCALE_NAMES, FLOATS, TensorFiles
-from core.engine.checkpoint import Checkpoint
-from core.engine.hf import import_transformers
+from core.engine.models.checkpoint import Checkpoint
+from core.engine.models.hf import import_transformers
+from core.quantization.checkpoint import read_experts, read_linear
+from core.quantization.config import CheckpointConfig, parse_config
+from core.quantization.layers import QuantizedModule, share_input_scales
+from core.quantization.quantize import num_bytes, replace_module
+from core.quantization.report import LayerReport, QuantizationReport
+from core.quantization.targets import Ignored, is_experts
+from core.quantization.tensors import CACHE_SCALE_NAMES, FLOATS, TensorFiles
 
 _CACHE_SCALES_READ = (
     "the checkpoint is made for an fp8 key/value cache, and its scales serve kv_cache_dtype 'fp8'; "

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.common.quantization.layers import num_weights
-from core.common.quantization.quantize import quantize
-from core.common.quantization.scheme import QuantizationScheme, find_scheme
-from core.engine.checkpoint import Progress
-from core.engine.loading import LoadedModel
+from core.engine.models.checkpoint import Progress
+from core.engine.models.loading import LoadedModel
 from core.errors import UsageError
+from core.quantization.layers import num_weights
+from core.quantization.quantize import quantize
+from core.quantization.scheme import QuantizationScheme, find_scheme
 
 TEXT = """\
 The river had been rising since the morning, and by noon the lower road was under water. Most people had left.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from core.engine.hf import driven
+from core.engine.models.hf import driven
 from core.errors import CoreError, ModelError
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, EXPERTS, LAYERS = 64, 4, 2, 16, 8, 4, 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from core.engine.attention import AttentionLayer, LayerState, StepTensors, attach, detach
+from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
 from core.errors import ModelError
 
 NULL_BLOCK = 0

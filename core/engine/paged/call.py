@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from core.engine.attention import StepTensors
-from core.engine.runner import accepted_arguments
-from core.engine.sampling import Sampling, next_tokens
+from core.engine.inspect.attention import StepTensors
+from core.engine.steps.runner import accepted_arguments
+from core.engine.steps.sampling import Sampling, next_tokens
 
 
 class PagedLogits:

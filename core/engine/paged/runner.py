@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.quantization.layers import continuous
-from core.common.report import ProgramReport
-from core.common.shared import SharedTrace
-from core.compilation import Progress, compile
+from core.compilation.compile import Progress, compile
+from core.compilation.report import ProgramReport
+from core.compilation.shared_trace import SharedTrace
 from core.device import Device
-from core.engine.attention import SERVE, AttentionLayer, NotPageable, inspect, set_implementation
-from core.engine.cache import BlockPool, PagedCache
-from core.engine.cache_codes import CACHE_DTYPES, Scales, amplification, layer_scales, rounding
 from core.engine.config import SamplingParams
-from core.engine.masks import EXHAUSTIVE
-from core.engine.paged_call import PagedCall, PagedLogits
-from core.engine.probe import (
+from core.engine.inspect.attention import SERVE, AttentionLayer, NotPageable, inspect, set_implementation
+from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, amplification, layer_scales, rounding
+from core.engine.inspect.masks import EXHAUSTIVE
+from core.engine.inspect.probe import (
     counts_from_zero,
     depends_on_longest,
     largest_difference,
@@ -29,13 +26,16 @@ from core.engine.probe import (
     probe_sequences,
     rounding_bound,
 )
-from core.engine.runner import EngineConfig, powers
-from core.engine.sampling import GREEDY_ROW, Sampling, sampling_guard
-from core.engine.sequence import Sequence as EngineSequence
-from core.engine.staged import StagedSteps
-from core.engine.static_cache import CachedPhase
-from core.engine.step import Part, Step, StepOutput, step_inputs, step_tensors
+from core.engine.paged.cache import BlockPool, PagedCache
+from core.engine.paged.call import PagedCall, PagedLogits
+from core.engine.static.cache import CachedPhase
+from core.engine.steps.runner import EngineConfig, powers
+from core.engine.steps.sampling import GREEDY_ROW, Sampling, sampling_guard
+from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.steps.staged import StagedSteps
+from core.engine.steps.step import Part, Step, StepOutput, step_inputs, step_tensors
 from core.errors import ModelError
+from core.quantization.layers import continuous
 
 
 class PagedRunner:

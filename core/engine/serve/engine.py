@@ -16,26 +16,26 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from core.common.report import ProgramReport
-from core.compilation import Progress
+from core.compilation.compile import Progress
+from core.compilation.report import ProgramReport
 from core.device import Device
-from core.engine.attention import NotPageable
-from core.engine.cache_codes import Rounding
 from core.engine.config import SamplingParams
-from core.engine.loading import LoadedModel, load_model
-from core.engine.paged import PagedRunner
-from core.engine.prompts import EncodedPrompt, Prompt, encode_prompt, encode_prompts
-from core.engine.request import Completion, Request, RequestOutput
-from core.engine.runner import EngineConfig, ModelRunner
-from core.engine.sampling import make_generator, next_tokens
-from core.engine.scheduler import Scheduler
-from core.engine.sequence import Sequence as EngineSequence
-from core.engine.speculation import accept
-from core.engine.static import StaticRunner
-from core.engine.stats import EngineStats, StatsCounter
-from core.engine.step import Flight, Part, Step, StepOutput, step_behind
+from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.cache_codes import Rounding
+from core.engine.models.loading import LoadedModel, load_model
+from core.engine.paged.runner import PagedRunner
+from core.engine.serve.prompts import EncodedPrompt, Prompt, encode_prompt, encode_prompts
+from core.engine.serve.request import Completion, Request, RequestOutput
+from core.engine.serve.scheduler import Scheduler
+from core.engine.serve.stats import EngineStats, StatsCounter
+from core.engine.static.runner import StaticRunner
+from core.engine.steps.runner import EngineConfig, ModelRunner
+from core.engine.steps.sampling import make_generator, next_tokens
+from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.steps.speculation import accept
+from core.engine.steps.step import Flight, Part, Step, StepOutput, step_behind
 from core.errors import UsageError
-from core.host import select_device
+from core.host.selection import select_device
 
 log = logging.getLogger("core.engine")
 OnText = Callable[[int, str], None]

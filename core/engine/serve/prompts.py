@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.engine.config import SamplingParams
-from core.engine.loading import LoadedModel
+from core.engine.models.loading import LoadedModel
 from core.errors import ModelError, UsageError
 
 Prompt = str | Sequence[int]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.engine.detokenize import Detokenizer
-from core.engine.loading import LoadedModel
-from core.engine.sequence import FinishReason, Sequence
+from core.engine.models.loading import LoadedModel
+from core.engine.serve.detokenize import Detokenizer
+from core.engine.steps.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

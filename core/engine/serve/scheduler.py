@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from core.engine.sequence import Sequence
-from core.engine.step import Part, Step
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Part, Step
 
 
 class Scheduler:

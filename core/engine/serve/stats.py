@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.engine.step import Step
+from core.engine.steps.step import Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
-from core.engine.runner import accepted_arguments
+from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
+from core.engine.steps.runner import accepted_arguments
 
 __all__ = ["CachedPhase", "cache_name", "full_mask", "static_cache", "static_phases"]
 
@@ -19,8 +19,8 @@ __all__ = ["CachedPhase", "cache_name", "full_mask", "static_cache", "static_pha
 class CachedPhase:
     """One phase of a model bound to a cache, whose memory every call reads and writes.
 
-    function: called with the inputs by name, returns logits. dynamic: for `core.common.tracing`, the dimensions of each
-    input whose size is free.
+    function: called with the inputs by name, returns logits. dynamic: for `core.compilation.trace.tracing`, the
+    dimensions of each input whose size is free.
     """
 
     name: str

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from core.common.graphs.inputs import InputSpec
-from core.common.quantization.layers import continuous
-from core.common.report import ProgramReport
-from core.compilation import Progress, compile
+from core.compilation.capture.inputs import InputSpec
+from core.compilation.compile import Progress, compile
+from core.compilation.program import Program
+from core.compilation.report import ProgramReport
 from core.device import Device, Mode
-from core.engine.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
-from core.engine.runner import EngineConfig, one_or_all
-from core.engine.sampling import GREEDY_ROW, Sampling, next_tokens, sampling_guard, sampling_params_input
-from core.engine.sequence import Sequence as EngineSequence
-from core.engine.static_cache import cache_name, full_mask, static_cache
-from core.engine.step import Step, StepOutput
+from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
+from core.engine.static.cache import cache_name, full_mask, static_cache
+from core.engine.steps.runner import EngineConfig, one_or_all
+from core.engine.steps.sampling import GREEDY_ROW, Sampling, next_tokens, sampling_guard, sampling_params_input
+from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.steps.step import Step, StepOutput
 from core.errors import CaptureError, ModelError, TraceError
-from core.program import Program
+from core.quantization.layers import continuous
 
 if TYPE_CHECKING:
-    from core.engine.cache_codes import Rounding
+    from core.engine.inspect.cache_codes import Rounding
 
 log = logging.getLogger("core.engine")
 NUM_EXAMPLES = 5

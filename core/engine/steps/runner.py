@@ -7,19 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from core.engine.sampling import Sampling
-from core.engine.step import Phase
+from core.engine.steps.sampling import Sampling
+from core.engine.steps.step import Phase
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.common.config import ModeChoice, Verify
-    from core.common.report import ProgramReport
+    from core.compilation.options import ModeChoice, Verify
+    from core.compilation.report import ProgramReport
     from core.device import Capabilities, Mode
-    from core.engine.cache_codes import Rounding
-    from core.engine.sequence import Sequence as EngineSequence
-    from core.engine.step import Step, StepOutput
+    from core.engine.inspect.cache_codes import Rounding
+    from core.engine.steps.sequence import Sequence as EngineSequence
+    from core.engine.steps.step import Step, StepOutput
 
 DEFAULT_MAX_LEN = 2048
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -36,8 +36,8 @@ class EngineConfig:
     block_size: positions per cache block. decode_buckets: batch sizes; None takes `decode_sizes`. prefill_buckets:
     token counts; None takes powers of four from 32. The largest is the token budget of a step that holds prompts:
     longer prompts are computed in chunks. kv_cache_dtype: "auto", that of the model's keys and values, or "fp8", codes
-    of half the size, by the scales that attention modules bring (`core.engine.cache_codes`); only on the paged cache.
-    sampling: which ways to choose tokens are captured with decode; what is not
+    of half the size, by the scales that attention modules bring (`core.engine.inspect.cache_codes`); only on the
+    paged cache. sampling: which ways to choose tokens are captured with decode; what is not
     is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. run_ahead:
     queue a decode step before the host knows the tokens of the one before it, so that the device need not wait for the
     host; None does so where the device computes while the host goes on. mode: as in `core.compile`; None takes the

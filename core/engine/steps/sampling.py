@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.common.graphs.inputs import InputSpec
 from core.common.ops.sampling import ARGMAX, NUM_PARAMS, SAMPLE
+from core.compilation.capture.inputs import InputSpec
 from core.engine.config import SamplingParams
 
 Sampling = Literal["greedy", "random"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from core.engine.config import SamplingParams
-from core.engine.speculation import Ngrams
+from core.engine.steps.speculation import Ngrams
 
 FinishReason = Literal["stop", "length"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
+from core.compilation.program import MAX_PLANS, Program
 from core.device import Device
-from core.engine.sampling import Sampling
-from core.engine.sequence import Sequence
-from core.engine.step import Step, StepOutput, write_sampling, write_step
-from core.program import MAX_PLANS, Program
+from core.engine.steps.sampling import Sampling
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Step, StepOutput, write_sampling, write_step
 
 _MIRRORS = 2
 """Steps on the host at once: one that runs, and one that is prepared meanwhile."""

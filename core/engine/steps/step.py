@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.common.graphs.inputs import InputSpec
-from core.engine.sampling import GREEDY_ROW, sampling_params_input, sampling_row
-from core.engine.sequence import Sequence
+from core.compilation.capture.inputs import InputSpec
+from core.engine.steps.sampling import GREEDY_ROW, sampling_params_input, sampling_row
+from core.engine.steps.sequence import Sequence
 
 Phase = Literal["prefill", "decode", "verify"]
 """prefill: a step that holds tokens of any prompt. decode: exactly one token of each sequence, the one sampled last.

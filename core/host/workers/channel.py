@@ -1,4 +1,4 @@
-"""The worker's side of core/workers.py: JSON lines on a channel that nothing else can write to."""
+"""The worker's side of core/host/workers/pool.py: JSON lines on a channel that nothing else can write to."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from core.worker_process import WorkerProcess, ending, parsed, unanswered
-from core.worker_process import WorkerResult as WorkerResult  # what both kinds of worker give
+from core.host.workers.process import WorkerProcess, ending, parsed, unanswered
+from core.host.workers.process import WorkerResult as WorkerResult  # what both kinds of worker give
 
 _NO_ANSWER = "sent something else than an answer"
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -91,7 +91,8 @@ def _finish(worker: _Worker) -> WorkerResult:
 class PersistentWorker:
     """One worker that answers request after request, and is started on the first one and again after it was lost.
 
-    The module calls `core._worker.serve_requests`. A crash, a deadline missed or anything but an answer on the channel
+    The module calls `core.host.workers.channel.serve_requests`. A crash, a deadline missed or anything but an answer
+    on the channel
     ends the process with all it has started, and is told in the result. One thread at a time may ask; any thread may
     `close`, which ends a request under way.
     """

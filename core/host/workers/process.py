@@ -1,4 +1,4 @@
-"""One worker process: how it is started, read and ended. What it is asked is for core/workers.py."""
+"""One worker process: how it is started, read and ended. What it is asked is for core/host/workers/pool.py."""
 
 from __future__ import annotations
 

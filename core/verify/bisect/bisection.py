@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
-from core.bisect.lowering import judge_lowering
-from core.bisect.model import judge_model
-from core.bisect.ops import judge_ops, op_targets
-from core.bisect.report import Bisection, Fault, Outcome, Progress, Step
-from core.common.ops.lower import inline_unimplemented, lower_ops
 from core.common.passes.declaration import Pass, Stage
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.snapshot import Snapshot
-from core.common.stages import later_stages
-from core.common.verification.execution import bind
-from core.common.verification.verify import Verification, failure, verify
+from core.compilation.lower_ops import inline_unimplemented, lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewrite.stages import later_stages
+from core.compilation.rewriting import bound_constants
 from core.errors import CoreError
-from core.rewriting import bound_constants
+from core.verify.bisect.lowering import judge_lowering
+from core.verify.bisect.model import judge_model
+from core.verify.bisect.ops import judge_ops, op_targets
+from core.verify.bisect.report import Bisection, Fault, Outcome, Progress, Step
+from core.verify.execution import bind
+from core.verify.verify import Verification, failure, verify
 
 if TYPE_CHECKING:
-    from core.common.config import Verify
+    from core.compilation.options import Verify
     from core.device import Device
-    from core.engine.graphs import PhaseGraph
+    from core.engine.check.graphs import PhaseGraph
 
 __all__ = ["Bisection", "Fault", "Step", "bisect", "injected"]
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from core.bisect.ops import OpTargets, as_ops
-from core.bisect.report import Fault, Progress, Step
 from core.common.lowering import Lowering, LoweringRequest
 from core.common.passes.sites import site_name
-from core.common.passes.snapshot import Snapshot
 from core.common.passes.writes import find_writes
-from core.common.verification.compare import Comparison
-from core.common.verification.execution import Copies, error_line, own_inputs, run_graph, written_inputs
+from core.compilation.rewrite.snapshot import Snapshot
+from core.verify.bisect.ops import OpTargets, as_ops
+from core.verify.bisect.report import Fault, Progress, Step
+from core.verify.compare import Comparison
+from core.verify.execution import Copies, error_line, own_inputs, run_graph, written_inputs
 
 
 @dataclass(frozen=True, slots=True)

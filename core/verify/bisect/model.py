@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from core.bisect.report import Fault, Outcome, Step
-from core.common.verification.compare import Comparison
-from core.common.verification.execution import Run, own_inputs, run_graph, written_inputs
+from core.verify.bisect.report import Fault, Outcome, Step
+from core.verify.compare import Comparison
+from core.verify.execution import Run, own_inputs, run_graph, written_inputs
 
 if TYPE_CHECKING:
-    from core.engine.graphs import PhaseGraph
+    from core.engine.check.graphs import PhaseGraph
 
 
 def judge_model(

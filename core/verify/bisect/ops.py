@@ -11,14 +11,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from core.bisect.report import Fault, Step
 from core.common.ops.declaration import CanonicalOp, declared_ops
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.lower import ORIGINAL_NODES, OpChoice
 from core.common.passes.sites import site_name
-from core.common.passes.snapshot import Snapshot
-from core.common.verification.compare import Comparison
-from core.common.verification.execution import Copies, ReferenceMode, error_line, run_graph
+from core.compilation.lower_ops import ORIGINAL_NODES, OpChoice
+from core.compilation.rewrite.snapshot import Snapshot
+from core.verify.bisect.report import Fault, Step
+from core.verify.compare import Comparison
+from core.verify.execution import Copies, ReferenceMode, error_line, run_graph
 
 OpTargets = Mapping[str, Any]
 """Canonical ops (`torch._ops.OpOverload`) by the names of their nodes in a lowered graph."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import Argument, FunctionSchema
 
-from core.common.fakes.parity import described
+from core.verify.fakes.parity import described
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from core.errors import UsageError, error_from_json
-from core.workers import PersistentWorker, WorkerResult
+from core.host.workers.pool import PersistentWorker, WorkerResult
 
 FakeVerdict = Literal["agrees", "lies", "no fake", "not called"]
 
@@ -70,7 +70,7 @@ def check_library(library: str, device: str, *, timeout_s: float) -> LibraryChec
 
 
 def _checked(argument: str, library: str, timeout_s: float) -> LibraryCheck:
-    with PersistentWorker("core._fake_worker", argument) as worker:
+    with PersistentWorker("core.verify.fakes.worker", argument) as worker:
         opened = _open(worker, library, timeout_s)
         ops = tuple(_Check(worker, timeout_s, each).run() for each in opened["ops"])
         return LibraryCheck(library=library, device=opened["device"], ops=ops)

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from core.common.fakes.memory import memory, overlap, same_bits, whole
 from core.common.fakes.schema import mutated, shared
-from core.common.verification.execution import Copies, error_line
+from core.verify.execution import Copies, error_line
+from core.verify.fakes.memory import memory, overlap, same_bits, whole
 
 Sharing = tuple[frozenset[tuple[int, str]], frozenset[tuple[int, int]]]
 """Which result has memory in common with which argument, and which results with each other."""

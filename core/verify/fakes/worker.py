@@ -1,6 +1,6 @@
 """Calls the ops of one library, real and fake, for `core fakes --check`: a kernel's crash or hang stays in here.
 
-`python -m core._fake_worker '{"library": ..., "device": ...}'`, then one request a call.
+`python -m core.verify.fakes.worker '{"library": ..., "device": ...}'`, then one request a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core._worker import serve_requests
+from core.host.workers.channel import serve_requests
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -36,7 +36,7 @@ class _Library:
 @functools.cache
 def _opened() -> _Library:
     """Load the library, then open the device, whose plugin's fakes are applied to what is there."""
-    from core.host import select_device
+    from core.host.selection import select_device
 
     asked = json.loads(sys.argv[1])
     name = asked["library"]
@@ -60,7 +60,7 @@ def _warm_up() -> None:
     """Run what the first comparison loads, so that its time is not counted as a kernel's."""
     import torch
 
-    from core.common.fakes.parity import compare
+    from core.verify.fakes.parity import compare
 
     compare(torch.ops.aten.neg.default, {"self": torch.ones(2, 3)})
 
@@ -140,8 +140,8 @@ def _describe() -> dict[str, object]:
 
 def _call(name: str, index: int, *, run: bool) -> dict[str, object]:
     """Compare the op's index-th call, or only describe it. "end": there are no more."""
-    from core.common.fakes.calls import NoValue, call_text
-    from core.common.fakes.parity import CallRefused, compare
+    from core.verify.fakes.calls import NoValue, call_text
+    from core.verify.fakes.parity import CallRefused, compare
 
     library = _opened()
     overload = _overload(name)
@@ -173,7 +173,7 @@ def _nth(library: _Library, name: str, index: int) -> dict[str, Any] | None:
 
 
 def _calls(library: _Library, name: str) -> Iterator[dict[str, Any]]:
-    from core.common.fakes.calls import guessed_calls
+    from core.verify.fakes.calls import guessed_calls
 
     overload = _overload(name)
     assert overload is not None

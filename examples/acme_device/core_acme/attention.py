@@ -1,7 +1,7 @@
 """Acme's attention kernel: `core::attention` over chunks of the paged cache, their softmaxes merged at the end.
 
-Shapes as in `core.common.ops.attention`: T tokens, H query heads in K groups of G, D and V head sizes, M blocks of a
-sequence. B groups of Q queries: sequences, or single tokens. S: the positions of one chunk.
+Shapes as in `core.common.ops.attention.paged`: T tokens, H query heads in K groups of G, D and V head sizes, M blocks
+of a sequence. B groups of Q queries: sequences, or single tokens. S: the positions of one chunk.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from core.common.ops.attention import check_arguments, fake, write_cache
-from core.common.ops.attention_scores import soft_capped
+from core.common.ops.attention.paged import check_arguments, fake, write_cache
+from core.common.ops.attention.scores import soft_capped
 from core.errors import UsageError
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The arguments of the op that say how to attend; `core.common.ops.attention` says what they mean."""
+    """The arguments of the op that say how to attend; `core.common.ops.attention.paged` says what they mean."""
 
     sinks: Tensor | None
     scale: float

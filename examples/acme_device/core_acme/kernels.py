@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from core.common.ops.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.quantization import QUANTIZE, RANGES
-from core.common.ops.rotary import ROTARY
+from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.quantize.symmetric import QUANTIZE, RANGES
+from core.common.ops.rotary.rotation import ROTARY
 from torch import Tensor
 
 Kernel = Callable[..., "Tensor | tuple[Tensor, ...]"]

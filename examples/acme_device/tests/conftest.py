@@ -9,8 +9,8 @@ import pytest
 import torch
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp
-from core.common.verification.compare import compare
-from core_conformance.oracle import exact, own
+from core.verify.compare import compare
+from core_conformance.rules.oracle import exact, own
 from torch import Tensor
 
 NULL_BLOCK = ("key_cache", "value_cache")  # of these, block 0 is nobody's

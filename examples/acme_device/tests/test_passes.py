@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from core.common.passes.declaration import Pass
-from core.common.passes.manager import PassManager, PassReport
-from core.common.tracing import trace
-from core.common.verification.planted import Mistake, spoiled
-from core.common.verification.verify import checker
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
+from core.verify.planted import Mistake, spoiled
+from core.verify.verify import checker
 from torch import Tensor, fx, nn
 
 from core_acme.passes import declarations

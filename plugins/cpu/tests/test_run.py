@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.cli import main
-from core.engine.assets import embedded_model
+from core.engine.models.assets import embedded_model
 
 RUN = ["run", "--device", "cpu", "--lowering", "inline", "--max-new-tokens", "8"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from core.common.fakes import FakeOp, FakeResult, apply_fakes, nothing
-from core.common.fakes.memory import same_bits
-from core.common.fakes.parity import compare
 from core.common.fakes.schema import find_overload, mutated
 from core.errors import PluginError
+from core.verify.fakes.memory import same_bits
+from core.verify.fakes.parity import compare
 from core_cpu.fakes import SGL_KERNEL
 from core_cpu.fakes.sgl_kernel import RULES
 from tests.sgl_kernel import reference

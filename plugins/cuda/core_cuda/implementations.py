@@ -6,21 +6,18 @@ Imports Triton, and so is imported only where `kernels_missing` finds nothing to
 from __future__ import annotations
 
 from core.common.ops.implementation import OpImplementation
-from core_cuda.ops import (
-    activation,
-    argmax,
-    attention,
-    grouped_mlp,
-    linear,
-    moe_route,
-    norm,
-    quantize,
-    quantized_linear,
-    rotary,
-    rotary_table,
-    sampling,
-)
+from core_cuda.ops import activation, quantize
+from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
+from core_cuda.ops.linear import products as linear
+from core_cuda.ops.linear import quantized as quantized_linear
+from core_cuda.ops.moe import grouped_mlp
+from core_cuda.ops.moe import route as moe_route
+from core_cuda.ops.norm import norms as norm
+from core_cuda.ops.rotary import rotation as rotary
+from core_cuda.ops.rotary import table as rotary_table
+from core_cuda.ops.sampling import argmax
+from core_cuda.ops.sampling import sample as sampling
 
 __all__ = ["IMPLEMENTATIONS"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core_cuda.ops import decode_attention
-from core_cuda.ops.attention_rotation import take_turning
-from core_cuda.ops.decode_attention import Coding
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
+from core_cuda.ops.attention import decode as decode_attention
+from core_cuda.ops.attention.decode import Coding
+from core_cuda.ops.attention.rotation import take_turning
 
 PAGE, CONTEXT = 16, 2048
 SHAPES = {"8b": (32, 8, 128, 128), "1b": (32, 8, 64, 64), "qwen3-moe": (32, 4, 128, 128), "mqa": (64, 1, 128, 128)}

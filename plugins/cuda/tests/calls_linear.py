@@ -1,4 +1,4 @@
-"""Products with few rows at the sizes of models of 1 and 8 B parameters, for scripts/compile_cuda_kernels.py."""
+"""Products with few rows at the sizes of models of 1 and 8 B parameters, for tools/compile_cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.skinny import skinny_linear
-from core_cuda.ops.skinny_configs import SkinnyConfig, default_config
+from core_cuda.ops.linear.skinny import skinny_linear
+from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
 
 ROW = SkinnyConfig("row", 8, 1024)
 SIZES = ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (2048, 2048, False), (16384, 2048, True))

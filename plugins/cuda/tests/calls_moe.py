@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_cuda.ops.grouped_mlp import grouped_mlp
-from core_cuda.ops.moe_route import moe_route
+from core_cuda.ops.moe.grouped_mlp import grouped_mlp
+from core_cuda.ops.moe.route import moe_route
 
 BF16 = torch.bfloat16
 TOKENS = (1, 8, 64, 128, 1024, 4096)

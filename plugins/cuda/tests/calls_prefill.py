@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_cuda.ops.decode_attention import Coding
-from core_cuda.ops.prefill_attention import PrefillShape, candidates, prefill
+from core_cuda.ops.attention.decode import Coding
+from core_cuda.ops.attention.prefill import PrefillShape, candidates, prefill
 
 PAGE = 16
 

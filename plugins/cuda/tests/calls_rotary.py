@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_cuda.ops import rotary, rotary_table
-from core_cuda.ops.prefill_attention import prefill_rotary_attention
+from core_cuda.ops.attention.prefill import prefill_rotary_attention
+from core_cuda.ops.rotary import rotation as rotary
+from core_cuda.ops.rotary import table as rotary_table
 
 PAGE = 16
 

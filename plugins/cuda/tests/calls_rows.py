@@ -7,7 +7,10 @@ from functools import partial
 
 import torch
 
-from core_cuda.ops import activation, argmax, norm, quantize, sampling
+from core_cuda.ops import activation, quantize
+from core_cuda.ops.norm import norms as norm
+from core_cuda.ops.sampling import argmax
+from core_cuda.ops.sampling import sample as sampling
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.common.ops.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
+from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
 from tests.kernel_cases import CODED, CPU, DTYPES, check, check_codes, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")

@@ -14,8 +14,8 @@ from tests.kernel_cases import CPU, DTYPES, faked, laid_out, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.implementations import IMPLEMENTATIONS
-from core_cuda.ops import argmax
-from core_cuda.ops.argmax import ArgmaxConfig
+from core_cuda.ops.sampling import argmax
+from core_cuda.ops.sampling.argmax import ArgmaxConfig
 from core_cuda.ops.workspace import counters
 
 NAN, INF = float("nan"), float("inf")

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import judge, judge_pooled
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from core.errors import CaptureError
 
 pytest.importorskip("triton", reason="needs triton")
-from core_cuda.ops import attention_rotation, decode_attention, prefill_attention, workspace
-from core_cuda.ops.attention import attention_condition, rotary_attention_condition
-from core_cuda.ops.decode_attention import DecodeConfig, DecodeShape
+from core_cuda.ops import workspace
+from core_cuda.ops.attention import decode as decode_attention
+from core_cuda.ops.attention import prefill as prefill_attention
+from core_cuda.ops.attention import rotation as attention_rotation
+from core_cuda.ops.attention.decode import DecodeConfig, DecodeShape
+from core_cuda.ops.attention.paged import attention_condition, rotary_attention_condition
 
 Call = dict[str, Any]
 CPU = torch.device("cpu")

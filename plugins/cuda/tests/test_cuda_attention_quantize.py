@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import Fp64Mode, judge_pooled
-from core.common.ops.attention import ATTENTION
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.quantization import RANGES
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.quantize.symmetric import RANGES
 from tests.kernel_cases import CPU, code_steps, faked, laid_out, moved
 
 pytest.importorskip("triton", reason="needs triton")

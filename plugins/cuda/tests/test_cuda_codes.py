@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.attention_cache import stored
+from core.common.ops.attention.cache import stored
 from tests.kernel_cases import randn
 
 pytest.importorskip("triton", reason="needs triton")
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops import launching
-from core_cuda.ops.cache_write import write_cache
+from core_cuda.ops.attention.cache_write import write_cache
 from core_cuda.ops.quantize import to_codes, to_numbers
-from core_cuda.ops.rotary import RotaryConfig, rotate_and_write
+from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
 
 CODE = torch.float8_e4m3fn
 TOKENS, HEADS = 19, 2

@@ -10,12 +10,12 @@ from core.device import Device
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.engine.assets import embedded_model
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
+from core.engine.models.assets import embedded_model
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

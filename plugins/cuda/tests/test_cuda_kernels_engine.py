@@ -14,14 +14,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.quantization.quantize import quantize
 from core.device import Device
-from core.engine.check import compare
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
-from core.host import select_device
+from core.engine.check.comparison import compare
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
+from core.quantization.quantize import quantize
 from tests.recording import acme
 
 PROMPTS = ([3, 4, 5, 6, 7], [20, 21, 22])

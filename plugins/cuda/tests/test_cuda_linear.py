@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from core.common.numerics import judge
-from core.common.ops.activation import ACTIVATIONS
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
-from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
+from core.common.ops.mlp.activation import ACTIVATIONS
 from tests.kernel_cases import CPU, check, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
@@ -21,9 +21,9 @@ pytest.importorskip("triton", reason="needs triton")
 from core_cuda import tuned
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.linear import gated_linear, linear, refuses
-from core_cuda.ops.skinny import skinny_linear
-from core_cuda.ops.skinny_configs import SkinnyConfig, candidates, default_config
+from core_cuda.ops.linear.products import gated_linear, linear, refuses
+from core_cuda.ops.linear.skinny import skinny_linear
+from core_cuda.ops.linear.skinny_configs import SkinnyConfig, candidates, default_config
 from core_cuda.ops.workspace import counters
 
 HALF = (torch.bfloat16, torch.float16)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from core.common.numerics import MIN_ELEMENTS, judge_pooled
 from core.common.ops.implementation import OpCall
-from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE
+from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
 from tests.kernel_cases import CPU, DTYPES, check, faked, in_fp64, laid_out, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.grouped_configs import GroupedConfig, GroupedShape, Tile, candidates, default_config
-from core_cuda.ops.grouped_mlp import Experts, grouped_mlp, grouped_mlp_condition, run_grouped_mlp
-from core_cuda.ops.grouped_tile_kernel import sort_kernel
-from core_cuda.ops.moe_route import moe_route, route_condition
+from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, candidates, default_config
+from core_cuda.ops.moe.grouped_mlp import Experts, grouped_mlp, grouped_mlp_condition, run_grouped_mlp
+from core_cuda.ops.moe.grouped_tile_kernel import sort_kernel
+from core_cuda.ops.moe.route import moe_route, route_condition
 
 # numpy's, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from core.common.ops.norm.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from tests.kernel_cases import CODED, CPU, DTYPES, check, check_codes, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.implementations import IMPLEMENTATIONS
-from core_cuda.ops import norm
+from core_cuda.ops.norm import norms as norm
 
 OPS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM)
 CODED_OPS = (RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)

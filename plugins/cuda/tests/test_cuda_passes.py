@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import core
-from core.common.graphs.inputs import InputSpec
+from core.compilation.capture.inputs import InputSpec
 from core.device import Device
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.engine.check import compare
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
+from core.engine.check.comparison import compare
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

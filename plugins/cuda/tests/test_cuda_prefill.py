@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import Fp64Mode, judge_pooled
-from core.common.ops.attention import ATTENTION
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from tests.kernel_cases import CPU, DTYPES, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
-from core_cuda.ops import launching, prefill_attention
-from core_cuda.ops.cache_write import write_cache
-from core_cuda.ops.prefill_attention import PrefillConfig, PrefillShape
+from core_cuda.ops import launching
+from core_cuda.ops.attention import prefill as prefill_attention
+from core_cuda.ops.attention.cache_write import write_cache
+from core_cuda.ops.attention.prefill import PrefillConfig, PrefillShape
 
 Call = dict[str, Any]
 CACHES = ("key_cache", "value_cache")

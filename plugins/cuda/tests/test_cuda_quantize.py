@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.quantization import QUANTIZE
+from core.common.ops.quantize.symmetric import QUANTIZE
 from tests.kernel_cases import CPU, DTYPES, code_steps, faked, laid_out, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")

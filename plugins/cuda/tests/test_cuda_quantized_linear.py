@@ -9,14 +9,14 @@ import torch
 
 from core.common.numerics import judge
 from core.common.ops.implementation import OpCall
-from core.common.ops.quantization import QUANTIZED_LINEAR
+from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from tests.kernel_cases import CPU, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 
-from core_cuda.ops.quantized_linear import candidates, multiply, quantized_linear, refuses
-from core_cuda.ops.scaled_linear import WAYS
-from core_cuda.ops.skinny_configs import SkinnyConfig
+from core_cuda.ops.linear.quantized import candidates, multiply, quantized_linear, refuses
+from core_cuda.ops.linear.scaled import WAYS
+from core_cuda.ops.linear.skinny_configs import SkinnyConfig
 
 FP8 = torch.float8_e4m3fn
 ROWS = (1, 5, 40, 130)

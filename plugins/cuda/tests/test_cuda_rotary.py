@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE, STYLES
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE, STYLES
 from tests.kernel_cases import CPU, DTYPES, check, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
-from core_cuda.ops import launching, rotary
+from core_cuda.ops import launching
+from core_cuda.ops.rotary import rotation as rotary
 
 OPS = (ROTARY, ROTARY_SINGLE, QK_NORM_ROTARY)
 HALF = (torch.bfloat16, torch.float16)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.common.ops.rotary_table import LAYOUTS, ROTARY_TABLE, inverse_frequencies
+from core.common.ops.rotary.table import LAYOUTS, ROTARY_TABLE, inverse_frequencies
 from tests.kernel_cases import CPU, DTYPES, check, moved
 
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.implementations import IMPLEMENTATIONS
-from core_cuda.ops import rotary_table
+from core_cuda.ops.rotary import table as rotary_table
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

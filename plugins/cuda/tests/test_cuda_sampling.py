@@ -13,8 +13,8 @@ from core.common.ops.sampling import SAMPLE
 from tests.kernel_cases import CPU, DTYPES, faked, laid_out, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
-from core_cuda.ops import sampling
-from core_cuda.ops.sampling import SampleConfig
+from core_cuda.ops.sampling import sample as sampling
+from core_cuda.ops.sampling.sample import SampleConfig
 
 # numpy's, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")

@@ -22,7 +22,7 @@ from core.common.passes.declaration import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
-from core_npu.fakes import NPU_FAKES, NPU_WRITES
+from core_npu.fakes.declared import NPU_FAKES, NPU_WRITES
 from core_npu.probe import SIMULATED, probe
 from core_npu.runner import NPUGraphBackend
 from core_npu.task_queue import task_queue

@@ -8,7 +8,7 @@ import torch
 from npu_kernel_cases import moved, npu
 
 from core.common.fakes.schema import find_overload
-from core_npu.fakes import NPU_FAKES
+from core_npu.fakes.declared import NPU_FAKES
 
 Call = dict[str, Any]
 HOST = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.activation import samples as gate_samples
-from core.common.ops.normalization import add_rms_norm_samples
+from core.common.ops.mlp.activation import samples as gate_samples
+from core.common.ops.norm.norms import add_rms_norm_samples
 from tests.kernel_cases import CPU, randn
 
 Call = dict[str, Any]

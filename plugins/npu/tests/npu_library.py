@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from core.common.fakes import apply_fakes
-from core_npu.fakes import NPU_WRITES
+from core_npu.fakes.declared import NPU_WRITES
 from core_npu.passes.references import FORMULAS, register_references
 
 EPSILON = "float epsilon=9.9999999999999995e-07"

@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from core.common.numerics import judge
 from core.common.passes.declaration import Pass
-from core.common.passes.manager import PassReport
-from core.common.passes.switches import PassSwitches
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
-from core.rewriting import Rewriter
+from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
 from core_npu.passes.calls import called
 from tests.support import cpu
 

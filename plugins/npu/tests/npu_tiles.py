@@ -14,9 +14,9 @@ from npu_atb import run, sample
 from npu_kernel_cases import npu
 
 from core.common.fakes import apply_fakes
-from core.common.fakes.parity import run_fake
 from core.common.fakes.schema import find_overload
-from core_npu.fakes import NPU_FAKES
+from core.verify.fakes.parity import run_fake
+from core_npu.fakes.declared import NPU_FAKES
 
 TILES = 29
 

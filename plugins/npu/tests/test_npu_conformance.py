@@ -16,8 +16,8 @@ from core.common.conformance import ConformanceProfile, HostArgumentExample
 from core.common.graphs.backend import GraphKey
 from core.common.lowerings import INLINE
 from core.device import Device
-from core.host import select_device
-from core_conformance.cases import call_host_arguments
+from core.host.selection import select_device
+from core_conformance.cases.calls import host_arguments as call_host_arguments
 from core_conformance.trial import Trial
 from core_npu.runner import NPUGraphBackend
 from core_npu.updates import updatable

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from core.common.fakes import FakeOp, FakeResult, apply_fakes, has_fake
-from core.common.fakes.parity import run_fake
 from core.common.fakes.schema import find_overload
-from core_npu.fakes import NPU_FAKES, routed
-from core_npu.fakes_attention import scored, scored_v2
+from core.verify.fakes.parity import run_fake
+from core_npu.fakes.attention import scored, scored_v2
+from core_npu.fakes.declared import NPU_FAKES, routed
 
 SNAPSHOT = Path(__file__).parent / "data" / "npu_schemas.txt"
 SCHEMAS = [line for line in SNAPSHOT.read_text().splitlines() if not line.startswith("#")]

@@ -13,12 +13,12 @@ from npu_rewriting import HALVES, kernels
 
 import core
 from core.common.numerics import judge
-from core.common.passes.switches import PassSwitches
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from core.rewriting import Rewriter
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from core_npu.passes.linear.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
 from core_npu.passes.registry import PASSES
-from core_npu.passes.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
 from tests.support import cpu
 
 npu_library.install()

@@ -10,8 +10,8 @@ import torch
 from npu_rewriting import HALVES, cast, draw, rewritten
 from torch import Tensor
 
-from core_npu.passes.add_rms_norm import FUSE_ADD_RMS_NORM
-from core_npu.passes.norm_cast import FUSE_ADD_RMS_NORM_CAST
+from core_npu.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core_npu.passes.norm.cast import FUSE_ADD_RMS_NORM_CAST
 
 npu_library.install()
 ops: Any = torch.ops.npu

@@ -12,18 +12,18 @@ from npu_rewriting import HALVES, cast, draw, rewritten
 from torch import Tensor
 
 from core.cli.passes import what_it_does
-from core.common.passes.manager import PassManager
-from core.common.passes.switches import PassSwitches
-from core.common.tracing import trace
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
-from core.rewriting import Rewriter
-from core_npu.passes.add_rms_norm import FUSE_ADD_RMS_NORM
-from core_npu.passes.copies import ERASE_COPIES
-from core_npu.passes.multiply_add import FUSE_MULTIPLY_ADD
+from core_npu.passes.cleanup.copies import ERASE_COPIES
+from core_npu.passes.cleanup.multiply_add import FUSE_MULTIPLY_ADD
+from core_npu.passes.cleanup.scales import FOLD_DOUBLE_RECIPROCAL
+from core_npu.passes.linear.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
+from core_npu.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core_npu.passes.registry import NEEDED, PASSES, available
-from core_npu.passes.scales import FOLD_DOUBLE_RECIPROCAL
 from core_npu.passes.streams import streams
-from core_npu.passes.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
 from tests.support import cpu
 
 npu_library.install()

@@ -14,13 +14,13 @@ from npu_rewriting import HALVES, cast, draw, kernels, rewritten
 from torch import Tensor
 
 from core.common.numerics import judge
-from core.common.ops.lower import lower_ops
-from core.common.ops.rotary import QK_NORM_ROTARY
-from core.common.passes.manager import PassManager
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from core_npu.passes.qk_norm_rotary import LIFT_QK_NORM_ROTARY as LIFT
-from core_npu.passes.qkv_cache import FUSE_QKV_RMS_NORM_ROPE_CACHE as PASS
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from core_npu.passes.rotary.qk_norm import LIFT_QK_NORM_ROTARY as LIFT
+from core_npu.passes.rotary.qkv_cache import FUSE_QKV_RMS_NORM_ROPE_CACHE as PASS
 
 npu_library.install()
 ops: Any = torch.ops.npu
@@ -164,7 +164,7 @@ def test_shared_tables_stay() -> None:
 
 
 def test_the_op_alone_does_what_its_fake_says() -> None:
-    from core_npu.passes.qkv_cache_op import qkv_cache_op
+    from core_npu.passes.rotary.qkv_cache_op import qkv_cache_op
 
     form = Form()
     given = inputs(BF16, form)

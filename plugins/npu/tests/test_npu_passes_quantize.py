@@ -12,11 +12,11 @@ from npu_rewriting import HALVES, cast, draw, rewritten
 from torch import Tensor
 
 from core.common.numerics import judge
-from core_npu.passes.norm_dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUANT as DYNAMIC
-from core_npu.passes.norm_quantize import FUSE_ADD_RMS_NORM_QUANT as STATIC
-from core_npu.passes.norm_quantize import FUSE_RMS_NORM_QUANT as STATIC_ALONE
+from core_npu.passes.mlp.swiglu_quantize import FUSE_SWIGLU_DYNAMIC_QUANT as GATE
+from core_npu.passes.norm.dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUANT as DYNAMIC
+from core_npu.passes.norm.quantize import FUSE_ADD_RMS_NORM_QUANT as STATIC
+from core_npu.passes.norm.quantize import FUSE_RMS_NORM_QUANT as STATIC_ALONE
 from core_npu.passes.reference import normed
-from core_npu.passes.swiglu_quantize import FUSE_SWIGLU_DYNAMIC_QUANT as GATE
 
 npu_library.install()
 ops: Any = torch.ops.npu

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from core.common.passes.declaration import Pass
-from core.common.passes.switches import PassSwitches
-from core.common.tracing import trace
-from core.common.verification.planted import Mistake, spoiled
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter, Rewritten
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
-from core.rewriting import Rewriter, Rewritten
+from core.verify.planted import Mistake, spoiled
 from core_npu.passes.calls import called
 from core_npu.passes.registry import PASSES
 from tests.support import cpu

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.common.settings import Settings
 from core.device import DeviceParts, PluginInfo
-from core.discovery import discover
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext
-from core.loading import load_plugin
+from core.host.discovery import discover
+from core.host.loading import load_plugin
 from core.probe import Probe
+from core.settings import Settings
 from core_npu import plugin
 from core_npu.runner import NPUGraphBackend
 
@@ -143,7 +143,7 @@ def test_a_torch_that_an_extension_breaks_is_no_fault_of_the_plugin(
         text = "Failed to load the backend extension: torch_npu. You can disable extension auto-loading with …"
         raise RuntimeError(text) from ImportError("libhccl.so: cannot open shared object file")
 
-    monkeypatch.setattr("core.loading.EntryPoint.load", load)
+    monkeypatch.setattr("core.host.loading.EntryPoint.load", load)
     with pytest.raises(
         DeviceUnavailableError, match="its backend extension torch_npu is installed and fails"
     ) as caught:

@@ -239,8 +239,8 @@ def test_what_a_failed_program_captured_goes_with_cleanup() -> None:
 
 
 def test_a_backend_is_used_by_a_runner_in_parts() -> None:
-    from core.common.graphs.breaks import eager_break
-    from core.common.graphs.segments import capture_parts
+    from core.compilation.capture.breaks import eager_break
+    from core.compilation.capture.segments import capture_parts
 
     @eager_break
     def step(x: Tensor) -> Tensor:

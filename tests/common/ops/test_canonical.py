@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.attention import ATTENTION
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.dense import DENSE_ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
-from core.common.ops.dense_attention import DENSE_ATTENTION
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from tests.common.ops.canonical_oracle import CPU, every_sample, faked, in_fp64, outputs, run
 
 # test_attention.py, test_dense_attention.py, test_rotary_attention.py and test_attention_quantize.py hold the ops that

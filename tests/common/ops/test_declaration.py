@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.declaration import CanonicalOp, Sample, declare, declared_ops, find_op
 from core.errors import UsageError
 from tests.support import refused

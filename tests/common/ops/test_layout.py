@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.common.numerics import Fp64Mode
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.lower import lower_ops
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
+from core.compilation.lower_ops import lower_ops
 from tests.common.ops.canonical_oracle import Call, every_sample, faked, outputs, run
 
 _NUMBERS = itertools.count()

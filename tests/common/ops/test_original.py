@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.lower import lower_ops
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
 from core.common.ops.original import ORIGINAL
-from core.common.passes.lift.add_rms_norm import FUSE_ADD_RMS_NORM
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
-from core.common.passes.manager import PassManager
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 
 X, Y = torch.linspace(-2, 3, 40).view(5, 8), torch.linspace(1, -4, 40).view(5, 8)
 WEIGHT = torch.linspace(0.5, 1.5, 8)

@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Finder, Site, fuse, near_miss
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 
 _LIBRARY = torch.library.Library("passes_test", "DEF")
 

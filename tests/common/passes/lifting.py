@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.passes.declaration import Pass
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (F32, BF16)
@@ -65,8 +65,8 @@ def lifted_graph(graph: TracedGraph, inputs: Mapping[str, Tensor], *passes: Pass
 
 def traced_model(name: str, dtype: torch.dtype, num_tokens: int = 9) -> tuple[TracedGraph, dict[str, Tensor], int]:
     """Trace a tiny transformers model; return it with its inputs and the number of RMSNorms that ran, by hooks."""
-    from core.engine.loading import build_model
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
 
     model: Any = build_model(tiny_config(name), torch_device=torch.device("cpu"), dtype=dtype).model
     inputs = {"input_ids": torch.arange(3, 3 + num_tokens)[None], "position_ids": torch.arange(num_tokens)[None]}

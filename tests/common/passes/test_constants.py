@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from core.common.passes.constants import Constants
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass, PassResult
-from core.common.passes.manager import PassManager
-from core.common.tracing import trace
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
 from tests.support import refused
 

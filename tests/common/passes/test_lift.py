@@ -1,4 +1,4 @@
-"""core/common/passes/lift: the lifts work together, each as often as the model owes, and change no bit."""
+"""core/common/passes/*/lift.py: the lifts work together, each as often as the model owes, and change no bit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
-from core.common.passes.lift.add_rms_norm import FUSE_ADD_RMS_NORM
-from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
-from core.common.passes.lift.layer_norm import LIFT_LAYER_NORM
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
-from core.common.passes.lift.rotary import LIFT_ROTARY
-from tests.common.passes.lift.lifting import DTYPES, lifted_graph, traced_model
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
+from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core.common.passes.norm.layer_norm import LIFT_LAYER_NORM
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.common.passes.rotary.lift import LIFT_ROTARY
+from tests.common.passes.lifting import DTYPES, lifted_graph, traced_model
 
 PASSES = (LIFT_RMS_NORM, FUSE_ADD_RMS_NORM, LIFT_GATED_ACTIVATION, LIFT_LAYER_NORM, LIFT_ROTARY)
 # Residual adds in front of a norm: pre-norm layers have two, less the first; OLMo 2 normalises before it adds.

@@ -1,4 +1,4 @@
-"""core/common/passes/common/packing.py: weights laid end to end, once, and only where nobody is left behind."""
+"""core/common/passes/packing.py: weights laid end to end, once, and only where nobody is left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.passes.common.packing import Owners, Packing
+from core.common.passes.packing import Owners, Packing
 
 
 def rows(count: int, width: int = 3) -> Tensor:

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass
-from core.common.passes.inductor import as_inductor_pass
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.mechanisms import apply_pass
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
-from core.common.tracing import trace
+from core.compilation.rewrite.inductor import as_inductor_pass
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.mechanisms import apply_pass
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
 from tests.common.passes.graphs import RMS, RmsNorm, Stack, calls, to_aten, traced, traced_graph
 from tests.support import refused

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from core.common.passes.manager import PassManager
 from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.recipes import call_key, expressions, flat, memory, recipe_of
 from core.common.passes.standard import COMMON_PASSES
-from core.common.tracing import trace
-from core.rewriting import bound_constants
-from tests.common.passes.common.merging import Layer
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewriting import bound_constants
+from core.compilation.trace.tracing import trace
+from tests.common.passes.linear.merging import Layer
 
 
 def symbolic(mode: FakeTensorMode) -> FakeTensor:

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.aten import to_aten, to_functional
 from core.common.fakes import FakeOp, apply_fakes, nothing
-from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
-from core.common.passes.common.no_ops import REMOVE_NO_OPS
-from core.common.passes.common.reinplace import reinplace
+from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
+from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS
 from core.common.passes.effects import is_impure, written_args
+from core.common.passes.functional.reinplace import reinplace
 from core.common.passes.identity import fingerprint
-from core.common.passes.manager import PassManager
 from core.common.passes.writes import find_writes
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
+from core.compilation.rewrite.aten import to_aten, to_functional
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.tracing import trace
 from core.errors import TraceError
+from core.verify.execution import run_graph
 from tests.support import refused
 
 ops: Any = torch.ops.denies_test
@@ -188,7 +188,7 @@ def test_an_op_without_any_fake_says_so(library: torch.library.Library) -> None:
 def test_what_ops_write_is_no_part_of_what_a_pass_is() -> None:
     code = (
         "from core.common.passes.identity import fingerprint\n"
-        "from core.common.passes.common.no_ops import REMOVE_NO_OPS\n"
+        "from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS\n"
         "print(fingerprint(REMOVE_NO_OPS.run))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

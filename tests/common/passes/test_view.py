@@ -9,7 +9,7 @@ from core import InputSpec, compile
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Pass, PassResult
-from core.common.tracing import trace
+from core.compilation.trace.tracing import trace
 from tests.support import cpu
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import core
 from core import InputSpec, Program
-from core.common.config import CompileOptions
-from core.common.graphs.inputs import BucketTable
-from core.common.report import CacheReport
-from core.pipeline import Pipeline
+from core.compilation.capture.inputs import BucketTable
+from core.compilation.options import CompileOptions
+from core.compilation.pipeline import Pipeline
+from core.compilation.report import CacheReport
 from tests.support import cpu
 
 ROWS = {"x": InputSpec(("n", 8), torch.float32)}

@@ -1,4 +1,6 @@
-"""core/caching.py: a second start takes everything from disk, or says why not, and trusts nothing it did not write."""
+"""core/compilation/cache/program_cache.py: a second start takes everything from disk, or says why not, and trusts
+nothing it did not write.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import core
-from core.common.cache.store import Store
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass, PassResult
-from tests.cached_model import NONE, ROWS, Model, X, assert_miss, assert_warm, cache_of, counts, look, start
+from core.compilation.cache.store import Store
+from tests.compilation.cache.cached_model import (
+    NONE,
+    ROWS,
+    Model,
+    X,
+    assert_miss,
+    assert_warm,
+    cache_of,
+    counts,
+    look,
+    start,
+)
 from tests.recording import acme
 
 pytestmark = pytest.mark.usefixtures("cache_folder")

@@ -1,4 +1,6 @@
-"""core/common/cache/code.py: the digest of a package's source follows what is loaded, also when that is done again."""
+"""core/compilation/cache/code.py: the digest of a package's source follows what is loaded, also when that is done
+again.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.common.ops.implementation import OpImplementation
-from tests.cached_model import assert_miss, assert_warm, cache_of, start
+from tests.compilation.cache.cached_model import assert_miss, assert_warm, cache_of, start
 
 RELOADS = """
 import importlib, sys
 import core
-from core.common.cache.code import source_digest
+from core.compilation.cache.code import source_digest
 import reloaded.kernels
 
 def edit(number):

@@ -1,4 +1,6 @@
-"""core/factors.py and core/common/cache/inventory.py: each thing that a graph depends on, changed alone, is named."""
+"""core/compilation/cache/program_factors.py and core/compilation/cache/inventory.py: each thing that a graph depends
+on, changed alone, is named.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import InputSpec
-from core.common.cache.factors import version_factors
-from core.factors import runtime_packages
-from core.host import select_device
-from tests import cached_model
-from tests.cached_model import TABLE, Block, Model, X, assert_miss, cache_of, counts, look, start
+from core.compilation.cache.factors import version_factors
+from core.compilation.cache.program_factors import runtime_packages
+from core.host.selection import select_device
+from tests.compilation.cache import cached_model
+from tests.compilation.cache.cached_model import TABLE, Block, Model, X, assert_miss, cache_of, counts, look, start
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
@@ -193,7 +195,7 @@ def test_torchs_own_state_and_versions_are_factors(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("made_cache")
 def test_the_source_of_core_and_of_the_plugin_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.common.cache import factors
+    from core.compilation.cache import factors
 
     digest = factors.source_digest
     monkeypatch.setattr(factors, "source_digest", lambda package: digest(package) + "edited")
@@ -244,7 +246,7 @@ if sys.argv[1] == "edits":
     time.sleep(0.1)
     with open(edited_plugin.__file__, "a") as file:
         file.write("X = 2\\n")
-from core.common.cache.code import source_digest
+from core.compilation.cache.code import source_digest
 print(source_digest("edited_plugin"))
 """
 

@@ -1,4 +1,6 @@
-"""core/common/cache/inventory.py: two models that compute different things never count as one, equal ones always do."""
+"""core/compilation/cache/inventory.py: two models that compute different things never count as one, equal ones always
+do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.common.cache.inventory import Inventory
+from core.compilation.cache.inventory import Inventory
 
 VARIABLE = "CORE_TEST_OF_THE_INVENTORY"
 

@@ -1,4 +1,4 @@
-"""core/common/cache/store.py: whole entries or none, whoever else writes, and what lies there told."""
+"""core/compilation/cache/store.py: whole entries or none, whoever else writes, and what lies there told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.common.cache.store import Damaged, Store, Untrusted, default_folder, differences, key_of
+from core.compilation.cache.store import Damaged, Store, Untrusted, default_folder, differences, key_of
 
 FACTORS = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1"}}
 GRAPHS = {"phases": [{"phase": "main", "graphs": [{"nodes": [{"op": "placeholder", "name": "x"}]}]}]}
@@ -157,7 +157,7 @@ def test_where_a_users_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from core.common.cache.store import Store, key_of
+from core.compilation.cache.store import Store, key_of
 factors = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1" * 100000}}
 store = Store(Path(sys.argv[1]))
 print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""core/common/cache/summary.py: an entry in short, read off real entries, and off those that lack most of it."""
+"""core/compilation/cache/summary.py: an entry in short, read off real entries, and off those that lack most of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import core
-from core.common.cache.store import Store, differences
-from core.common.cache.summary import PhaseSummary, Summary, by_group, summarize
-from tests.cached_model import Model, cache_of, start
+from core.compilation.cache.store import Store, differences
+from core.compilation.cache.summary import PhaseSummary, Summary, by_group, summarize
+from tests.compilation.cache.cached_model import Model, cache_of, start
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 

@@ -1,4 +1,4 @@
-"""core/common/graphs/breaks.py: where break points come from, and that nothing of them stays."""
+"""core/compilation/capture/breaks.py: where break points come from, and that nothing of them stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.graphs.breaks import blamed_module, breaking, breaks_at, call_break, eager_break, modules_of
+from core.compilation.capture.breaks import blamed_module, breaking, breaks_at, call_break, eager_break, modules_of
 from core.errors import UsageError
 from tests.support import refused
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import core
 from core import InputSpec
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.order import capture_order
+from core.compilation.capture.order import capture_order
 from core.device import Device
 from core.errors import CaptureError, GraphResourcesError
 from tests.recording import acme
@@ -53,7 +53,7 @@ def rows(count: int) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["full", "segmented"])
 def test_larger_captured_buckets_serve_in_place_of_dropped_ones(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "core.compilation"):
+    with caplog.at_level(logging.WARNING, "core.compilation.compile"):
         program = core.compile(doubled, limited(2), inputs=ROWS, buckets=[1, 2, 4, 8], mode=mode, passes=())
     assert [str(key) for key in program.keys] == ["main[8]", "main[4]"]
     (line,) = [record.message for record in caplog.records if "not captured" in record.message]

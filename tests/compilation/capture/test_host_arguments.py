@@ -14,7 +14,7 @@ from torch import Tensor
 import core
 from core import InputSpec, Program
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.host_arguments import step_of_call, step_of_mirror
+from core.compilation.capture.host_arguments import step_of_call, step_of_mirror
 from core.errors import UsageError
 from tests.recording import acme
 from tests.support import refused

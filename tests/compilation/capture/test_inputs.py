@@ -1,4 +1,4 @@
-"""core/common/graphs/inputs.py: declarations, buckets, and buffers that share storage."""
+"""core/compilation/capture/inputs.py: declarations, buckets, and buffers that share storage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.buffers import StaticBuffers
-from core.common.graphs.inputs import BucketTable, InputSpec
+from core.compilation.capture.buffers import StaticBuffers
+from core.compilation.capture.inputs import BucketTable, InputSpec
 from core.errors import UsageError
 from tests.support import refused
 

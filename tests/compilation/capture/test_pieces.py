@@ -1,4 +1,6 @@
-"""core/common/graphs/pieces.py: a graph cut at marked ops does what it did whole, and equal pieces are lowered once."""
+"""core/compilation/capture/pieces.py: a graph cut at marked ops does what it did whole, and equal pieces are lowered
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.common.graphs.breaks import breaking
-from core.common.graphs.pieces import PieceLowering, lower_pieces, mark_breaks
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.lowerings import inductor, inline
 from core.common.numerics import Fp64Mode, judge
+from core.compilation.capture.breaks import breaking
+from core.compilation.capture.pieces import PieceLowering, lower_pieces, mark_breaks
 
 
 @torch.library.custom_op("core_test::mix", mutates_args=())

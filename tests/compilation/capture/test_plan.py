@@ -1,4 +1,4 @@
-"""core/common/graphs/plan.py: what a call does, decided from shapes alone."""
+"""core/compilation/capture/plan.py: what a call does, decided from shapes alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 import core
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import InputSpec
-from core.common.graphs.plan import Crop, Plan, make_plan
-from core.common.traced import OutputRef, OutputTree
+from core.compilation.capture.inputs import InputSpec
+from core.compilation.capture.plan import Crop, Plan, make_plan
+from core.compilation.trace.traced import OutputRef, OutputTree
 from core.errors import CaptureError
 from tests.support import cpu, refused
 

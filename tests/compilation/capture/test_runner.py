@@ -1,4 +1,4 @@
-"""core/common/graphs/runner.py: sessions, keys, host-side arguments, serving, on any backend."""
+"""core/compilation/capture/runner.py: sessions, keys, host-side arguments, serving, on any backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from core.common.collector import is_frozen
 from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
-from core.common.graphs.breaks import eager_break
-from core.common.graphs.runner import GraphRunner
-from core.common.graphs.watch import Watched
+from core.compilation.capture.breaks import eager_break
+from core.compilation.capture.runner import GraphRunner
+from core.compilation.capture.watch import Watched
 from core.errors import CaptureError, UsageError
 from tests.recording import acme, graph_bytes
 from tests.support import cpu, refused

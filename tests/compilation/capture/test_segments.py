@@ -1,4 +1,4 @@
-"""core/common/graphs/segments.py: capture in parts on the simulated device, and what a break point may do."""
+"""core/compilation/capture/segments.py: capture in parts on the simulated device, and what a break point may do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from core_acme.runner import RecordingBackend
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.breaks import eager_break
-from core.common.graphs.segments import CapturedParts, capture_parts
+from core.compilation.capture.breaks import eager_break
+from core.compilation.capture.segments import CapturedParts, capture_parts
 from core.errors import CaptureError
 from tests.recording import graph_bytes
 from tests.support import refused

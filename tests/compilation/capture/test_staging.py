@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import core
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.buffers import StaticBuffers
-from core.common.graphs.inputs import BucketTable, InputSpec
+from core.compilation.capture.buffers import StaticBuffers
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.program import Program
 from core.errors import CaptureError, UsageError
-from core.program import Program
 from tests.recording import acme
 
 INPUTS = {

@@ -1,4 +1,4 @@
-"""core/common/graphs/stitch.py: the generated Python, whatever the names and arguments of its eager calls."""
+"""core/compilation/capture/stitch.py: the generated Python, whatever the names and arguments of its eager calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.stitch import EagerStep, GraphStep, Step, stitch
+from core.compilation.capture.stitch import EagerStep, GraphStep, Step, stitch
 from core.errors import CaptureError
 from tests.support import refused
 

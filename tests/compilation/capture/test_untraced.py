@@ -1,4 +1,4 @@
-"""core/common/graphs/untraced.py: the structure of results, and where padding lies in them."""
+"""core/compilation/capture/untraced.py: the structure of results, and where padding lies in them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import BucketTable, InputSpec
-from core.common.graphs.untraced import ObservedCropper, OutputDims, UntracedCall
+from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.capture.untraced import ObservedCropper, OutputDims, UntracedCall
 from core.errors import CaptureError, UsageError
 from tests.support import refused
 

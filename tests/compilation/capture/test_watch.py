@@ -1,4 +1,4 @@
-"""core/common/graphs/watch.py: moved tensors by name, and compiles by name and thread."""
+"""core/compilation/capture/watch.py: moved tensors by name, and compiles by name and thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.watch import CompileWatch, watch_modules
+from core.compilation.capture.watch import CompileWatch, watch_modules
 from core.errors import CaptureError
 from tests.support import refused
 

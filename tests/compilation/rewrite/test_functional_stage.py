@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import core
 from core import InputSpec, Program
-from core.common.passes.common.reinplace import FIX_FUNCTIONALIZATION
-from core.common.passes.common.reinplace_updates import FUNCTIONALIZED
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Form, Pass, PassResult
 from core.common.passes.effects import written_args
-from core.common.passes.inductor import as_inductor_pass
+from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION
+from core.common.passes.functional.updates import FUNCTIONALIZED
+from core.compilation.rewrite.inductor import as_inductor_pass
 from core.errors import PassError, TraceError, UsageError
-from tests.common.passes.common.reinplace_cases import FORMS, OWN, STORE
+from tests.common.passes.functional.reinplace_cases import FORMS, OWN, STORE
 from tests.support import Cache, cpu, needs_static_cache, refused
 
 aten = torch.ops.aten
@@ -261,10 +261,10 @@ def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> No
     """A tiny model of transformers as `core run --pass` runs it: equal tokens, and nothing is copied."""
     pytest.importorskip("transformers")
     from core.engine.config import SamplingParams
-    from core.engine.engine import Engine
-    from core.engine.loading import build_model
-    from core.engine.runner import EngineConfig
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.engine.serve.engine import Engine
+    from core.engine.steps.runner import EngineConfig
 
     needs_static_cache(model_type)
     config = EngineConfig(max_num_seqs=2, max_model_len=48, sampling=("greedy",), lowering="inline", strict=True)

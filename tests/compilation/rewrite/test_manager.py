@@ -1,4 +1,4 @@
-"""core/common/passes/manager.py: order, blame, promises, and what is reported."""
+"""core/compilation/rewrite/manager.py: order, blame, promises, and what is reported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import fx
 
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.manager import PassManager, order
-from core.common.passes.order import predecessors
 from core.common.passes.rewrite import Site
+from core.compilation.rewrite.manager import PassManager, order
+from core.compilation.rewrite.order import predecessors
 from core.device import Capabilities
 from core.errors import PassError, UsageError
 from tests.common.passes.graphs import Stack, find_rms, fusion, traced

@@ -1,4 +1,6 @@
-"""core/rewriting.py through core.compile: which passes run, what a wrong one leads to, verification, and ATen."""
+"""core/compilation/rewriting.py through core.compile: which passes run, what a wrong one leads to, verification, and
+ATen.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ import core
 from core import InputSpec, Program
 from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.normalization import RMS_NORM
+from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.manager import PassReport
 from core.common.passes.standard import COMMON_PASSES
+from core.compilation.rewrite.manager import PassReport
 from core.errors import PassError, UsageError
 from tests.support import cpu, refused, rewrite
 

@@ -1,4 +1,6 @@
-"""core/common/flattening.py: weights of tensor subclasses are plain tensors in a graph, and themselves in the model."""
+"""core/compilation/trace/flattening.py: weights of tensor subclasses are plain tensors in a graph, and themselves in
+the model.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 import core
 from core import InputSpec
-from core.common.flattening import register_flattening
 from core.common.numerics import judge
-from core.common.traced import ConstantSlot, TracedGraph
-from core.common.tracing import trace
+from core.compilation.trace.flattening import register_flattening
+from core.compilation.trace.traced import ConstantSlot, TracedGraph
+from core.compilation.trace.tracing import trace
 from core.device import Device
 from core.errors import TraceError, UsageError
 from tests.recording import acme

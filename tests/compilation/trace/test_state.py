@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.state import Snapshot
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.compilation.trace.state import Snapshot
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 from core.errors import TraceError
 from tests.support import refused
 

@@ -1,4 +1,4 @@
-"""core/common/tracing.py: what a trace keeps, what it refuses, and that it leaves the model as it was."""
+"""core/compilation/trace/tracing.py: what a trace keeps, what it refuses, and that it leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.common.tracing import ConstantSlot, InputSlot, SizeSlot, TracedGraph, trace
+from core.compilation.trace.tracing import ConstantSlot, InputSlot, SizeSlot, TracedGraph, trace
 from core.errors import CaptureError, TraceError
 from tests.support import Block, Cache, refused
 

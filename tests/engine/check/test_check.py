@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from core.engine import check
-from core.engine.assets import embedded_model
-from core.engine.check import Comparison, compare, eager_generate, fp64_logits
-from core.engine.engine import Engine
-from core.engine.loading import build_model, load_model
-from core.engine.probe import counts_from_zero
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
-from core.host import select_device
+from core.engine.check import comparison as check
+from core.engine.check.comparison import Comparison, compare, eager_generate, fp64_logits
+from core.engine.inspect.probe import counts_from_zero
+from core.engine.models.assets import embedded_model
+from core.engine.models.loading import build_model, load_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
 
 CPU = torch.device("cpu")
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])

@@ -1,4 +1,4 @@
-"""core/engine/graphs: the graphs of both phases, and inputs that each of them serves."""
+"""core/engine/check/graphs: the graphs of both phases, and inputs that each of them serves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.declaration import find_op
-from core.common.verification.regions import run_graph
-from core.engine.graphs import engine_graphs, phase_graphs
-from core.engine.loading import LoadedModel, build_model
-from core.engine.tiny import tiny_config
+from core.engine.check.graphs import engine_graphs, phase_graphs
+from core.engine.models.loading import LoadedModel, build_model
+from core.engine.models.tiny import tiny_config
 from core.errors import ModelError, UsageError
-from core.host import select_device
+from core.host.selection import select_device
+from core.verify.regions import run_graph
 from tests.support import refused
 
 
@@ -53,7 +53,7 @@ def test_a_model_without_a_static_cache_is_refused(llama: LoadedModel, monkeypat
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise ValueError("no such cache")
 
-    monkeypatch.setattr("core.engine.graphs.static_phases", refuse)
+    monkeypatch.setattr("core.engine.check.graphs.static_phases", refuse)
     with pytest.raises(ModelError, match="ValueError: no such cache"):
         phase_graphs(llama, select_device("cpu"))
 

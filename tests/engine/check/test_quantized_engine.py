@@ -18,19 +18,19 @@ from core.bench.floor import decode_floor, shape_of
 from core.bench.model import asked_quantize, open_model
 from core.bench.rates import Rates
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.quantization import quantized_linear
-from core.common.quantization.report import report_of
-from core.common.quantization.save import save
+from core.common.ops.quantize.symmetric import quantized_linear
 from core.device import Device
-from core.engine.assets import embedded_model
-from core.engine.check import compare, eager_generate, fp64_logits
-from core.engine.engine import Engine
-from core.engine.loading import LoadedModel, build_model, load_model
-from core.engine.quantized_check import widened
-from core.engine.quantizing import Quantize, calibration_batches
-from core.engine.runner import EngineConfig
+from core.engine.check.comparison import compare, eager_generate, fp64_logits
+from core.engine.check.quantized import widened
+from core.engine.models.assets import embedded_model
+from core.engine.models.loading import LoadedModel, build_model, load_model
+from core.engine.models.quantizing import Quantize, calibration_batches
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
-from tests.engine.folders import LLAMA, transformers
+from core.quantization.report import report_of
+from core.quantization.save import save
+from tests.engine.models.folders import LLAMA, transformers
 from tests.support import cpu
 
 CPU = torch.device("cpu")

@@ -15,13 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.report import ProgramReport
+from core.compilation.report import ProgramReport
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import LoadedModel, build_model
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
-from core.host import select_device
+from core.engine.models.loading import LoadedModel, build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
 
 NOTHING = {"traces": 0, "passes": 0, "kernels": 0, "captures": 2}
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
@@ -116,7 +116,7 @@ def test_a_run_may_leave_the_cache_out(monkeypatch: pytest.MonkeyPatch, cache_fo
         assert config.cache is wanted
         raise Stopped
 
-    monkeypatch.setattr("core.engine.engine.Engine", stop)
+    monkeypatch.setattr("core.engine.serve.engine.Engine", stop)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

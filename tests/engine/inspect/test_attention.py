@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.engine import attention
-from core.engine.attention import (
+from core.engine.inspect import attention
+from core.engine.inspect.attention import (
     INSPECT,
     AttentionLayer,
     LayerState,
@@ -23,8 +23,8 @@ from core.engine.attention import (
     implementation,
     inspect,
 )
-from core.engine.loading import build_model
-from core.engine.tiny import WINDOW, tiny_config
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import WINDOW, tiny_config
 
 CPU = torch.device("cpu")
 

@@ -11,18 +11,18 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.engine.assets import embedded_model
-from core.engine.attention import NotPageable
-from core.engine.cache_codes import Rounding, amplification, calibrate, judge_rounded, layer_scales
-from core.engine.check import compare
+from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.probe import relative_difference
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
+from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.cache_codes import Rounding, amplification, calibrate, judge_rounded, layer_scales
+from core.engine.inspect.probe import relative_difference
+from core.engine.models.assets import embedded_model
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
-from core.host import select_device
+from core.host.selection import select_device
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

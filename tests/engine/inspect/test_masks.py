@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.engine.masks import EXHAUSTIVE, MaskFunction, prove_causal
+from core.engine.inspect.masks import EXHAUSTIVE, MaskFunction, prove_causal
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

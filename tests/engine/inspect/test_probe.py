@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.engine import probe
-from core.engine.attention import NotPageable
-from core.engine.loading import build_model
-from core.engine.paged import PagedRunner
-from core.engine.probe import (
+from core.engine.inspect import probe
+from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.probe import (
     depends_on_longest,
     largest_difference,
     own_logits,
@@ -19,9 +17,11 @@ from core.engine.probe import (
     probe_sequences,
     rounding_bound,
 )
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
-from core.host import select_device
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.paged.runner import PagedRunner
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_num_seqs=2, mode="off")

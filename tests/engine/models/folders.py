@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
-from core.engine.loading import LoadedModel, build_model, load_model  # noqa: E402
+from core.engine.models.loading import LoadedModel, build_model, load_model  # noqa: E402
 from core.errors import ModelError  # noqa: E402
 
 CPU = torch.device("cpu")

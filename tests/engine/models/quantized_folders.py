@@ -16,8 +16,8 @@ pytest.importorskip("safetensors", reason="needs the extra 'hf'")
 from safetensors.torch import load_file, save_file
 
 import core
-from core.common.quantization.save import save
-from tests.engine.folders import IDS, LLAMA, make_llama, transformers
+from core.quantization.save import save
+from tests.engine.models.folders import IDS, LLAMA, make_llama, transformers
 
 Q = "model.layers.0.self_attn.q_proj"
 MOE = {**LLAMA, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -25,7 +25,7 @@ STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor",
 
 
 def make_moe() -> Any:
-    from core.engine.loading import build_model
+    from core.engine.models.loading import build_model
 
     return build_model(transformers.Qwen3MoeConfig(**MOE), torch_device=torch.device("cpu")).model
 

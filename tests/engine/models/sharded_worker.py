@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 import core
-from core.common.distributed import initialize, shard_model
 from core.common.numerics import Fp64Mode, judge
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpImplementation
-from core.common.passes.manager import PassManager
-from core.common.passes.snapshot import Snapshot
 from core.common.passes.standard import COMMON_PASSES
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.trace.tracing import trace
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
-from core.engine.static_cache import static_phases
-from core.engine.tiny import tiny_config
+from core.engine.models.distributed import initialize, shard_model
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.static.cache import static_phases
+from core.engine.steps.runner import EngineConfig
+from core.verify.execution import run_graph
 from tests.common.processes import counts
 from tests.support import cpu
 

@@ -9,8 +9,8 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
-from core.engine.loading import build_model  # noqa: E402
-from tests.engine.folders import (  # noqa: E402
+from core.engine.models.loading import build_model  # noqa: E402
+from tests.engine.models.folders import (  # noqa: E402
     CPU,
     SIZES,
     edit_json,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.engine.check import compare
-from core.engine.engine import Engine
-from core.engine.loading import LoadedModel, build_model
-from core.engine.runner import EngineConfig
-from core.engine.tiny import WINDOW, tiny_config
-from core.host import select_device
+from core.engine.check.comparison import compare
+from core.engine.models.loading import LoadedModel, build_model
+from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
 
 REQUIRED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3", "olmo2", "gpt_neox")
 CPU = torch.device("cpu")

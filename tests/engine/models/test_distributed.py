@@ -1,4 +1,4 @@
-"""core/common/distributed.py, and the passes over collectives, between two processes on gloo."""
+"""core/engine/models/distributed.py, and the passes over collectives, between two processes on gloo."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import core
-from core.common.distributed import Processes, initialize, shard_model
-from core.common.tracing import trace
+from core.compilation.trace.tracing import trace
+from core.engine.models.distributed import Processes, initialize, shard_model
 from core.errors import UsageError
 from tests.common.processes import drawn, launch, pretended
 from tests.support import refused
@@ -27,7 +27,7 @@ FIRED = {
 @pytest.fixture(scope="module")
 def llamas() -> list[Any]:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    return launch("tests.common.sharded_worker")
+    return launch("tests.engine.models.sharded_worker")
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
-from core.engine.loading import build_model, load_model  # noqa: E402
+from core.engine.models.loading import build_model, load_model  # noqa: E402
 from core.errors import ModelError, UsageError  # noqa: E402
-from tests.engine.folders import (  # noqa: E402
+from tests.engine.models.folders import (  # noqa: E402
     CPU,
     LLAMA,
     SIZES,

@@ -1,4 +1,6 @@
-"""core/engine/quantized.py and the checkpoints it reads: round trips, files made by hand, what is not quantised."""
+"""core/engine/models/quantized.py and the checkpoints it reads: round trips, files made by hand, what is not
+quantised.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ pytest.importorskip("safetensors", reason="needs the extra 'hf'")
 from safetensors.torch import load_file
 
 import core
-from core.common.ops.weight_only import unpack
-from core.common.quantization.layers import QuantizedLinear, WeightOnlyLinear
-from core.common.quantization.report import report_of
-from core.common.quantization.save import save
-from core.engine.attention import inspect
-from core.engine.cache_codes import layer_scales
+from core.common.ops.linear.weight_only import unpack
+from core.engine.inspect.attention import inspect
+from core.engine.inspect.cache_codes import layer_scales
 from core.errors import ModelError, UsageError
-from tests.engine.folders import IDS, load, logits_of, make_llama
-from tests.engine.quantized_folders import STATIC, Q, edit, edit_config, make_moe, quantized_folder
+from core.quantization.layers import QuantizedLinear, WeightOnlyLinear
+from core.quantization.report import report_of
+from core.quantization.save import save
+from tests.engine.models.folders import IDS, load, logits_of, make_llama
+from tests.engine.models.quantized_folders import STATIC, Q, edit, edit_config, make_moe, quantized_folder
 
 SCHEMES = (
     *("fp8", "fp8-static", "int8", "int8-static", "int8-asymmetric", "int8-static-asymmetric"),

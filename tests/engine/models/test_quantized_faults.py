@@ -14,9 +14,9 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("safetensors", reason="needs the extra 'hf'")
 
 import core
-from core.common.quantization.save import save
-from tests.engine.folders import IDS, edit_json, error_of, load, logits_of, make_llama
-from tests.engine.quantized_folders import MOE, STATIC, Q, edit, edit_config, make_moe, quantized_folder
+from core.quantization.save import save
+from tests.engine.models.folders import IDS, edit_json, error_of, load, logits_of, make_llama
+from tests.engine.models.quantized_folders import MOE, STATIC, Q, edit, edit_config, make_moe, quantized_folder
 
 Change = Callable[[dict[str, Any]], object]
 

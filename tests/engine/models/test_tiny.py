@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.engine.loading import build_model
-from core.engine.tiny import causal_lm_types, tiny_config
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import causal_lm_types, tiny_config
 from core.errors import ModelError
 
 

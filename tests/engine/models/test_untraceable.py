@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 from core.errors import TraceError
 from tests.recording import acme
 from tests.support import cpu

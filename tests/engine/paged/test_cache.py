@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from core.engine.attention import AttentionLayer
-from core.engine.cache import NULL_BLOCK, BlockPool, PagedCache
+from core.engine.inspect.attention import AttentionLayer
+from core.engine.paged.cache import NULL_BLOCK, BlockPool, PagedCache
 from core.errors import ModelError
 
 CPU = torch.device("cpu")

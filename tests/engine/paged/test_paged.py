@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from core.device import Device, MemoryInfo
-from core.engine.attention import NotPageable
 from core.engine.config import SamplingParams
-from core.engine.loading import build_model
-from core.engine.paged import PagedRunner
-from core.engine.probe import counts_from_zero, position_difference
-from core.engine.runner import EngineConfig
-from core.engine.sequence import Sequence
-from core.engine.step import Part, Phase, Step
-from core.engine.tiny import WINDOW, tiny_config
+from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.probe import counts_from_zero, position_difference
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.paged.runner import PagedRunner
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Part, Phase, Step
 from core.errors import ModelError
-from core.host import select_device
+from core.host.selection import select_device
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -223,7 +223,7 @@ def test_memory_that_others_hold_is_told_and_leaves_the_model_alone(monkeypatch:
             raise torch.OutOfMemoryError("tried to allocate 12 GiB,\n  others hold the rest")
         return real(*args, **options)
 
-    monkeypatch.setattr("core.engine.cache.torch.zeros", zeros)
+    monkeypatch.setattr("core.engine.paged.cache.torch.zeros", zeros)
     with pytest.raises(ModelError, match=r"a key/value cache of .* GiB \(3 sequences") as caught:
         PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
     assert caught.value.found == "tried to allocate 12 GiB, others hold the rest"

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from core.engine.assets import embedded_model
-from core.engine.attention import implementation
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.request import Completion
-from core.engine.runner import EngineConfig
-from core.engine.sampling import make_generator, next_tokens, sampling_row
-from core.engine.sequence import Sequence as EngineSequence
+from core.engine.inspect.attention import implementation
+from core.engine.models.assets import embedded_model
+from core.engine.serve.engine import Engine
+from core.engine.serve.request import Completion
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sampling import make_generator, next_tokens, sampling_row
+from core.engine.steps.sequence import Sequence as EngineSequence
 from core.errors import CaptureError, UsageError
 from tests.recording import acme
 

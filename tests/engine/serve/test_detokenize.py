@@ -13,7 +13,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from core.engine.detokenize import Detokenizer, StopStrings  # noqa: E402
+from core.engine.serve.detokenize import Detokenizer, StopStrings  # noqa: E402
 
 SPECIAL = ["<s>", "</s>"]
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what sentencepiece writes for a space

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from core.engine.assets import embedded_model
-from core.engine.attention import implementation
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import build_model, load_model
-from core.engine.request import Completion
-from core.engine.runner import EngineConfig
-from core.engine.tiny import tiny_config
+from core.engine.inspect.attention import implementation
+from core.engine.models.assets import embedded_model
+from core.engine.models.loading import build_model, load_model
+from core.engine.models.tiny import tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.serve.request import Completion
+from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
-from core.host import select_device
+from core.host.selection import select_device
 from tests.recording import acme
 from tests.support import needs_static_cache
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.engine.assets import embedded_model
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.runner import EngineConfig
-from core.engine.staged import StagedSteps
+from core.engine.models.assets import embedded_model
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.staged import StagedSteps
 from tests.recording import acme
 
 LONG = 512

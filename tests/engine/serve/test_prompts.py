@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'"
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
 from core.engine.config import SamplingParams  # noqa: E402
-from core.engine.loading import LoadedModel, build_model  # noqa: E402
-from core.engine.prompts import EncodedPrompt, encode_prompt, encode_prompts  # noqa: E402
+from core.engine.models.loading import LoadedModel, build_model  # noqa: E402
+from core.engine.serve.prompts import EncodedPrompt, encode_prompt, encode_prompts  # noqa: E402
 from core.errors import ModelError, UsageError  # noqa: E402
 
 CONTEXT = 16

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from core.engine.assets import embedded_model
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.request import Completion
-from core.engine.runner import EngineConfig
+from core.engine.models.assets import embedded_model
+from core.engine.serve.engine import Engine
+from core.engine.serve.request import Completion
+from core.engine.steps.runner import EngineConfig
 from tests.recording import acme
 
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]

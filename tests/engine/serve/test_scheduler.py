@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.engine.config import SamplingParams
-from core.engine.scheduler import Scheduler
-from core.engine.sequence import Sequence
-from core.engine.step import Step
+from core.engine.serve.scheduler import Scheduler
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Step
 
 VOCABULARY = 5
 

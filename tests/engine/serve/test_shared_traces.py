@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.shared import SharedTrace
-from core.common.traced import ConstantSlot, TracedGraph
-from core.common.tracing import trace
-from core.engine.loading import build_model
-from core.engine.paged import PagedRunner
-from core.engine.runner import EngineConfig
-from core.engine.step import step_inputs
-from core.engine.tiny import tiny_config
-from core.host import select_device
-from core.rewriting import Rewriter
+from core.compilation.rewriting import Rewriter
+from core.compilation.shared_trace import SharedTrace
+from core.compilation.trace.traced import ConstantSlot, TracedGraph
+from core.compilation.trace.tracing import trace
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.paged.runner import PagedRunner
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.step import step_inputs
+from core.host.selection import select_device
 
 LENGTH = 40
 SIZES = {"prefill": {"tokens": 24, "seqs": 2, "rows": 3}, "decode": {"tokens": 4, "seqs": 4, "rows": 4}}

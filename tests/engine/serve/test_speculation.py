@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.engine.speculation import LONGEST, Ngrams, accept
+from core.engine.steps.speculation import LONGEST, Ngrams, accept
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from core.engine.check import compare
+from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import build_model
-from core.engine.runner import EngineConfig
-from core.engine.sequence import Sequence
-from core.engine.static import StaticRunner
-from core.engine.step import Part, Step
-from core.engine.tiny import WINDOW, tiny_config
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.serve.engine import Engine
+from core.engine.static.runner import StaticRunner
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Part, Step
 from core.errors import ModelError
-from core.host import select_device
+from core.host.selection import select_device
 from tests.support import needs_static_cache
 
 CPU = torch.device("cpu")

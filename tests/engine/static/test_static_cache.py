@@ -1,4 +1,4 @@
-"""core/engine/static_cache: prefill and decode on a static cache, ready to be traced."""
+"""core/engine/static/cache: prefill and decode on a static cache, ready to be traced."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.tracing import trace
-from core.engine.loading import build_model
-from core.engine.static_cache import static_phases
-from core.engine.tiny import tiny_config
+from core.compilation.trace.tracing import trace
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.static.cache import static_phases
 from core.errors import TraceError
 
 
@@ -52,7 +52,7 @@ def test_a_mask_that_changes_a_result_is_refused(monkeypatch: pytest.MonkeyPatch
     def hiding(input_ids: torch.Tensor, max_len: int) -> torch.Tensor:
         return torch.arange(max_len).expand(input_ids.shape[0], -1).ne(1).long()
 
-    monkeypatch.setattr("core.engine.static_cache.full_mask", hiding)
+    monkeypatch.setattr("core.engine.static.cache.full_mask", hiding)
     model: Any = build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=torch.float32).model
     with pytest.raises(ValueError, match="hides nothing its logits differ by"):
         static_phases(model, masked=True)

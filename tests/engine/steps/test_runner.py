@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.device import Capabilities
-from core.engine.runner import EngineConfig, powers
+from core.engine.steps.runner import EngineConfig, powers
 from core.errors import UsageError
 
 

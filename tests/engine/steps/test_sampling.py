@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from core.engine.config import SamplingParams
-from core.engine.sampling import GREEDY_ROW, make_generator, next_tokens, sampling_guard, sampling_row
-from core.engine.sequence import Sequence
+from core.engine.steps.sampling import GREEDY_ROW, make_generator, next_tokens, sampling_guard, sampling_row
+from core.engine.steps.sequence import Sequence
 
 N = 20_000
 PROBABILITIES = torch.tensor([0.05, 0.40, 0.02, 0.25, 0.03, 0.15, 0.10])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.engine.config import SamplingParams
-from core.engine.sequence import Sequence
+from core.engine.steps.sequence import Sequence
 
 
 def sequence(prompt: list[int], *, generated: list[int] | None = None, computed: int = 0) -> Sequence:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from core.engine.config import SamplingParams
-from core.engine.sampling import make_generator
-from core.engine.sequence import Sequence
-from core.engine.step import Part, Phase, Step, step_behind, step_inputs, step_tensors
+from core.engine.steps.sampling import make_generator
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Part, Phase, Step, step_behind, step_inputs, step_tensors
 
 CPU = torch.device("cpu")
 HOT = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=1)

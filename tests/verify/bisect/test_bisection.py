@@ -1,4 +1,6 @@
-"""core/bisect/bisection.py and its stages: a fault of each kind is named with its place, and what is right passes."""
+"""core/verify/bisect/bisection.py and its stages: a fault of each kind is named with its place, and what is right
+passes.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.bisect.bisection import bisect, injected
-from core.bisect.report import Bisection, Step
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.normalization import RMS_NORM, rms_norm
+from core.common.ops.norm.norms import RMS_NORM, rms_norm
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass, PassResult
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
-from core.common.tracing import trace
-from core.engine.graphs import PhaseGraph
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.compilation.trace.tracing import trace
+from core.engine.check.graphs import PhaseGraph
+from core.verify.bisect.bisection import bisect, injected
+from core.verify.bisect.report import Bisection, Step
 from tests.common.passes.graphs import Stack, find_rms, fusion
 from tests.support import Cache, cpu, rewrite
 
@@ -316,5 +318,5 @@ def test_a_choice_that_rounding_tips_is_no_fault(monkeypatch: pytest.MonkeyPatch
     found = run()
     assert found.passed and 0 < step(found, "pass").worst_ratio <= 1, found.headline()
     # Left to itself the fp64 run chooses other experts, and no yardstick is left.
-    monkeypatch.setattr("core.common.verification.execution._pin", lambda value, decided: value)
+    monkeypatch.setattr("core.verify.execution._pin", lambda value, decided: value)
     assert "the yardstick itself is off" in run().headline()

@@ -1,4 +1,4 @@
-"""core/common/fakes/calls.py: calls guessed from a schema."""
+"""core/verify/fakes/calls.py: calls guessed from a schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.fakes.calls import NoValue, call_text, guessed_calls
+from core.verify.fakes.calls import NoValue, call_text, guessed_calls
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,6 @@
-"""core/fake_checks.py: every kind of lie in a planted library is found, and a kernel's crash or hang ends nothing."""
+"""core/verify/fakes/checks.py: every kind of lie in a planted library is found, and a kernel's crash or hang ends
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import pytest
 import torch
 
 import core.common.ops.canonical  # noqa: F401  # registers the namespace that a test names
-from core import _fake_worker
-from core._fake_worker import _Library, _load
 from core.common.fakes import FakeOp, FakeResult, like
 from core.common.ops.declaration import Sample
 from core.errors import CoreError, DeviceUnavailableError, UsageError
-from core.fake_checks import LibraryCheck, OpCheck, check_library
-from core.host import select_device
+from core.host.selection import select_device
+from core.verify.fakes import worker as _fake_worker
+from core.verify.fakes.checks import LibraryCheck, OpCheck, check_library
+from core.verify.fakes.worker import _Library, _load
 from tests.support import break_torch, cpu, refused
 
 ABSENT_DEVICE = """
@@ -36,7 +38,7 @@ def core_open_device(context):
     same.register_fake(torch.empty_like)
     return parts()
 """
-LYING = str(Path(__file__).parent / "data/lying_ops.py")
+LYING = str(Path(__file__).parents[2] / "data/lying_ops.py")
 
 
 @pytest.fixture(scope="module")

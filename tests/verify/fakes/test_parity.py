@@ -1,4 +1,4 @@
-"""core/common/fakes/parity.py: what differs between a kernel, its fake and its schema on one call."""
+"""core/verify/fakes/parity.py: what differs between a kernel, its fake and its schema on one call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.fakes.parity import CallRefused, compare, described
 from core.common.fakes.schema import find_overload
+from core.verify.fakes.parity import CallRefused, compare, described
 
 ROWS = torch.arange(12.0).view(3, 4)
 

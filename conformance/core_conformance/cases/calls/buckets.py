@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.inputs import InputSpec, Padding
+from core.compilation.capture.inputs import InputSpec, Padding
+from core.compilation.program import Program
 from core.device import Device, Mode
 from core.errors import CaptureError
-from core.program import Program
-from core_conformance.cases.call_programs import BUCKETS, WIDTH, doubled, make, rows, rows_spec
-from core_conformance.cases.graph_promises import Promise
+from core_conformance.cases.calls.programs import BUCKETS, WIDTH, doubled, make, rows, rows_spec
+from core_conformance.cases.graphs.promises import Promise
 from core_conformance.trial import Trial
 
 LARGEST = BUCKETS[-1]

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.common.conformance import ConformanceProfile
-from core.common.graphs.inputs import InputSpec
-from core.compilation import compile
+from core.compilation.capture.inputs import InputSpec
+from core.compilation.compile import compile
+from core.compilation.program import Program
 from core.device import Device, Mode
-from core.program import Program
-from core_conformance import oracle
 from core_conformance.case import Case
-from core_conformance.cases import call_buckets, call_host_arguments, call_lifetime
-from core_conformance.cases.call_programs import BREAK, BUCKETS, WIDTH, doubled, lowering_of, make
-from core_conformance.cases.graph_promises import DTYPES, Promise, cases_of, working_dtype
+from core_conformance.cases.calls import buckets as call_buckets
+from core_conformance.cases.calls import host_arguments as call_host_arguments
+from core_conformance.cases.calls import lifetime as call_lifetime
+from core_conformance.cases.calls.programs import BREAK, BUCKETS, WIDTH, doubled, lowering_of, make
+from core_conformance.cases.graphs.promises import DTYPES, Promise, cases_of, working_dtype
+from core_conformance.rules import oracle
 from core_conformance.trial import Trial, tensors
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.common.conformance import ConformanceProfile
-from core.common.graphs.inputs import InputSpec
+from core.compilation.capture.inputs import InputSpec
+from core.compilation.program import Program
 from core.device import Device, Mode
-from core.program import Program
 from core_conformance.case import Case
-from core_conformance.cases.call_programs import doubled, make
-from core_conformance.cases.graph_promises import working_dtype
+from core_conformance.cases.calls.programs import doubled, make
+from core_conformance.cases.graphs.promises import working_dtype
 from core_conformance.fuzzing.running import run_examples
 from core_conformance.trial import Trial
 

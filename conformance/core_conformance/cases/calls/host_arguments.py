@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import HostArgumentExample
-from core.common.graphs.inputs import InputSpec
+from core.compilation.capture.inputs import InputSpec
 from core.device import Mode
 from core.errors import UsageError
-from core_conformance.cases.call_programs import doubled, make
-from core_conformance.cases.graph_promises import GRAPHS, Promise
+from core_conformance.cases.calls.programs import doubled, make
+from core_conformance.cases.graphs.promises import GRAPHS, Promise
 from core_conformance.trial import Trial
 
 _TWO_STEPS = "host_argument_example gives fewer than two steps, or steps with equal results: they prove nothing"

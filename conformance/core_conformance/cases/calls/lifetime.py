@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.compilation.program import Program
 from core.device import Device, Mode
 from core.errors import CaptureError, CoreError, TraceError
-from core.program import Program
-from core_conformance.cases.call_programs import ARMED, BUCKETS, doubled, fragile, make, rows, rows_spec
-from core_conformance.cases.graph_promises import NO_PARTS, PARTS, Promise
-from core_conformance.cases.graph_threads import in_threads
+from core_conformance.cases.calls.programs import ARMED, BUCKETS, doubled, fragile, make, rows, rows_spec
+from core_conformance.cases.graphs.promises import NO_PARTS, PARTS, Promise
+from core_conformance.cases.graphs.threads import in_threads
 from core_conformance.trial import Trial
 
 ROUNDS = 4

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.graphs.breaks import eager_break
-from core.common.graphs.inputs import InputSpec
-from core.compilation import capture, compile
+from core.compilation.capture.breaks import eager_break
+from core.compilation.capture.inputs import InputSpec
+from core.compilation.compile import capture, compile
+from core.compilation.pipeline import Models
+from core.compilation.program import Program
 from core.device import Device, Mode
-from core.pipeline import Models
-from core.program import Program
-from core_conformance.cases.graph_promises import working_dtype
+from core_conformance.cases.graphs.promises import working_dtype
 
 WIDTH = 16
 BUCKETS = [2, 4, 8]

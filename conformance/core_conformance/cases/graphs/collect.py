@@ -7,8 +7,13 @@ from collections.abc import Iterable
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases import graph_effects, graph_failures, graph_many, graph_memory, graph_replay, graph_threads
-from core_conformance.cases.graph_promises import cases_of
+from core_conformance.cases.graphs import effects as graph_effects
+from core_conformance.cases.graphs import failures as graph_failures
+from core_conformance.cases.graphs import many as graph_many
+from core_conformance.cases.graphs import memory as graph_memory
+from core_conformance.cases.graphs import replay as graph_replay
+from core_conformance.cases.graphs import threads as graph_threads
+from core_conformance.cases.graphs.promises import cases_of
 
 PROMISES = (
     *graph_replay.PROMISES,

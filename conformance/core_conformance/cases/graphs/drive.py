@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.common.graphs.backend import GraphBackend, GraphKey, SegmentBackend
 from core.common.graphs.weak import overlaps
 from core.device import Device, Mode
-from core_conformance import oracle
-from core_conformance.cases.graph_promises import GRAPHS, PARTS
+from core_conformance.cases.graphs.promises import GRAPHS, PARTS
+from core_conformance.rules import oracle
 from core_conformance.trial import Trial
 
 KEY = GraphKey("decode", (8,))

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.device import Device, Mode
-from core_conformance import oracle
-from core_conformance.cases.graph_drive import (
+from core_conformance.cases.graphs.drive import (
     Captured,
     Subject,
     Tensors,
@@ -22,8 +21,9 @@ from core_conformance.cases.graph_drive import (
     record,
     session,
 )
-from core_conformance.cases.graph_models import TOKENS, WIDTH, weighted, whole, writer
-from core_conformance.cases.graph_promises import Promise, working_dtype
+from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole, writer
+from core_conformance.cases.graphs.promises import Promise, working_dtype
+from core_conformance.rules import oracle
 from core_conformance.trial import Trial
 
 ROUNDS = 4

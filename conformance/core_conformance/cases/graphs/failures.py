@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.common.graphs.backend import GraphBackend, GraphKey
 from core.device import Device, Mode
-from core_conformance.cases.graph_drive import (
+from core_conformance.cases.graphs.drive import (
     KEY,
     Captured,
     Subject,
@@ -24,8 +24,8 @@ from core_conformance.cases.graph_drive import (
     record,
     session,
 )
-from core_conformance.cases.graph_models import TOKENS, WIDTH, weighted, whole
-from core_conformance.cases.graph_promises import NO_PARTS, PARTS, Promise, working_dtype
+from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole
+from core_conformance.cases.graphs.promises import NO_PARTS, PARTS, Promise, working_dtype
 from core_conformance.trial import Trial
 
 BROKEN, LATER = GraphKey("decode", (4,)), GraphKey("decode", (2,))

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.common.collector import frozen
 from core.common.graphs.backend import GraphKey
 from core.device import Device, Mode
-from core_conformance.cases.graph_drive import (
+from core_conformance.cases.graphs.drive import (
     Captured,
     Subject,
     Tensors,
@@ -24,10 +24,10 @@ from core_conformance.cases.graph_drive import (
     record,
     session,
 )
-from core_conformance.cases.graph_memory import settled
-from core_conformance.cases.graph_models import TOKENS, WIDTH, weighted, whole
-from core_conformance.cases.graph_promises import Promise, working_dtype
-from core_conformance.tolerances import GROWTH_ALLOWANCE_BYTES
+from core_conformance.cases.graphs.memory import settled
+from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole
+from core_conformance.cases.graphs.promises import Promise, working_dtype
+from core_conformance.rules.tolerances import GROWTH_ALLOWANCE_BYTES
 from core_conformance.trial import Trial
 
 COMPARED = (1, 10, 100, 300, 600)

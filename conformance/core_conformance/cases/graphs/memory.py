@@ -9,9 +9,9 @@ import torch
 
 from core.common.collector import frozen
 from core.device import Device, MemoryInfo, Mode
-from core_conformance.cases.graph_drive import Captured, Subject, Tensors, Values, Watcher, record, session
-from core_conformance.cases.graph_promises import GRAPHS, Promise, working_dtype
-from core_conformance.tolerances import MEMORY_ALLOWANCE_BYTES, MEMORY_PROBE_BYTES
+from core_conformance.cases.graphs.drive import Captured, Subject, Tensors, Values, Watcher, record, session
+from core_conformance.cases.graphs.promises import GRAPHS, Promise, working_dtype
+from core_conformance.rules.tolerances import MEMORY_ALLOWANCE_BYTES, MEMORY_PROBE_BYTES
 from core_conformance.trial import Trial
 
 ROUNDS = 3

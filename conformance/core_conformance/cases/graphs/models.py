@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core_conformance.cases.graph_drive import Subject, Tensors, Values
+from core_conformance.cases.graphs.drive import Subject, Tensors, Values
 
 TOKENS, WIDTH, HEADS, SLOTS = 8, 32, 4, 16
 NUM_PRODUCTS = 10

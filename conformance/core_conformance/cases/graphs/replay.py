@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.device import Device, Mode
-from core_conformance.cases.graph_drive import (
+from core_conformance.cases.graphs.drive import (
     Captured,
     Tensors,
     Wanted,
@@ -22,7 +22,7 @@ from core_conformance.cases.graph_drive import (
     record,
     session,
 )
-from core_conformance.cases.graph_models import (
+from core_conformance.cases.graphs.models import (
     NUM_PRODUCTS,
     TOKENS,
     WIDTH,
@@ -33,7 +33,7 @@ from core_conformance.cases.graph_models import (
     weighted,
     whole,
 )
-from core_conformance.cases.graph_promises import DTYPES, GRAPHS, NO_PARTS, PARTS, Promise, working_dtype
+from core_conformance.cases.graphs.promises import DTYPES, GRAPHS, NO_PARTS, PARTS, Promise, working_dtype
 from core_conformance.trial import Trial
 
 ROUNDS = 4

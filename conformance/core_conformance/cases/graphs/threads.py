@@ -12,9 +12,9 @@ from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.device import Device, Mode
-from core_conformance.cases.graph_drive import Captured, Subject, capture
-from core_conformance.cases.graph_models import TOKENS, WIDTH, weighted, whole, writer
-from core_conformance.cases.graph_promises import Promise, working_dtype
+from core_conformance.cases.graphs.drive import Captured, Subject, capture
+from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole, writer
+from core_conformance.cases.graphs.promises import Promise, working_dtype
 from core_conformance.trial import Trial
 
 THREADS, REPLAYS = 2, 25

@@ -10,20 +10,20 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from core.common.ops.declaration import declared_ops
-from core.common.settings import Settings
 from core.device import Capabilities
-from core.discovery import discover
 from core.errors import CoreError, DeviceUnavailableError
 from core.hookspecs import DeviceContext
-from core.host import select_device
-from core.loading import HOOK_NAMES, load_plugin
-from core.probing import run_probe
-from core.workers import WorkerPool
-from core_conformance import suite
+from core.host.discovery import discover
+from core.host.loading import HOOK_NAMES, load_plugin
+from core.host.probing import run_probe
+from core.host.selection import select_device
+from core.host.workers.pool import WorkerPool
+from core.settings import Settings
 from core_conformance.case import Case
-from core_conformance.cases.host_device import DEVICE_CASES
-from core_conformance.cases.presence import base_name, entry_of, present
-from core_conformance.expectations import matches
+from core_conformance.cases.host.device import DEVICE_CASES
+from core_conformance.cases.host.presence import base_name, entry_of, present
+from core_conformance.rules.expectations import matches
+from core_conformance.runner import suite
 from core_conformance.trial import NotSupported, Skip, Trial
 
 _OPEN_TIMEOUT_S = 120.0
@@ -83,7 +83,7 @@ def _check_count(trial: Trial, count: int) -> None:
     for first in range(0, len(indices), _AT_ONCE):
         with WorkerPool() as pool:
             for index in indices[first : first + _AT_ONCE]:
-                pool.launch(str(index), "core._doctor_worker", f"{name}:{index}", timeout_s=_OPEN_TIMEOUT_S)
+                pool.launch(str(index), "core.host.doctor_worker", f"{name}:{index}", timeout_s=_OPEN_TIMEOUT_S)
             results = pool.collect()
         for key, result in results.items():
             error = {"type": "", "found": f"its process {result.problem}", "remedy": ""}
@@ -112,7 +112,7 @@ def importing(trial: Trial) -> None:
     """Import the plugin and open the device in a fresh process, and see what that changes for everyone else."""
     entry_of(trial)
     with WorkerPool() as pool:
-        pool.launch("import", "core_conformance._import_worker", trial.name, timeout_s=_OPEN_TIMEOUT_S)
+        pool.launch("import", "core_conformance.runner.import_worker", trial.name, timeout_s=_OPEN_TIMEOUT_S)
         result = pool.collect()["import"]
     if result.answer is None or "problem" in result.answer:
         problem = f"its process {result.problem}" if result.answer is None else result.answer["problem"]

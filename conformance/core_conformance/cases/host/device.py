@@ -16,10 +16,10 @@ from core import InputSpec
 from core.common.graphs.backend import CallBackend
 from core.device import Device, MemoryInfo, Mode
 from core.errors import CoreError, DeviceUnavailableError
-from core.host import select_device
-from core.loading import describe
+from core.host.loading import describe
+from core.host.selection import select_device
 from core_conformance.case import Case
-from core_conformance.cases.presence import base_name, present
+from core_conformance.cases.host.presence import base_name, present
 from core_conformance.trial import Trial
 
 _MISSING_INDEX = 4096

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.common.settings import Settings
 from core.device import Device
-from core.discovery import PluginEntry, discover
 from core.errors import DeviceUnavailableError
-from core.probing import run_probe
+from core.host.discovery import PluginEntry, discover
+from core.host.probing import run_probe
+from core.settings import Settings
 from core_conformance.trial import Skip, Trial
 
 

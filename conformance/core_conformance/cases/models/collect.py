@@ -15,10 +15,9 @@ import torch
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases import model_numbers as numbers
-from core_conformance.cases import model_promises as promises
-from core_conformance.cases.model_runs import Bench, bench
-from core_conformance.cases.model_zoo import SUBJECTS, Subject
+from core_conformance.cases.models import numbers, promises
+from core_conformance.cases.models.runs import Bench, bench
+from core_conformance.cases.models.zoo import SUBJECTS, Subject
 from core_conformance.trial import Skip, Trial
 
 Aspect = Callable[[Trial, Bench], None]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import judge_pooled
-from core_conformance.cases.model_runs import JOBS, Bench, Followed, agreed, serve
-from core_conformance.divergence import divergences, judge_divergence, token_slip
-from core_conformance.judging import by_t2
+from core_conformance.cases.models.runs import JOBS, Bench, Followed, agreed, serve
+from core_conformance.rules.divergence import divergences, judge_divergence, token_slip
+from core_conformance.rules.judging import by_t2
 from core_conformance.trial import Trial
 
 

@@ -6,12 +6,12 @@ import gc
 
 import torch
 
-from core.common.report import ProgramReport
-from core_conformance.cases.model_numbers import judge_rows, judge_tokens
-from core_conformance.cases.model_runs import Bench, Followed, another_engine, close_shared, follow
-from core_conformance.cases.model_zoo import Subject, build
-from core_conformance.cases.witness import Record, watched
-from core_conformance.tolerances import RELEASE_KEPT, RELEASE_MIN_BYTES
+from core.compilation.report import ProgramReport
+from core_conformance.cases.models.numbers import judge_rows, judge_tokens
+from core_conformance.cases.models.runs import Bench, Followed, another_engine, close_shared, follow
+from core_conformance.cases.models.zoo import Subject, build
+from core_conformance.cases.passes.witness import Record, watched
+from core_conformance.rules.tolerances import RELEASE_KEPT, RELEASE_MIN_BYTES
 from core_conformance.trial import Trial
 
 
@@ -159,8 +159,8 @@ def _counts_tensors(trial: Trial) -> bool:
 def _open_and_close(trial: Trial, subject: Subject, dtype: str) -> tuple[int, int, int]:
     """Return the bytes taken from the device before, with, and after an engine."""
     from core.engine.config import SamplingParams
-    from core.engine.engine import Engine
-    from core.engine.runner import EngineConfig
+    from core.engine.serve.engine import Engine
+    from core.engine.steps.runner import EngineConfig
 
     device, record = trial.device, Record()
     before = _taken(trial)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.device import Device
-from core_conformance.cases.model_zoo import (
+from core_conformance.cases.models.zoo import (
     NUM_TOKENS,
     Reference,
     Subject,
@@ -20,13 +20,13 @@ from core_conformance.cases.model_zoo import (
     prompts_for,
     refer,
 )
-from core_conformance.cases.witness import Record, watched
-from core_conformance.divergence import rounding_bound
+from core_conformance.cases.passes.witness import Record, watched
+from core_conformance.rules.divergence import rounding_bound
 from core_conformance.trial import Trial
 
 if TYPE_CHECKING:
-    from core.engine.engine import Engine
-    from core.engine.request import Completion
+    from core.engine.serve.engine import Engine
+    from core.engine.serve.request import Completion
 
 MAX_RESTARTS = 4
 JOBS = ((0, 2, 12), (0, 0, 5), (1, 3, 9), (2, 1, 12), (3, 0, 12), (6, 3, 12), (6, 2, 3), (9, 1, 7))
@@ -116,7 +116,7 @@ def close_shared() -> None:
 
 
 def _make(device: Device, subject: Subject, dtype: str, seed: int) -> Bench:
-    from core.engine.engine import Engine
+    from core.engine.serve.engine import Engine
 
     loaded = build(subject, device, getattr(torch, dtype), seed)
     prompts = prompts_for(loaded, seed)
@@ -146,7 +146,7 @@ def _make(device: Device, subject: Subject, dtype: str, seed: int) -> Bench:
 @contextmanager
 def another_engine(shared: Bench, record: Record | None = None, **changes: Any) -> Iterator[Engine]:
     """Serve a fresh copy of the same model by an engine of its own. changes: to its configuration."""
-    from core.engine.engine import Engine
+    from core.engine.serve.engine import Engine
 
     loaded = build(shared.subject, shared.device, getattr(torch, shared.dtype), shared.seed)
     device = shared.device if record is None else watched(shared.device, record)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from core.device import Device
-    from core.engine.loading import LoadedModel
-    from core.engine.runner import EngineConfig
+    from core.engine.models.loading import LoadedModel
+    from core.engine.steps.runner import EngineConfig
 
 NUM_TOKENS = 12
 """Generated after each prompt: a few more than the tiny models' window of 8, so that each leaves it behind."""
@@ -106,9 +106,9 @@ SUBJECTS: tuple[Subject, ...] = (
 
 def build(subject: Subject, device: Device, dtype: torch.dtype, seed: int) -> LoadedModel:
     """Return a fresh model on the device; the same subject, dtype and seed give the same weights."""
-    from core.engine.assets import embedded_model
-    from core.engine.loading import build_model, load_model
-    from core.engine.tiny import tiny_config
+    from core.engine.models.assets import embedded_model
+    from core.engine.models.loading import build_model, load_model
+    from core.engine.models.tiny import tiny_config
 
     if subject.model_type is None:
         return load_model(embedded_model(), torch_device=device.torch_device, dtype=dtype)
@@ -133,7 +133,7 @@ def prompts_for(loaded: LoadedModel, seed: int) -> list[list[int]]:
 
 def engine_config(subject: Subject, dtype: str, device: Device, **changes: Any) -> EngineConfig:
     """Return how an engine runs the subject: few buckets, of which steps fill some and pad others."""
-    from core.engine.runner import EngineConfig
+    from core.engine.steps.runner import EngineConfig
 
     lowering = subject.lowering(dtype)
     options: dict[str, Any] = {"lowering": lowering, "decode_buckets": (2, 4)}
@@ -174,9 +174,9 @@ def refer(loaded: LoadedModel, device: Device, prompts: Sequence[Sequence[int]],
     """
     import copy
 
-    from core.engine.attention import implementation
-    from core.engine.check import eager_generate, fp64_logits
-    from core.engine.probe import counts_from_zero
+    from core.engine.check.comparison import eager_generate, fp64_logits
+    from core.engine.inspect.attention import implementation
+    from core.engine.inspect.probe import counts_from_zero
 
     model: Any = loaded.model
     # PyTorch's fused attention leaves soft caps out, and is written by the device's vendor as what it is to judge.

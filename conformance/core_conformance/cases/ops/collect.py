@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from core.common.conformance import ConformanceProfile
-from core.common.fakes.memory import same_bits
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
 from core.common.ops.implementation import OpImplementation
-from core.common.verification.execution import error_line
 from core.device import Device
-from core_conformance import contract, oracle
+from core.verify.execution import error_line
+from core.verify.fakes.memory import same_bits
 from core_conformance.case import Case
-from core_conformance.codes import judge_asymmetric, judge_coded, judge_fp4, judge_quantized
-from core_conformance.faked import leaves, run_fake
-from core_conformance.judging import Judge, Judged, by_t1, by_t2, each_value
-from core_conformance.opcalls import calls, positional, refusal
-from core_conformance.routing import judge_route
-from core_conformance.sampling import judge_sample
+from core_conformance.inputs.opcalls import calls, positional, refusal
+from core_conformance.rules import contract, oracle
+from core_conformance.rules.codes import judge_asymmetric, judge_coded, judge_fp4, judge_quantized
+from core_conformance.rules.faked import leaves, run_fake
+from core_conformance.rules.judging import Judge, Judged, by_t1, by_t2, each_value
+from core_conformance.rules.routing import judge_route
+from core_conformance.rules.sampling import judge_sample
 from core_conformance.trial import NotSupported, Trial
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

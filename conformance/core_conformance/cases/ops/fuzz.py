@@ -14,11 +14,11 @@ from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases.ops import candidates, judge_call, judged_ops, refused_dtype, slug
+from core_conformance.cases.ops.collect import candidates, judge_call, judged_ops, refused_dtype, slug
 from core_conformance.fuzzing import CALLS
 from core_conformance.fuzzing.running import described, pass_over, run_examples
 from core_conformance.fuzzing.source import Source
-from core_conformance.opcalls import refusal
+from core_conformance.inputs.opcalls import refusal
 from core_conformance.trial import NotSupported, Trial
 
 if TYPE_CHECKING:

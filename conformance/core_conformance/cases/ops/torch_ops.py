@@ -16,9 +16,9 @@ from core.common.conformance import ConformanceProfile
 from core.common.ops.arguments import Draw
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.judging import by_t2
-from core_conformance.movement import CASTS, COUNTING, MOVING, Mover, cast_values, rounded
-from core_conformance.operators import ROUNDING, Operator
+from core_conformance.inputs.movement import CASTS, COUNTING, MOVING, Mover, cast_values, rounded
+from core_conformance.inputs.operators import ROUNDING, Operator
+from core_conformance.rules.judging import by_t2
 from core_conformance.trial import Trial
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core_conformance.cases.pass_models import SIZE, Built, GatedMlp, RmsNorm, rows
+from core_conformance.cases.passes.models import SIZE, Built, GatedMlp, RmsNorm, rows
 
 B, T, N, K, D, S = 2, 5, 4, 2, 16, 12
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx
 
 from core.common.passes.declaration import Pass
-from core.common.passes.report import PassReport
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.sites import MADE_BY, Made, site_name
-from core.common.passes.snapshot import Snapshot
-from core_conformance.cases.pass_runs import Bench, Change, Walk
+from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core_conformance.cases.passes.runs import Bench, Change, Walk
 
 Signature = tuple[Any, ...]
 

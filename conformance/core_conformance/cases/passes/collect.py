@@ -16,17 +16,17 @@ from torch import fx, nn
 from core.common.conformance import ConformanceProfile
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Pass
-from core.common.verification.execution import bind, run_graph
+from core.compilation.rewriting import device_passes
 from core.device import Device
-from core.rewriting import device_passes
+from core.verify.execution import bind, run_graph
 from core_conformance.case import Case
-from core_conformance.cases.pass_claims import unclaimed, unstable
-from core_conformance.cases.pass_examples import example_dtypes
-from core_conformance.cases.pass_firings import Firings, firings
-from core_conformance.cases.pass_identity import check_identity
-from core_conformance.cases.pass_mutations import near_misses
-from core_conformance.cases.pass_pipeline import TINY, check_program, check_tiny_model
-from core_conformance.cases.pass_runs import CORPUS, Bench, Change, bench, tokens_for
+from core_conformance.cases.passes.claims import unclaimed, unstable
+from core_conformance.cases.passes.examples import example_dtypes
+from core_conformance.cases.passes.firings import Firings, firings
+from core_conformance.cases.passes.identity import check_identity
+from core_conformance.cases.passes.mutations import near_misses
+from core_conformance.cases.passes.pipeline import TINY, check_program, check_tiny_model
+from core_conformance.cases.passes.runs import CORPUS, Bench, Change, bench, tokens_for
 from core_conformance.trial import NotSupported, Skip, Trial
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

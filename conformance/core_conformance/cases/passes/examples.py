@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from core.common.passes.declaration import Pass
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
 from core.errors import PassError
-from core_conformance.cases.pass_models import SIZE, Built
-from core_conformance.cases.pass_runs import Sample
+from core_conformance.cases.passes.models import SIZE, Built
+from core_conformance.cases.passes.runs import Sample
 
 _NUMBERS: tuple[tuple[Any, ...], ...] = ((2.5, 2.5, 2.5), (0.61, 1.7, 0.3), (2, 2, 2), (-1, -1, -1))
 """Numbers for a pattern's literals, taken in turn: equal ones first, since a check may want them so."""

@@ -9,8 +9,8 @@ import torch
 
 from core.common.passes.declaration import Pass
 from core.errors import TraceError
-from core_conformance.cases.pass_examples import declared_samples, pattern_samples
-from core_conformance.cases.pass_runs import CORPUS, Bench, CannotRun, Change, Sample, Walk, tokens_for
+from core_conformance.cases.passes.examples import declared_samples, pattern_samples
+from core_conformance.cases.passes.runs import CORPUS, Bench, CannotRun, Change, Sample, Walk, tokens_for
 
 
 @dataclass

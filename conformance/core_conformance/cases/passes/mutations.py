@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from core.common.passes import view
 from core.common.passes.effects import value_of
 from core.common.passes.sites import MADE_BY
-from core.common.passes.snapshot import Snapshot
-from core.common.traced import ConstantSlot
-from core_conformance.cases.pass_claims import touched
-from core_conformance.cases.pass_runs import Change
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.trace.traced import ConstantSlot
+from core_conformance.cases.passes.claims import touched
+from core_conformance.cases.passes.runs import Change
 
 aten = torch.ops.aten
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div"})

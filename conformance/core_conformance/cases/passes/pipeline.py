@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.bisect.bisection import bisect
-from core.bisect.model import judge_model
 from core.common.lowering import LoweringRequest
-from core.common.ops.lower import lower_ops
-from core.common.passes.snapshot import Snapshot
-from core.common.passes.switches import PassSwitches
-from core.common.verification.compare import Comparison
-from core.common.verification.execution import own_inputs, run_graph, written_inputs
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter, device_passes
 from core.device import Device
-from core.engine.graphs import phase_graphs
-from core.rewriting import Rewriter, device_passes
-from core_conformance.cases.pass_runs import CORPUS, CannotRun, bench, copied
+from core.engine.check.graphs import phase_graphs
+from core.verify.bisect.bisection import bisect
+from core.verify.bisect.model import judge_model
+from core.verify.compare import Comparison
+from core.verify.execution import own_inputs, run_graph, written_inputs
+from core_conformance.cases.passes.runs import CORPUS, CannotRun, bench, copied
 from core_conformance.trial import Skip, Trial
 
 TINY = ("llama", "gemma2", "qwen3_moe")
@@ -83,8 +83,8 @@ def check_tiny_model(trial: Trial, model_type: str, dtype: torch.dtype) -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise Skip("transformers is not installed (extra 'hf')") from error
-    from core.engine.loading import build_model
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
 
     device = trial.device
     loaded = build_model(tiny_config(model_type), torch_device=device.torch_device, dtype=dtype, seed=trial.seed)

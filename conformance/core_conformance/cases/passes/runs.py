@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
-from core.common.ops.lower import inline_unimplemented
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Guards, Pass, PassResult
-from core.common.passes.manager import PassManager
-from core.common.passes.report import PassReport
-from core.common.passes.snapshot import Snapshot
-from core.common.stages import later_stages
-from core.common.traced import ConstantSlot
-from core.common.tracing import trace
-from core.common.verification.execution import bind, error_line
-from core.common.verification.verify import Verification, verify
+from core.compilation.lower_ops import inline_unimplemented
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewrite.stages import later_stages
+from core.compilation.rewriting import bound_constants, device_passes
+from core.compilation.trace.traced import ConstantSlot
+from core.compilation.trace.tracing import trace
 from core.device import Device
-from core.engine.graphs import PhaseGraph
-from core.rewriting import bound_constants, device_passes
-from core_conformance.cases.pass_attention_models import ATTENTION_MODELS
-from core_conformance.cases.pass_models import MODELS, Built, perturb
+from core.engine.check.graphs import PhaseGraph
+from core.verify.execution import bind, error_line
+from core.verify.verify import Verification, verify
+from core_conformance.cases.passes.attention_models import ATTENTION_MODELS
+from core_conformance.cases.passes.models import MODELS, Built, perturb
 
 Tokens = tuple[int, int] | None
 

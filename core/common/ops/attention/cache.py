@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import at_least_fp32, check
-from core.common.ops.quantization import RANGES
+from core.common.ops.quantize.symmetric import RANGES
 
 CODES = (torch.float8_e4m3fn,)
 """Dtypes of caches that hold codes."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.attention_scores import exponentials, soft_capped
+from core.common.ops.attention.scores import exponentials, soft_capped
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 
 SCHEMA = (

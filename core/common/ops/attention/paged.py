@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import check
-from core.common.ops.attention_cache import check_scales, read
-from core.common.ops.attention_cache import write_cache as write_cache  # devices' own kernels write by it too
-from core.common.ops.attention_eager import by_sequence
-from core.common.ops.attention_samples import samples
-from core.common.ops.attention_scores import exponentials, soft_capped
+from core.common.ops.attention.cache import check_scales, read
+from core.common.ops.attention.cache import write_cache as write_cache  # devices' own kernels write by it too
+from core.common.ops.attention.eager import by_sequence
+from core.common.ops.attention.samples import samples
+from core.common.ops.attention.scores import exponentials, soft_capped
 from core.common.ops.declaration import CanonicalOp, declare
 
 SCHEMA = (

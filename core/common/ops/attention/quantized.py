@@ -1,6 +1,7 @@
 """`core::attention_quantize`, `core::rotary_attention_quantize`: attention whose result is only needed as codes.
 
-Each is the attention of core/common/ops/attention.py or rotary_attention.py followed by `core::quantize` of its rows,
+Each is the attention of core/common/ops/attention/paged.py or rotary_attention.py followed by `core::quantize` of its
+rows,
 the heads of a token behind one another as the output projection reads them. The attention's result is rounded to its
 own dtype before it is quantised, as a model does that has two ops.
 
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops import attention, attention_samples, rotary_attention
 from core.common.ops.arguments import at_least_fp32, check_choice
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention import paged as attention
+from core.common.ops.attention import rotary as rotary_attention
+from core.common.ops.attention import samples as attention_samples
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.quantization import quantize, quantize_fake
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.quantize.symmetric import quantize, quantize_fake
 
 GRANULARITIES = ("token", "tensor")
 _NAMES = ("out_scale", "dtype", "granularity")

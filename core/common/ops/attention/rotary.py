@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops import attention, attention_samples
 from core.common.ops.arguments import Draw, at_least_fp32, check
+from core.common.ops.attention import paged as attention
+from core.common.ops.attention import samples as attention_samples
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.rotary import STYLES, check_rotary, qk_norm_rotary, rotary
+from core.common.ops.rotary.rotation import STYLES, check_rotary, qk_norm_rotary, rotary
 
 SCHEMA = (
     "rotary_attention(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) key_cache, "

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.common.ops.arguments import Draw, check
-from core.common.ops.collective import all_gather, all_gather_fake, reduce_scatter, reduce_scatter_fake
+from core.common.ops.collective.collectives import all_gather, all_gather_fake, reduce_scatter, reduce_scatter_fake
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 
 GATHER_SCHEMA = (

@@ -2,8 +2,8 @@
 
 `core::all_reduce_rms_norm`, `core::all_reduce_add_rms_norm`, `core::all_reduce_add_rms_norm_quantize` and
 `core::all_reduce_add_rms_norm_quantize_fp4` are the ops that their names end in, on the sum of x over the processes of
-`group` (core/common/ops/collective.py); all other arguments are those of these ops. The residual is not reduced: every
-process holds all of it. `group_size` is no number of processes, but of neighbours that share a scale.
+`group` (core/common/ops/collective/collectives.py); all other arguments are those of these ops. The residual is not
+reduced: every process holds all of it. `group_size` is no number of processes, but of neighbours that share a scale.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.collective import all_reduce, all_reduce_fake
+from core.common.ops.collective.collectives import all_reduce, all_reduce_fake
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.normalization import (
+from core.common.ops.norm.norms import (
     NORM_DTYPES,
     add_rms_norm,
     add_rms_norm_samples,
     rms_norm,
     rms_norm_samples,
 )
-from core.common.ops.normalization_quantized import (
+from core.common.ops.norm.quantized import (
     ADD_RMS_NORM_QUANTIZE,
     QUANTIZE_OPTIONS,
     add_rms_norm_quantize,
     add_rms_norm_quantize_fake,
 )
-from core.common.ops.quantize_fp4 import quantize_fp4, quantize_fp4_fake
+from core.common.ops.quantize.fp4 import quantize_fp4, quantize_fp4_fake
 
 _ADD = "Tensor x, Tensor residual, Tensor? weight, float eps"
 RMS_NORM_SCHEMA = f"all_reduce_rms_norm(Tensor x, Tensor? weight, float eps, *, str group, {NORM_DTYPES}) -> Tensor"

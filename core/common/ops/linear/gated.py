@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.activation import ACTIVATIONS, check_gate, gated_activation_fused
 from core.common.ops.arguments import Draw, check, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.mlp.activation import ACTIVATIONS, check_gate, gated_activation_fused
 
 SCHEMA = "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
 GATED_SCHEMA = (

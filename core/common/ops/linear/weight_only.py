@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.quantization import RANGES, check_zero_point, dequantize
+from core.common.ops.quantize.symmetric import RANGES, check_zero_point, dequantize
 
 PACKED_BITS = 4
 WORD_BITS = 32

@@ -1,8 +1,8 @@
 """`core::gated_activation_quantize`: the gate of a gated MLP whose product is only needed as codes.
 
 Shapes: gate and up (..., I), or both halves in one tensor (..., 2 * I); codes (..., I), contiguous; scales as
-`core::quantize` has them. It is the gate of core/common/ops/activation.py, rounded as there, and then `core::quantize`.
-"""
+`core::quantize` has them. It is the gate of core/common/ops/mlp/activation.py, rounded as there, and then
+`core::quantize`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.activation import fused_samples, gated_activation, gated_activation_fused, samples
 from core.common.ops.arguments import Draw, check
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.normalization_quantized import QUANTIZE_OPTIONS, in_each_form, in_turn
-from core.common.ops.quantization import quantize, quantize_fake
+from core.common.ops.mlp.activation import fused_samples, gated_activation, gated_activation_fused, samples
+from core.common.ops.norm.quantized import QUANTIZE_OPTIONS, in_each_form, in_turn
+from core.common.ops.quantize.symmetric import quantize, quantize_fake
 
 SCHEMA = (
     f"gated_activation_quantize(Tensor gate, Tensor? up, Tensor? scale, *, str kind, {QUANTIZE_OPTIONS}, "

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.activation import check_gate, gated_activation_fused
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.mlp.activation import check_gate, gated_activation_fused
 
 SCORINGS = ("softmax", "sigmoid", "softmax_selected", "sqrtsoftplus")
 

@@ -2,7 +2,7 @@
 
 Shapes: R rows, E experts, K inputs, N outputs. x (R, K); ends (E,) int32: the rows of expert e end before ends[e] and
 begin where those of the expert before it end, as the offsets of `torch._grouped_mm`; w_codes (E, N, K) int8 or fp8, or
-int32 (E, N, ceil(K / 8)) for 4 bits; w_scale and w_zero_point (E, N, G), as in core/common/ops/weight_only.py.
+int32 (E, N, ceil(K / 8)) for 4 bits; w_scale and w_zero_point (E, N, G), as in core/common/ops/linear/weight_only.py.
 
 x is codes with x_scale (R, 1) or (), as `core::quantize` gives them, or floating without a scale: then weights alone
 are quantised. Gate and second quantisation stand between two of these ops, where passes fuse them as elsewhere.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.moe import can_group
-from core.common.ops.quantization import RANGES, check_zero_point, dequantize
-from core.common.ops.weight_only import check_weight_codes, unpacked
+from core.common.ops.linear.weight_only import check_weight_codes, unpacked
+from core.common.ops.moe.experts import can_group
+from core.common.ops.quantize.symmetric import RANGES, check_zero_point, dequantize
 
 SCHEMA = (
     "quantized_grouped_linear(Tensor x, Tensor? x_scale, Tensor ends, Tensor w_codes, Tensor w_scale, "

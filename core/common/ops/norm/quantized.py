@@ -1,7 +1,7 @@
 """`core::rms_norm_quantize`, `core::add_rms_norm_quantize`: an RMSNorm whose result is only needed as codes.
 
 Shapes: x (..., D); codes (..., D), contiguous; scales as `core::quantize` has them. Each op is the norm of
-core/common/ops/normalization.py followed by `core::quantize` of what it gives, rounded where both say: the normed
+core/common/ops/norm/norms.py followed by `core::quantize` of what it gives, rounded where both say: the normed
 values are rounded to the norm's own dtype before they are quantised, as a model does that has two ops.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.normalization import NORM_DTYPES, add_rms_norm, add_rms_norm_samples, rms_norm, rms_norm_samples
-from core.common.ops.quantization import quantize, quantize_fake
+from core.common.ops.norm.norms import NORM_DTYPES, add_rms_norm, add_rms_norm_samples, rms_norm, rms_norm_samples
+from core.common.ops.quantize.symmetric import quantize, quantize_fake
 
 QUANTIZE_OPTIONS = 'ScalarType dtype, str granularity="token", int group_size=0'
 """What `core::quantize` is told, in the schemas of ops that end in codes."""

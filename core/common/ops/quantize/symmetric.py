@@ -7,7 +7,7 @@ Shapes: x (..., K); weight codes (N, K). A scale is one number per region of cod
     group    (..., K / g)  one per g neighbours in a row         weights: (N, K / g), in blocks (N / b, K / g)
 
 A zero point is int8 and of its scale's shape: value = (code - zero point) * scale. Codes with zero points come from
-`core::quantize_asymmetric` (core/common/ops/quantization_asymmetric.py).
+`core::quantize_asymmetric` (core/common/ops/quantize/asymmetric.py).
 
 Formats: float8_e4m3fn, largest 448 (Micikevicius et al., arXiv 2209.05433); int8, symmetric, scaled to 127. Groups and
 blocks are DeepSeek-V3's (arXiv 2412.19437, 3.3).

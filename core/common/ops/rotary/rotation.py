@@ -27,7 +27,7 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
 from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.normalization import rms_norm
+from core.common.ops.norm.norms import rms_norm
 
 STYLES = ("half", "interleaved", "deinterleave")
 

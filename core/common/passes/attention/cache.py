@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.dense_attention import DENSE_ATTENTION
+from core.common.ops.attention.dense import DENSE_ATTENTION
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult

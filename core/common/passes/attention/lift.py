@@ -15,13 +15,11 @@ import torch
 from torch import fx
 
 from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.attention_operands import Operand, is_copy, peel
-from core.common.passes.lift.attention_scores import PRODUCTS, Mask, Scores, Unread, read_scores
-from core.common.passes.lift.attention_sinks import gate_of, per_head
-from core.common.passes.lift.attention_site import Attention, site_of
-from core.common.passes.lift.attention_terms import (
+from core.common.passes.attention.operands import Operand, is_copy, peel
+from core.common.passes.attention.scores import PRODUCTS, Mask, Scores, Unread, read_scores
+from core.common.passes.attention.sinks import gate_of, per_head
+from core.common.passes.attention.site import Attention, site_of
+from core.common.passes.attention.terms import (
     Order,
     Product,
     multiplies,
@@ -29,6 +27,8 @@ from core.common.passes.lift.attention_terms import (
     read_values_product,
     result_of,
 )
+from core.common.passes.context import PassContext
+from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, fuse, near_miss
 from core.common.passes.writes import Writes
 

@@ -16,17 +16,17 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.ops.attention import ATTENTION
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, GRANULARITIES, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, GRANULARITIES, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.quantization import QUANTIZE
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.quantize.symmetric import QUANTIZE
 from core.common.passes import view
-from core.common.passes.common import LIFTS
+from core.common.passes.attention.quantize_examples import examples
+from core.common.passes.cleanup import LIFTS
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.attention_quantize_examples import examples
-from core.common.passes.lift.quantize_calls import Quantize, arguments, behind, name_results, read_quantize, results
+from core.common.passes.quantize.calls import Quantize, arguments, behind, name_results, read_quantize, results
 from core.common.passes.rewrite import Site, apply_sites, near_miss
 from core.common.passes.writes import Writes
 

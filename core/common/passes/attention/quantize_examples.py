@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.passes.lift import rotary_attention_examples as rotated
+from core.common.passes.rotary import attention_examples as rotated
 
 _FP8 = torch.float8_e4m3fn
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from core.common.passes import view
-from core.common.passes.lift.attention_operands import times_number
+from core.common.passes.attention.operands import times_number
 
 LOWEST = -1e30
 """A hidden score at or below this is as good as any lower one: what is added to it is lost in rounding."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from core.common.passes import view
-from core.common.passes.lift.attention_operands import Operand, Reach
+from core.common.passes.attention.operands import Operand, Reach
 
 
 def per_head(node: fx.Node, heads: Any, reach: Reach) -> Operand | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from core.common.passes import view
-from core.common.passes.lift.attention_scores import Unread
+from core.common.passes.attention.scores import Unread
 
 Steps = list[tuple[str, tuple[Any, ...]]]
 Order = tuple[int, ...]

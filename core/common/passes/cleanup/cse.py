@@ -2,7 +2,7 @@
 
 Dynamo unrolls layers, and each layer spells out its masks, positions and tables anew. A later call gives way to an
 earlier one where both must give the same bits (no random numbers, no write into an input in between, no switch of modes
-in between) and nobody can tell their results apart (`core.common.passes.common.sharing`).
+in between) and nobody can tell their results apart (`core.common.passes.cleanup.sharing`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.common import LIFTS
-from core.common.passes.common.sharing import Sharing, name_of, same_metadata, same_place
+from core.common.passes.cleanup import LIFTS
+from core.common.passes.cleanup.sharing import Sharing, name_of, same_metadata, same_place
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.effects import is_impure, value_of

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.collective import ALL_GATHER, REDUCE_SCATTER
-from core.common.ops.collective_linear import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from core.common.ops.linear import LINEAR
+from core.common.ops.collective.collectives import ALL_GATHER, REDUCE_SCATTER
+from core.common.ops.collective.linear import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from core.common.ops.linear.gated import LINEAR
 from core.common.passes import view
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
 from core.common.passes.context import PassContext

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
+from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
 from core.common.ops.declaration import CanonicalOp
 from core.common.passes import view
 from core.common.passes.context import PassContext

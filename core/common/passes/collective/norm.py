@@ -13,23 +13,23 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.collective import ALL_REDUCE
-from core.common.ops.collective_norm import (
+from core.common.ops.collective.collectives import ALL_REDUCE
+from core.common.ops.collective.norm import (
     ALL_REDUCE_ADD_RMS_NORM,
     ALL_REDUCE_ADD_RMS_NORM_QUANTIZE,
     ALL_REDUCE_ADD_RMS_NORM_QUANTIZE_FP4,
     ALL_REDUCE_RMS_NORM,
 )
 from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE
-from core.common.ops.quantization import QUANTIZE
-from core.common.ops.quantize_fp4 import QUANTIZE_FP4
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE
+from core.common.ops.quantize.fp4 import QUANTIZE_FP4
+from core.common.ops.quantize.symmetric import QUANTIZE
 from core.common.passes import view
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.lift.quantize_calls import arguments, name_results, read_quantize, results
+from core.common.passes.quantize.calls import arguments, name_results, read_quantize, results
 from core.common.passes.rewrite import Site, fuse, near_miss
 
 _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(

@@ -11,10 +11,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.common.fresh import fresh
-from core.common.passes.common.reinplace_memory import Area, same, same_layout
-from core.common.passes.common.reinplace_plan import Plan
-from core.common.passes.common.reinplace_updates import (
+from core.common.passes.effects import value_of
+from core.common.passes.fresh import fresh
+from core.common.passes.functional.memory import Area, same, same_layout
+from core.common.passes.functional.plan import Plan
+from core.common.passes.functional.updates import (
     VIEWS,
     Argument,
     WrappedCall,
@@ -22,7 +23,6 @@ from core.common.passes.common.reinplace_updates import (
     view_call,
     wrapped_call,
 )
-from core.common.passes.effects import value_of
 from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.sites import site_name
 

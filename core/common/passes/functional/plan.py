@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.common.reinplace_memory import Area, Memory, same_layout
-from core.common.passes.common.reinplace_updates import (
+from core.common.passes.effects import is_impure, value_of
+from core.common.passes.functional.memory import Area, Memory, same_layout
+from core.common.passes.functional.updates import (
     FUNCTIONALIZED,
     VIEWS,
     Target,
@@ -25,11 +26,12 @@ from core.common.passes.common.reinplace_updates import (
     scattered,
     wrapped_call,
 )
-from core.common.passes.effects import is_impure, value_of
 from core.common.passes.writes import Writes, find_writes
 
 WAS_IN_PLACE = "core_was_in_place"
-"""Key of `node.meta` of functional nodes that the traced graph had as in-place calls (core/common/functional.py)."""
+"""Key of `node.meta` of functional nodes that the traced graph had as in-place calls
+(core/compilation/rewrite/functional.py).
+"""
 _COPY = torch.ops.aten.copy_.default
 _COPIED = torch.ops.aten.copy.default  # elementwise, though torch does not tag it so
 _OWNED = ("placeholder", "get_attr")

@@ -1,7 +1,7 @@
 """Fix functionalisation: let a functional graph write in place again, with a copy only where an old value is needed.
 
-The counterpart of core/common/functional.py, and good for any functional ATen graph: what an op writes is read off its
-schema, never off its name.
+The counterpart of core/compilation/rewrite/functional.py, and good for any functional ATen graph: what an op writes
+is read off its schema, never off its name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from core.common.passes.common.reinplace_calls import renew_views, rewrite_updates
-from core.common.passes.common.reinplace_plan import plan_updates
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.functional.calls import renew_views, rewrite_updates
+from core.common.passes.functional.plan import plan_updates
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.sites import near_miss
 

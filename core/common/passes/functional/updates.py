@@ -28,8 +28,8 @@ from torch._higher_order_ops.auto_functionalize import (
 )
 from torch._ops import OpOverload
 
-from core.common.passes.common.reinplace_memory import Area
 from core.common.passes.effects import value_of
+from core.common.passes.functional.memory import Area
 
 aten = torch.ops.aten
 FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.activation import GATED_ACTIVATION_FUSED
-from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
+from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult

@@ -2,11 +2,11 @@
 
 One large product instead of several small ones: fewer launches, and fewer passes over the input. The results become
 slices of the merged one. Weights keep their identity and become views of the joined weight, so that nothing is held
-twice (core/common/passes/common/packing.py). A kernel may round otherwise at another width: equal by the criterion of
+twice (core/common/passes/packing.py). A kernel may round otherwise at another width: equal by the criterion of
 core.common.numerics, not bit by bit.
 
 Quantised linears (`core.quantized_linear`) are merged likewise, those that read the same codes; the scales of their
-weights are joined with these (core/common/passes/common/linears.py).
+weights are joined with these (core/common/passes/linear/mergeable.py).
 
 Merged are linears of the innermost module that has several of the same input, such as an attention or an MLP.
 """
@@ -24,13 +24,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.common import LIFTS
-from core.common.passes.common.fresh import fresh, reread
-from core.common.passes.common.linears import Linear, Scales, are_alike, read_linear, spread
-from core.common.passes.common.packing import Owners, Packing
-from core.common.passes.common.relayout import Relayout
+from core.common.passes.cleanup import LIFTS
+from core.common.passes.cleanup.relayout import Relayout
 from core.common.passes.context import PassContext, value_of
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.fresh import fresh, reread
+from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
+from core.common.passes.packing import Owners, Packing
 from core.common.passes.recipes import recipe_of, signatures
 from core.common.passes.rewrite import near_miss, site_name
 from core.common.passes.sites import MADE_BY, Made, Refused

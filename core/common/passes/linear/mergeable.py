@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from core.common.ops.declaration import find_op
-from core.common.ops.quantization import QUANTIZED_LINEAR
+from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core.common.passes import view
 from core.common.passes.context import value_of
-from core.common.passes.lift.quantize_calls import arguments
+from core.common.passes.quantize.calls import arguments
 from core.common.passes.sites import site_name
 
 _SHARED = frozenset({"out_dtype", "x_zero_point"})

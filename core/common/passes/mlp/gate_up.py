@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.halves import halves
 from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.passes.rotary.halves import halves
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:

@@ -1,8 +1,8 @@
 """Lift the gate of gated MLPs, `act(gate) * up`, to `core::gated_activation` or its form over one tensor.
 
-The matcher starts at the product: one operand is an activation (core/common/passes/lift/activation_forms.py), the other
+The matcher starts at the product: one operand is an activation (core/common/passes/mlp/activation_forms.py), the other
 a tensor of its shape. Bounds and an offset, as gpt-oss has them, are part of the op, and so is taking one projection
-apart (core/common/passes/lift/halves.py).
+apart (core/common/passes/rotary/halves.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.activation_forms import Activation, read_activation
-from core.common.passes.lift.halves import halves
+from core.common.passes.mlp.activation_forms import Activation, read_activation
 from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.passes.rotary.halves import halves
 
 _ALWAYS_GATES = frozenset({"silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu"})
 """Of other activations a product is a gate only where its operands are halves, or two projections, of one tensor."""

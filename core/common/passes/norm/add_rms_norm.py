@@ -7,7 +7,7 @@ import operator
 from torch import fx
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult

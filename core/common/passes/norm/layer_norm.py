@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.normalization import LAYER_NORM
+from core.common.ops.norm.norms import LAYER_NORM
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult

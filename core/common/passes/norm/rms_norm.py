@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import fx
 
-from core.common.ops.normalization import RMS_NORM
+from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.quantization import QUANTIZE
+from core.common.ops.quantize.symmetric import QUANTIZE
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.effects import value_of

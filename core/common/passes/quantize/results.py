@@ -14,18 +14,18 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
 from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
-from core.common.ops.quantization import QUANTIZE
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from core.common.ops.quantize.symmetric import QUANTIZE
 from core.common.passes import view
-from core.common.passes.common import LIFTS
+from core.common.passes.cleanup import LIFTS
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift import quantize_examples as examples
-from core.common.passes.lift.quantize_calls import (
+from core.common.passes.quantize import examples
+from core.common.passes.quantize.calls import (
     Quantize,
     arguments,
     behind,

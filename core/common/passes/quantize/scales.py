@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from core.common.passes.constants import Constants
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.lift.quantize_calls import Quantize, read_quantize
-from core.common.passes.lift.quantize_examples import equal_scales
+from core.common.passes.quantize.calls import Quantize, read_quantize
+from core.common.passes.quantize.examples import equal_scales
 from core.common.passes.rewrite import near_miss, site_name
 from core.common.passes.writes import Writes
 

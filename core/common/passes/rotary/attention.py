@@ -14,16 +14,16 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import find_op
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.lift.rotary_attention_examples import examples
-from core.common.passes.lift.token_rows import LAYOUTS, ROWS, Layout, Views, follow, table_index
 from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.passes.rotary.attention_examples import examples
+from core.common.passes.rotary.token_rows import LAYOUTS, ROWS, Layout, Views, follow, table_index
 
 _ROTATIONS = (ROTARY, QK_NORM_ROTARY)
 _OF_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from core.common.passes import view
 from core.common.passes.declaration import NearMiss
-from core.common.passes.lift.rotary_features import Column, Features, Table
-from core.common.passes.lift.rotary_reader import MOVES, Reader, same_sizes
+from core.common.passes.rotary.features import Column, Features, Table
+from core.common.passes.rotary.reader import MOVES, Reader, same_sizes
 from core.common.passes.sites import near_miss
 
 _MAX_STEPS = 32  # how far x is looked for from a sum of products

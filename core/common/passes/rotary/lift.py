@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.rotary import ROTARY, ROTARY_SINGLE
+from core.common.ops.rotary.rotation import ROTARY, ROTARY_SINGLE
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.lift.rotary_features import Table
-from core.common.passes.lift.rotary_form import Rotation, find_rotation, is_seed
-from core.common.passes.lift.rotary_pairs import pair_up
 from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.passes.rotary.features import Table
+from core.common.passes.rotary.form import Rotation, find_rotation, is_seed
+from core.common.passes.rotary.pairs import pair_up
 
 
 def find_rotations(context: PassContext) -> tuple[list[Rotation], list[NearMiss]]:

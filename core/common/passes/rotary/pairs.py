@@ -9,8 +9,8 @@ from torch import fx
 
 from core.common.passes import view
 from core.common.passes.context import PassContext
-from core.common.passes.lift.rotary_features import Table
-from core.common.passes.lift.rotary_form import Rotation
+from core.common.passes.rotary.features import Table
+from core.common.passes.rotary.form import Rotation
 from core.common.passes.writes import Writes
 
 _REPEATABLE = frozenset(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.normalization import RMS_NORM
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY
+from core.common.ops.norm.norms import RMS_NORM
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from core.common.passes import view
-from core.common.passes.lift.rotary_features import (
+from core.common.passes.rotary.features import (
     Column,
     Features,
     Table,

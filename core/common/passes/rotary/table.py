@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.rotary_table import ROTARY_TABLE
+from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes import view
-from core.common.passes.common.fresh import reread
+from core.common.passes.fresh import reread
 
 Layout = tuple[str, ...]
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from core.common.ops.attention import ATTENTION, fake, write_cache
+from core.common.ops.attention.paged import ATTENTION, fake, write_cache
 from core.common.ops.implementation import OpCall, OpImplementation
 from torch import Tensor
 

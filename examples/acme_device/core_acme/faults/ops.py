@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.normalization import RMS_NORM
-from core.common.ops.normalization import rms_norm as reference_rms_norm
-from core.common.ops.quantization import QUANTIZE
+from core.common.ops.norm.norms import RMS_NORM
+from core.common.ops.norm.norms import rms_norm as reference_rms_norm
+from core.common.ops.quantize.symmetric import QUANTIZE
 from torch import Tensor
 
 from core_acme import kernels

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import Codes, largest, scale_of, to_codes

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core.common.ops.quantization import QUANTIZE
+from core.common.ops.quantize.symmetric import QUANTIZE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.registration import kernel_of

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from core.common.fakes import FakeOp, ShapeRule, arg, argument, new, nothing, results, size
-from core_npu.fakes_attention import scored, scored_v2
-from core_npu.fakes_samples import SAMPLES
-from core_npu.fakes_samples_atb import ATB_SAMPLES
+from core_npu.fakes.attention import scored, scored_v2
+from core_npu.fakes.samples import SAMPLES
+from core_npu.fakes.samples_atb import ATB_SAMPLES
 
 __all__ = ["NPU_FAKES", "NPU_WRITES"]
 

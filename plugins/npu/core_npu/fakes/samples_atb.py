@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw
 from core.common.ops.declaration import Sample
-from core_npu.fakes_samples import Calls, ints, samples_of
+from core_npu.fakes.samples import Calls, ints, samples_of
 
 __all__ = ["ATB_SAMPLES"]
 

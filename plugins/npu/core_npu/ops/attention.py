@@ -1,7 +1,7 @@
 """Attention over the paged cache, plain and behind a rotation, by `npu_fused_infer_attention_score`.
 
-Shapes as in core/common/ops/attention.py. The kernel sees pages of P positions as (N, P, K * D), and the query in one
-of two forms:
+Shapes as in core/common/ops/attention/paged.py. The kernel sees pages of P positions as (N, P, K * D), and the query
+in one of two forms:
 
     packed   (T, H, D) with the ends of the sequences among the rows; heads of 64 and 128, any number of tokens
     decode   (T, 1, H, D), one row a sequence; any head size that 16 divides, without a window: with a single query the
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.implementation import OpCall
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
 from core_npu.ops import rotary
 from core_npu.ops.attention_lengths import decode_keys, packed_ends, packed_keys
 from core_npu.ops.conditions import HALF, all_of, dtypes, same_dtype

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.activation import gated_activation_fused
 from core.common.ops.implementation import OpCall
+from core.common.ops.mlp.activation import gated_activation_fused
 from core_npu.ops.activation import gate, gate_refusal
 from core_npu.ops.conditions import dtypes, same_dtype
 

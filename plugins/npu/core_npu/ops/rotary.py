@@ -1,6 +1,7 @@
 """Rotary position embedding of query and key, alone and behind their norms, by `npu_rotary_mul`.
 
-Shapes: x (..., D), cos and sin as in core/common/ops/rotary.py; R rotated features. The kernel sees rows and heads with
+Shapes: x (..., D), cos and sin as in core/common/ops/rotary/rotation.py; R rotated features. The kernel sees rows and
+heads with
 the tables of the rows, (T, N, R) and (T, 1, R), or (B, S, N, R) and (1, S, 1, R) where sequences share a table. It has
 forms with the heads before the tokens too, of which CANN states other bounds that decode does not meet; and it tells
 the forms apart by sizes alone, so that only these two are used.
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops import rotary as canonical
 from core.common.ops.implementation import OpCall
 from core.common.ops.layout import layouts_of, moved
+from core.common.ops.rotary import rotation as canonical
 from core_npu.ops.conditions import DTYPES, dtypes, listed
 from core_npu.ops.layout import rows_of
 from core_npu.ops.norm import rms_norm, rms_norm_condition

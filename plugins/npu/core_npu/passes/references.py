@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-import core_npu.passes.reference_norms
-import core_npu.passes.reference_rotary  # noqa: F401  # both enter their formulas
+import core_npu.passes.norm.reference
+import core_npu.passes.rotary.reference  # noqa: F401  # both enter their formulas
 from core_npu.passes.reference import FORMULAS
 
 __all__ = ["FORMULAS", "register_references"]

@@ -9,18 +9,18 @@ from types import MappingProxyType
 import torch
 
 from core.common.passes.declaration import Pass
-from core_npu.passes.add_rms_norm import FUSE_ADD_RMS_NORM
-from core_npu.passes.copies import ERASE_COPIES
-from core_npu.passes.multiply_add import FUSE_MULTIPLY_ADD
-from core_npu.passes.norm_cast import FUSE_ADD_RMS_NORM_CAST
-from core_npu.passes.norm_dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUANT
-from core_npu.passes.norm_quantize import FUSE_ADD_RMS_NORM_QUANT, FUSE_RMS_NORM_QUANT
-from core_npu.passes.qk_norm_rotary import LIFT_QK_NORM_ROTARY
-from core_npu.passes.qkv_cache import FUSE_QKV_RMS_NORM_ROPE_CACHE
+from core_npu.passes.cleanup.copies import ERASE_COPIES
+from core_npu.passes.cleanup.multiply_add import FUSE_MULTIPLY_ADD
+from core_npu.passes.cleanup.scales import FOLD_DOUBLE_RECIPROCAL
+from core_npu.passes.linear.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
+from core_npu.passes.mlp.swiglu_quantize import FUSE_SWIGLU_DYNAMIC_QUANT
+from core_npu.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core_npu.passes.norm.cast import FUSE_ADD_RMS_NORM_CAST
+from core_npu.passes.norm.dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUANT
+from core_npu.passes.norm.quantize import FUSE_ADD_RMS_NORM_QUANT, FUSE_RMS_NORM_QUANT
 from core_npu.passes.references import register_references
-from core_npu.passes.scales import FOLD_DOUBLE_RECIPROCAL
-from core_npu.passes.swiglu_quantize import FUSE_SWIGLU_DYNAMIC_QUANT
-from core_npu.passes.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
+from core_npu.passes.rotary.qk_norm import LIFT_QK_NORM_ROTARY
+from core_npu.passes.rotary.qkv_cache import FUSE_QKV_RMS_NORM_ROPE_CACHE
 
 __all__ = ["NEEDED", "PASSES", "available"]
 

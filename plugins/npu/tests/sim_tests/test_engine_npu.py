@@ -9,15 +9,15 @@ import pytest
 import torch
 from sim import runtime
 
-from core.common.report import ProgramReport
+from core.compilation.report import ProgramReport
 from core.device import Device, Mode
-from core.engine.check import compare
+from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
-from core.engine.engine import Engine
-from core.engine.loading import LoadedModel, build_model
-from core.engine.quantizing import Quantize
-from core.engine.runner import EngineConfig
-from core.host import select_device
+from core.engine.models.loading import LoadedModel, build_model
+from core.engine.models.quantizing import Quantize
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.host.selection import select_device
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.host import conformance_profile, select_device
+from core.host.selection import conformance_profile, select_device
 from core_conformance.case import Case
-from core_conformance.cases import calls, graphs
+from core_conformance.cases.calls import collect as calls
+from core_conformance.cases.graphs import collect as graphs
 from core_conformance.trial import Trial
 
 DEVICE = select_device("npu")

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import torch
 from core.common.graphs.backend import GraphKey
-from core.host import select_device
+from core.host.selection import select_device
 from core_npu.conformance import PROFILE
 from core_npu.runner import NPUGraphBackend
 

@@ -9,7 +9,7 @@ PROGRAM = """
 import os
 os.environ["TASK_QUEUE_ENABLE"] = "1"
 import torch, core
-from core.common.graphs.inputs import InputSpec
+from core.compilation.capture.inputs import InputSpec
 from core.errors import CoreError
 from sim import runtime
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.common.numerics import judge
-from core.common.ops.attention import reference
+from core.common.ops.attention.paged import reference
 from core.device import Device
 from core.errors import CaptureError, GraphResourcesError, UsageError
-from core.host import select_device
+from core.host.selection import select_device
 from core_npu.ops.attention import attention
 from core_npu.runner import NPUGraphBackend
 

@@ -14,7 +14,7 @@ from sim import runtime
 from core.common.graphs.backend import GraphKey
 from core.common.numerics import Fp64Mode, judge
 from core.errors import UsageError
-from core.host import select_device
+from core.host.selection import select_device
 from core_npu.runner import NPUGraphBackend
 from tests.support import refused
 

@@ -19,10 +19,10 @@ from npu_kernel_cases import moved, npu
 from test_npu_fakes import SCHEMAS
 
 from core.common.fakes import FakeOp, apply_fakes
-from core.common.fakes.parity import compare, run_fake
 from core.common.fakes.schema import find_overload
+from core.verify.fakes.parity import compare, run_fake
 from core_npu.conformance import PROFILE
-from core_npu.fakes import NPU_FAKES
+from core_npu.fakes.declared import NPU_FAKES
 from tests.kernel_cases import randn
 
 pytestmark = pytest.mark.npu_sim

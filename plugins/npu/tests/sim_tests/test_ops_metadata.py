@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import core_npu.ops
 from core.common.fakes import apply_fakes
-from core_npu.fakes import NPU_FAKES
+from core_npu.fakes.declared import NPU_FAKES
 from core_npu.implementations import IMPLEMENTATIONS
 from core_npu.ops import attention
 from tests.kernel_cases import randn

@@ -15,21 +15,21 @@ from sim import runtime
 from torch import Tensor, nn
 
 import core
-from core.common.aten import to_aten
 from core.common.numerics import judge
-from core.common.ops.lower import lower_ops
 from core.common.passes.declaration import Pass
-from core.common.passes.switches import PassSwitches
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from core.rewriting import Rewriter
-from core_npu.passes.add_rms_norm import FUSE_ADD_RMS_NORM
-from core_npu.passes.norm_dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUANT
-from core_npu.passes.norm_quantize import FUSE_ADD_RMS_NORM_QUANT
-from core_npu.passes.qk_norm_rotary import LIFT_QK_NORM_ROTARY
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.aten import to_aten
+from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewriting import Rewriter
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from core_npu.passes.linear.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
+from core_npu.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core_npu.passes.norm.dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUANT
+from core_npu.passes.norm.quantize import FUSE_ADD_RMS_NORM_QUANT
 from core_npu.passes.registry import PASSES, available
-from core_npu.passes.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
+from core_npu.passes.rotary.qk_norm import LIFT_QK_NORM_ROTARY
 from tests.support import cpu
 
 pytestmark = pytest.mark.npu_sim

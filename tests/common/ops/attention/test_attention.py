@@ -1,4 +1,4 @@
-"""core/common/ops/attention.py against an oracle of its own, tests/common/ops/attention_oracle.py."""
+"""core/common/ops/attention/paged.py against an oracle of its own, tests/common/ops/attention/attention_oracle.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.numerics import Verdict, judge
-from core.common.ops.attention import ATTENTION, reference
-from tests.common.ops.attention_oracle import Call, eager, oracle, slots_of, write
+from core.common.ops.attention.paged import ATTENTION, reference
+from tests.common.ops.attention.attention_oracle import Call, eager, oracle, slots_of, write
 
 CPU = torch.device("cpu")
 NAMES = [sample.name for sample in ATTENTION.samples(torch.float32, CPU)]

@@ -1,4 +1,4 @@
-"""core/common/ops/attention_quantize.py: bit by bit an attention and the quantisation of its rows, cache included."""
+"""core/common/ops/attention/quantized.py: bit by bit an attention and the quantisation of its rows, cache included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
 from core.common.ops.declaration import CanonicalOp
 from tests.kernel_cases import code_steps
 

@@ -1,4 +1,4 @@
-"""core/common/ops/dense_attention.py against an oracle of its own, one token, head and position at a time."""
+"""core/common/ops/attention/dense.py against an oracle of its own, one token, head and position at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import Verdict, judge
-from core.common.ops.dense_attention import DENSE_ATTENTION, reference
+from core.common.ops.attention.dense import DENSE_ATTENTION, reference
 from tests.common.ops.canonical_oracle import Call, assert_raises, every_sample, faked, in_fp64, outputs, run, sample
 
 OP = DENSE_ATTENTION

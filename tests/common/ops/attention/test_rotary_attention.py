@@ -1,4 +1,4 @@
-"""core/common/ops/rotary_attention.py: bit by bit the ops that it is made of, cache included."""
+"""core/common/ops/attention/rotary.py: bit by bit the ops that it is made of, cache included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.numerics import judge
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 
 CPU = torch.device("cpu")
 SAMPLES = [sample.name for sample in ROTARY_ATTENTION.samples(torch.float32, CPU)]

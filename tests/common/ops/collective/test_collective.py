@@ -1,4 +1,4 @@
-"""core/common/ops/collective.py alone, in a group of one, and between two processes."""
+"""core/common/ops/collective/collectives.py alone, in a group of one, and between two processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.common.ops.collective import ALL_REDUCE
+from core.common.ops.collective.collectives import ALL_REDUCE
 from tests.common.ops.canonical_oracle import assert_raises, run
 
 RANK = """
 import sys
 import torch
 from torch import distributed
-from core.common.ops.collective import ALL_REDUCE
+from core.common.ops.collective.collectives import ALL_REDUCE
 
 store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

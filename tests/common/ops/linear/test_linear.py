@@ -1,4 +1,4 @@
-"""core/common/ops/linear.py: torch's linear, and the gate after it."""
+"""core/common/ops/linear/gated.py: torch's linear, and the gate after it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from core.common.numerics import judge
-from core.common.ops.activation import ACTIVATIONS
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
+from core.common.ops.mlp.activation import ACTIVATIONS
 from tests.common.ops.canonical_oracle import assert_bitwise, assert_raises, every_sample, run, sample
 
 half_and_full = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""core/common/ops/weight_only.py against plain Python: the layout of packed codes, groups, zero points."""
+"""core/common/ops/linear/weight_only.py against plain Python: the layout of packed codes, groups, zero points."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import judge
-from core.common.ops.weight_only import WEIGHT_ONLY_LINEAR, unpack
-from core.common.quantization.weights import pack
+from core.common.ops.linear.weight_only import WEIGHT_ONLY_LINEAR, unpack
+from core.quantization.weights import pack
 from tests.common.ops.canonical_oracle import Call, assert_raises, in_fp64, run, sample
 
 

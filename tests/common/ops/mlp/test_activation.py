@@ -1,4 +1,4 @@
-"""core/common/ops/activation.py against transformers' own activations and expert gates, bit by bit."""
+"""core/common/ops/mlp/activation.py against transformers' own activations and expert gates, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from core.common.ops.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_raises, run, sample
 
 F32, BF16 = torch.float32, torch.bfloat16

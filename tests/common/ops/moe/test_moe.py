@@ -1,4 +1,4 @@
-"""core/common/ops/moe.py against transformers' own routers and experts."""
+"""core/common/ops/moe/experts.py against transformers' own routers and experts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from core.common.numerics import Fp64Mode, judge
-from core.common.ops import moe
-from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE
+from core.common.ops.moe import experts as moe
+from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_close, assert_raises, in_fp64, run, sample
 
 # An older router may hand out its weights in another dtype; the op states which it means.

@@ -1,4 +1,6 @@
-"""core/common/ops/quantized_experts.py: each row times the weight of its own expert, in both forms of the reference."""
+"""core/common/ops/moe/quantized_experts.py: each row times the weight of its own expert, in both forms of the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import core.common.ops.quantized_experts as module
+import core.common.ops.moe.quantized_experts as module
 from core.common.numerics import judge
-from core.common.ops.quantization import dequantize
-from core.common.ops.quantized_experts import QUANTIZED_GROUPED_LINEAR as OP
-from core.common.ops.weight_only import unpacked
+from core.common.ops.linear.weight_only import unpacked
+from core.common.ops.moe.quantized_experts import QUANTIZED_GROUPED_LINEAR as OP
+from core.common.ops.quantize.symmetric import dequantize
 from tests.common.ops.canonical_oracle import Call, assert_raises, every_sample, in_fp64, run, sample
 
 NAMES = [each.name for each in every_sample(OP)]

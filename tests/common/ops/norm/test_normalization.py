@@ -1,4 +1,4 @@
-"""core/common/ops/normalization.py against transformers' own modules, bit by bit, and against fp64."""
+"""core/common/ops/norm/norms.py against transformers' own modules, bit by bit, and against fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, rms_norm
+from core.common.ops.norm.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, rms_norm
 from tests.common.ops.canonical_oracle import (
     EPS,
     Call,

@@ -1,4 +1,4 @@
-"""core/common/ops/quantization.py against plain Python and exact integer arithmetic."""
+"""core/common/ops/quantize/symmetric.py against plain Python and exact integer arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.common.numerics import judge
-from core.common.ops.quantization import QUANTIZE, QUANTIZED_LINEAR, RANGES
+from core.common.ops.quantize.symmetric import QUANTIZE, QUANTIZED_LINEAR, RANGES
 from tests.common.ops.canonical_oracle import Call, assert_raises, in_fp64, run, sample
 
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""core/common/ops/quantization_asymmetric.py against plain Python; linear layers of codes with zero points."""
+"""core/common/ops/quantize/asymmetric.py against plain Python; linear layers of codes with zero points."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.common.ops.quantization import QUANTIZED_LINEAR
-from core.common.ops.quantization_asymmetric import QUANTIZE_ASYMMETRIC
+from core.common.ops.quantize.asymmetric import QUANTIZE_ASYMMETRIC
+from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from tests.common.ops.canonical_oracle import Call, assert_raises, run, sample
 
 DYNAMIC: Call = {"scale": None, "zero_point": None, "dtype": torch.int8}

@@ -1,4 +1,4 @@
-"""core/common/ops/quantize_fp4.py: codes, their order and rounding, and the scales of groups."""
+"""core/common/ops/quantize/fp4.py: codes, their order and rounding, and the scales of groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.quantize_fp4 import GROUP, QUANTIZE_FP4
+from core.common.ops.quantize.fp4 import GROUP, QUANTIZE_FP4
 from tests.common.ops.canonical_oracle import assert_raises, run
 from tests.common.processes import drawn
 

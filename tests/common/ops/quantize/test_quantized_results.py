@@ -1,4 +1,4 @@
-"""core/common/ops/normalization_quantized.py and activation_quantized.py: the ops before, then `core::quantize`."""
+"""core/common/ops/norm/quantized.py and activation_quantized.py: the ops before, then `core::quantize`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
-from core.common.ops.quantization import QUANTIZE
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from core.common.ops.quantize.symmetric import QUANTIZE
 from tests.common.ops.canonical_oracle import Call, assert_raises, every_sample, run, sample
 
 OPS = (RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE, GATED_ACTIVATION_QUANTIZE)

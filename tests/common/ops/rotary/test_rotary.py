@@ -1,4 +1,6 @@
-"""core/common/ops/rotary.py against transformers' own functions, bit by bit, and rotation by complex numbers."""
+"""core/common/ops/rotary/rotation.py against transformers' own functions, bit by bit, and rotation by complex
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_close, assert_raises, in_fp64, run, sample
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.common.passes.lift.rotated_attention import T, attend, heads
+from tests.common.passes.rotary.rotated_attention import T, attend, heads
 
 F32, BF16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 ops: Any = torch.ops.core

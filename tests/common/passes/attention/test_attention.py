@@ -1,4 +1,4 @@
-"""core/common/passes/lift/attention*.py: every spelling becomes one op, as near to fp64 as the original was."""
+"""core/common/passes/attention: every spelling becomes one op, as near to fp64 as the original was."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.common.numerics import judge
-from core.common.ops.dense_attention import DENSE_ATTENTION
-from core.common.ops.lower import lower_ops
+from core.common.ops.attention.dense import DENSE_ATTENTION
+from core.common.passes.attention.lift import LIFT_ATTENTION
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss
-from core.common.passes.lift.attention import LIFT_ATTENTION
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from core.common.verification.verify import checker
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from core.verify.verify import checker
 from tests.common.passes.graphs import to_aten
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

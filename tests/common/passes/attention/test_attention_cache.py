@@ -1,4 +1,4 @@
-"""core/common/passes/lift/attention_cache.py: attention writes the cache it reads, exactly and in its old place."""
+"""core/common/passes/attention/cache.py: attention writes the cache it reads, exactly and in its old place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.common.ops.dense_attention import DENSE_ATTENTION
-from core.common.ops.lower import lower_ops
-from core.common.passes.lift.attention import LIFT_ATTENTION
-from core.common.passes.lift.attention_cache import FUSE_ATTENTION_CACHE
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.verify import checker
+from core.common.ops.attention.dense import DENSE_ATTENTION
+from core.common.passes.attention.cache import FUSE_ATTENTION_CACHE
+from core.common.passes.attention.lift import LIFT_ATTENTION
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.verify import checker
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 B, H, K, T, S, D = 2, 4, 2, 3, 12, 16

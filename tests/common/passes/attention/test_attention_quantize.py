@@ -1,4 +1,4 @@
-"""core/common/passes/lift/attention_quantize.py: attention ends in codes, bit by bit, also from a cache of codes."""
+"""core/common/passes/attention/quantize.py: attention ends in codes, bit by bit, also from a cache of codes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.numerics import judge
-from core.common.ops.attention import ATTENTION
-from core.common.ops.attention_cache import stored
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.cache import stored
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.lower import BREAK_POINT, ORIGINAL_NODES, lower_ops
-from core.common.ops.quantization import QUANTIZE
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core.common.passes.lift.attention_quantize import FUSE_ATTENTION_QUANTIZE
-from core.common.passes.lift.attention_quantize_examples import examples
-from core.common.passes.lift.rotary_attention import FUSE_ROTARY_ATTENTION
-from core.common.passes.manager import PassManager, PassReport
+from core.common.ops.quantize.symmetric import QUANTIZE
+from core.common.passes.attention.quantize import FUSE_ATTENTION_QUANTIZE
+from core.common.passes.attention.quantize_examples import examples
 from core.common.passes.rewrite import remove_dead
-from core.common.passes.snapshot import Snapshot
+from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
 from core.common.passes.standard import COMMON_PASSES
-from core.common.quantization.quantize import quantize
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
-from core.rewriting import bound_constants
-from tests.common.passes.lift.attention_before_quantize import (
+from core.compilation.lower_ops import BREAK_POINT, ORIGINAL_NODES, lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewriting import bound_constants
+from core.compilation.trace.tracing import trace
+from core.quantization.quantize import quantize
+from core.verify.execution import Run, run_graph
+from tests.common.passes.attention.attention_before_quantize import (
     NEAR_MISSES,
     attended,
     gated,
@@ -38,7 +38,7 @@ from tests.common.passes.lift.attention_before_quantize import (
     values_of,
     written_between,
 )
-from tests.common.passes.lift.rotated_attention import CACHES, Cached, D, H, T, heads_first, inputs_of
+from tests.common.passes.rotary.rotated_attention import CACHES, Cached, D, H, T, heads_first, inputs_of
 
 NAME = FUSE_ATTENTION_QUANTIZE.name
 BRINGS = frozenset({ROTARY_ATTENTION.qualified_name})
@@ -70,10 +70,10 @@ def same(one: Run, other: Run) -> bool:
 @cache
 def graph_of(model_type: str, scheme: str, dtype: torch.dtype, kv_cache_dtype: str) -> Any:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    from core.engine.graphs import engine_graphs
-    from core.engine.loading import build_model
-    from core.engine.tiny import tiny_config
-    from core.host import select_device
+    from core.engine.check.graphs import engine_graphs
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.host.selection import select_device
 
     loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
     quantize(loaded.model, scheme, calibration=[torch.arange(3, 12)[None]])

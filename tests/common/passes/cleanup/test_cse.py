@@ -1,4 +1,4 @@
-"""core/common/passes/common/cse.py: equal calls are made once, no bit changes, and no write is lost or passed by."""
+"""core/common/passes/cleanup/cse.py: equal calls are made once, no bit changes, and no write is lost or passed by."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
-from core.common.passes.common.no_ops import REMOVE_NO_OPS
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
+from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
+from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
 
 X = torch.linspace(-2.0, 3.0, 12).view(2, 6)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -200,9 +200,9 @@ def test_values_that_are_not_known_stay() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_model_keeps_every_bit_and_every_write_of_its_cache(dtype: torch.dtype) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    from core.engine.loading import build_model
-    from core.engine.static_cache import static_phases
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.engine.static.cache import static_phases
 
     model = build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=dtype).model
     for phase in static_phases(model):

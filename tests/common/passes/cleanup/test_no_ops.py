@@ -1,4 +1,4 @@
-"""core/common/passes/common/no_ops.py: what computes nothing goes, no bit changes, and no write is lost or doubled."""
+"""core/common/passes/cleanup/no_ops.py: what computes nothing goes, no bit changes, and no write is lost or doubled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.common.passes.common.no_ops import REMOVE_NO_OPS
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
+from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
 
 X = torch.tensor([[-0.0, 0.0, float("inf"), float("-inf"), float("nan"), -1.5], [3e38, -1e-45, 2.0, -7.0, 0.1, -0.2]])
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""core/common/passes/common/relayout.py, fresh.py: fake values follow changed strides, as running the ops would."""
+"""core/common/passes/cleanup/relayout.py, fresh.py: fake values follow changed strides, as running the ops would."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from core.common.passes.common.fresh import fresh, reread
-from core.common.passes.common.relayout import Relayout
+from core.common.passes.cleanup.relayout import Relayout
+from core.common.passes.fresh import fresh, reread
 from core.common.passes.sites import Refused
-from core.common.tracing import trace
+from core.compilation.trace.tracing import trace
 
 X = torch.linspace(-1.0, 1.0, 2 * 3 * 8).view(2, 3, 8)
 

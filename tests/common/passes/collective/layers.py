@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from core.common.passes.declaration import Pass
-from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.standard import COMMON_PASSES
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 from tests.common.processes import drawn
 from tests.support import Norm
 

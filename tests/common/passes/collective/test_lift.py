@@ -10,11 +10,11 @@ import torch
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, distributed, nn
 
-from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from core.common.ops.lower import lower_ops
+from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from core.common.passes.collective.lift import LIFT_COLLECTIVES
-from core.common.passes.snapshot import to_text
-from core.common.tracing import trace
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.snapshot import to_text
+from core.compilation.trace.tracing import trace
 from tests.common.passes.collective import layers
 from tests.common.passes.graphs import to_aten
 from tests.common.processes import drawn, pretended
@@ -34,7 +34,7 @@ def lifted(function: Any, *, aten: bool = False) -> tuple[Any, Any]:
     if aten:
         from dataclasses import replace
 
-        from core.common.aten import to_aten as aten_of
+        from core.compilation.rewrite.aten import to_aten as aten_of
 
         graph = replace(graph, module=aten_of(graph.module))
     return graph, layers.rewritten(graph, (LIFT_COLLECTIVES,))["lift_collectives"]
@@ -87,7 +87,7 @@ def test_dtensor_gives_all_reduces_on_aten_graphs() -> None:
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     graph = to_aten(lambda x: model(x).sin(), X)
-    from core.common.passes.manager import PassManager
+    from core.compilation.rewrite.manager import PassManager
 
     (report,) = PassManager([LIFT_COLLECTIVES], strict=True).run(graph)
     assert report.matched == 1 and len(calls(graph, ALL_REDUCE)) == 1, to_text(graph)

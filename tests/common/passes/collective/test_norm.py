@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.lower import lower_ops
 from core.common.passes.collective.norm import FUSE_ALL_REDUCE_NORM
 from core.common.passes.standard import COMMON_PASSES
+from core.compilation.lower_ops import lower_ops
 from tests.common.passes.collective import layers
 from tests.common.passes.collective.layers import Sharded, names, reasons, rewritten, traced
 from tests.common.processes import drawn, pretended

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.aten import to_functional
-from core.common.passes.common.reinplace import Reinplaced, reinplace
-from core.common.passes.common.reinplace_updates import FUNCTIONALIZED, VIEWS
 from core.common.passes.declaration import Form
 from core.common.passes.effects import written_args
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
+from core.common.passes.functional.reinplace import Reinplaced, reinplace
+from core.common.passes.functional.updates import FUNCTIONALIZED, VIEWS
+from core.compilation.rewrite.aten import to_functional
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
 
 LIBRARY = torch.library.Library("reinplace_test", "DEF")
 FORMS: tuple[Form, ...] = ("v1", "v2")

@@ -1,4 +1,4 @@
-"""core/common/passes/common/reinplace.py: updates run in place again; a copy stays where an old value is needed."""
+"""core/common/passes/functional/reinplace.py: updates run in place again; a copy stays where an old value is needed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.aten import to_functional
-from core.common.passes.common.reinplace import reinplace
 from core.common.passes.declaration import Form
-from core.common.tracing import trace
-from tests.common.passes.common.reinplace_cases import (
+from core.common.passes.functional.reinplace import reinplace
+from core.compilation.rewrite.aten import to_functional
+from core.compilation.trace.tracing import trace
+from tests.common.passes.functional.reinplace_cases import (
     EACH,
     FORMS,
     INC,

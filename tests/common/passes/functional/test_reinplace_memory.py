@@ -1,4 +1,4 @@
-"""core/common/passes/common/reinplace_memory.py: which bytes strided values cover, and which of them meet."""
+"""core/common/passes/functional/memory.py: which bytes strided values cover, and which of them meet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.common.passes.common.reinplace_memory import Area
+from core.common.passes.functional.memory import Area
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""core/common/functional.py and the pass that is its way back: what is refused, what is reported, what passes see."""
+"""core/compilation/rewrite/functional.py and the pass that is its way back: what is refused, what is reported, what
+passes see.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.aten import to_aten, to_functional
 from core.common.numerics import Fp64Mode, judge
-from core.common.passes.common.reinplace import FIX_FUNCTIONALIZATION, reinplace
 from core.common.passes.declaration import Form
-from core.common.passes.manager import PassManager
-from core.common.tracing import trace
+from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION, reinplace
+from core.compilation.rewrite.aten import to_aten, to_functional
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.tracing import trace
 from core.errors import TraceError
-from tests.common.passes.common.reinplace_cases import FORMS, INC, MIX, aten, calls, define, fix
+from tests.common.passes.functional.reinplace_cases import FORMS, INC, MIX, aten, calls, define, fix
 from tests.support import refused
 
 X = torch.linspace(-2, 2, 24).view(6, 4)

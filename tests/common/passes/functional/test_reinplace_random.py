@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from core.common.aten import to_functional
-from core.common.passes.common.reinplace import reinplace
 from core.common.passes.declaration import Form
 from core.common.passes.effects import written_args
-from tests.common.passes.common.reinplace_cases import EACH, FORMS, INC, MIX, OWN, aten
+from core.common.passes.functional.reinplace import reinplace
+from core.compilation.rewrite.aten import to_functional
+from tests.common.passes.functional.reinplace_cases import EACH, FORMS, INC, MIX, OWN, aten
 
 NUM_INPUTS = 3
 INDEX = torch.tensor([2, 0])

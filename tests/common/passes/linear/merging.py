@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from core.common.numerics import judge
-from core.common.passes.common.merge_linears import MERGE_LINEARS
 from core.common.passes.constants import Constants
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import ConstantSlot, TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
+from core.common.passes.linear.merge import MERGE_LINEARS
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import ConstantSlot, TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
 
 
 class Attention(nn.Module):

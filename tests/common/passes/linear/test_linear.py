@@ -1,4 +1,4 @@
-"""core/common/passes/lift/linear.py: linears of bound weights, alone and with their gate, become a device's own."""
+"""core/common/passes/linear/lift.py: linears of bound weights, alone and with their gate, become a device's own."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from core.common.ops.activation import GATED_ACTIVATION_FUSED
-from core.common.ops.linear import GATED_LINEAR, LINEAR
-from core.common.ops.lower import lower_ops
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
+from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
 from core.common.passes import view
-from core.common.passes.common.gate_up import FUSE_GATE_UP
-from core.common.passes.common.merge_linears import MERGE_LINEARS
-from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
-from core.common.passes.lift.linear import FUSE_GATED_LINEAR, LIFT_LINEAR
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.snapshot import Snapshot
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from tests.common.passes.common.merging import Decoder, constants_of, tokens
+from core.common.passes.linear.lift import FUSE_GATED_LINEAR, LIFT_LINEAR
+from core.common.passes.linear.merge import MERGE_LINEARS
+from core.common.passes.mlp.gate_up import FUSE_GATE_UP
+from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from tests.common.passes.linear.merging import Decoder, constants_of, tokens
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 PASSES = (LIFT_GATED_ACTIVATION, MERGE_LINEARS, FUSE_GATE_UP, LIFT_LINEAR, FUSE_GATED_LINEAR)

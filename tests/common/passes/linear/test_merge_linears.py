@@ -1,4 +1,4 @@
-"""core/common/passes/common/merge_linears.py: projections of one input become one, weights stay what they were."""
+"""core/common/passes/linear/merge.py: projections of one input become one, weights stay what they were."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.common.merge_linears import MERGE_LINEARS
-from core.common.passes.common.no_ops import REMOVE_NO_OPS
-from core.common.passes.manager import PassManager, PassReport
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from core.common.verification.verify import Verification, verify
+from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS
+from core.common.passes.linear.merge import MERGE_LINEARS
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.tracing import trace
 from core.errors import PassError
-from tests.common.passes.common.merging import Attention, Decoder, Merged, Mlp, Pair, constants_of, plain, tokens
+from core.verify.execution import run_graph
+from core.verify.verify import Verification, verify
+from tests.common.passes.linear.merging import Attention, Decoder, Merged, Mlp, Pair, constants_of, plain, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -216,9 +216,9 @@ def test_undoing_it_leaves_graph_and_model_right() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_model_with_a_static_cache_keeps_its_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    from core.engine.loading import build_model
-    from core.engine.static_cache import static_phases
-    from core.engine.tiny import tiny_config
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.engine.static.cache import static_phases
 
     model: Any = build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=dtype).model
     memory: list[set[int]] = []

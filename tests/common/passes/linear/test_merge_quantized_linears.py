@@ -1,4 +1,4 @@
-"""core/common/passes/common/merge_linears.py on quantised layers: codes and their scales are joined, and stay views."""
+"""core/common/passes/linear/merge.py on quantised layers: codes and their scales are joined, and stay views."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from core.common.numerics import judge
-from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
-from core.common.passes.common.merge_linears import MERGE_LINEARS
-from core.common.passes.manager import PassManager, PassReport
-from core.common.quantization.quantize import quantize
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from tests.common.passes.common.merging import Decoder, constants_of, tokens
+from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
+from core.common.passes.linear.merge import MERGE_LINEARS
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.tracing import trace
+from core.quantization.quantize import quantize
+from core.verify.execution import run_graph
+from tests.common.passes.linear.merging import Decoder, constants_of, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

@@ -1,4 +1,4 @@
-"""core/common/passes/common/merge_linears.py: weights keep their identity, and none is held twice or left behind."""
+"""core/common/passes/linear/merge.py: weights keep their identity, and none is held twice or left behind."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.common.passes.common.merge_linears import MERGE_LINEARS
-from core.common.passes.manager import PassManager
-from core.common.tracing import trace
-from tests.common.passes.common.merging import Decoder, Merged, Mlp, Pair, constants_of, plain, tokens
+from core.common.passes.linear.merge import MERGE_LINEARS
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.tracing import trace
+from tests.common.passes.linear.merging import Decoder, Merged, Mlp, Pair, constants_of, plain, tokens
 
 
 def test_weights_keep_their_identity_values_and_place_in_the_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""core/common/passes/common/gate_up.py: the gate reads a merged projection whole."""
+"""core/common/passes/mlp/gate_up.py: the gate reads a merged projection whole."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from core.common.ops.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.passes.common.gate_up import FUSE_GATE_UP
-from core.common.passes.common.merge_linears import MERGE_LINEARS
-from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
-from core.common.passes.manager import PassManager, PassReport
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from tests.common.passes.common.merging import Decoder, constants_of, tokens
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.passes.linear.merge import MERGE_LINEARS
+from core.common.passes.mlp.gate_up import FUSE_GATE_UP
+from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from tests.common.passes.linear.merging import Decoder, constants_of, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
 GATE = GATED_ACTIVATION.overload

@@ -1,4 +1,4 @@
-"""core/common/passes/lift/gated_activation.py: every way to write a gated MLP's gate is one op, and no bit changes."""
+"""core/common/passes/mlp/gated_activation.py: every way to write a gated MLP's gate is one op, and no bit changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import functional
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.ops.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
-from tests.common.passes.lift.lifting import BF16, DTYPES, Lifted, draw, lifted, lifted_graph, traced_model
+from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
+from tests.common.passes.lifting import BF16, DTYPES, Lifted, draw, lifted, lifted_graph, traced_model
 
 HIDDEN, SIZE = 12, 16
 

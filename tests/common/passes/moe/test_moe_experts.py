@@ -1,4 +1,4 @@
-"""core/common/passes/lift/grouped_mlp*.py: a mixture's experts become one op, or stay with a reason."""
+"""core/common/passes/moe/grouped_mlp.py: a mixture's experts become one op, or stay with a reason."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, fx, nn
 
 pytest.importorskip("transformers.integrations.moe", reason="needs the extra 'hf'")
 
-from core.common.ops.activation import GATED_ACTIVATION_FUSED
-from core.common.ops.lower import lower_ops
-from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE
-from core.common.passes.lift.gated_activation import LIFT_GATED_ACTIVATION
-from core.common.passes.lift.grouped_mlp import LIFT_GROUPED_MLP
-from core.common.passes.lift.moe_route import LIFT_MOE_ROUTE
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.regions import run_graph
-from core.common.verification.verify import checker
-from core.engine.loading import build_model
-from core.engine.tiny import tiny_config
+from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
+from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
+from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
+from core.common.passes.moe.grouped_mlp import LIFT_GROUPED_MLP
+from core.common.passes.moe.route import LIFT_MOE_ROUTE
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.verify.regions import run_graph
+from core.verify.verify import checker
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -1,4 +1,4 @@
-"""core/common/passes/lift/moe_route*.py: routers of every family become one op, and no bit changes."""
+"""core/common/passes/moe/route.py: routers of every family become one op, and no bit changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from core.common.ops.moe import MOE_ROUTE
-from core.common.passes.lift.moe_route import LIFT_MOE_ROUTE
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.regions import run_graph
+from core.common.ops.moe.experts import MOE_ROUTE
+from core.common.passes.moe.route import LIFT_MOE_ROUTE
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.regions import run_graph
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS, EXPERTS = 19, 8

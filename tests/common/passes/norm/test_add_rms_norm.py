@@ -1,4 +1,4 @@
-"""core/common/passes/lift/add_rms_norm.py: a residual add and the norm of its sum are one op, and the sum stays."""
+"""core/common/passes/norm/add_rms_norm.py: a residual add and the norm of its sum are one op, and the sum stays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.common.ops.normalization import ADD_RMS_NORM, RMS_NORM
-from core.common.passes.lift.add_rms_norm import FUSE_ADD_RMS_NORM
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
-from tests.common.passes.lift.lifting import BF16, DTYPES, F32, Lifted, draw, lifted, lifted_graph, traced_model
+from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from tests.common.passes.lifting import BF16, DTYPES, F32, Lifted, draw, lifted, lifted_graph, traced_model
 
 D = 24
 # Residual adds in front of a norm: pre-norm layers have two, less the first; OLMo 2 normalises before it adds.

@@ -1,4 +1,4 @@
-"""core/common/passes/lift/layer_norm.py: one call keeps every bit in fp32; else layer norm keeps criterion T1."""
+"""core/common/passes/norm/layer_norm.py: one call keeps every bit in fp32; else layer norm keeps criterion T1."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.common.numerics import judge
-from core.common.ops.normalization import LAYER_NORM
-from core.common.passes.lift.layer_norm import LIFT_LAYER_NORM
-from tests.common.passes.lift.lifting import BF16, DTYPES, F32, Lifted, draw, lifted
+from core.common.ops.norm.norms import LAYER_NORM
+from core.common.passes.norm.layer_norm import LIFT_LAYER_NORM
+from tests.common.passes.lifting import BF16, DTYPES, F32, Lifted, draw, lifted
 
 D = 48
 

@@ -1,4 +1,4 @@
-"""core/common/passes/lift/rms_norm.py: every spelling and rounding of RMSNorm is one op, and no bit changes."""
+"""core/common/passes/norm/rms_norm.py: every spelling and rounding of RMSNorm is one op, and no bit changes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.ops.normalization import RMS_NORM
+from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM, run
-from core.common.tracing import trace
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM, run
+from core.compilation.trace.tracing import trace
 from tests.common.passes.graphs import to_aten
-from tests.common.passes.lift.lifting import BF16, DTYPES, F32, Lifted, draw, lifted, lifted_graph
+from tests.common.passes.lifting import BF16, DTYPES, F32, Lifted, draw, lifted, lifted_graph
 
 D = 24
 

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.lower import OpChoice, lower_ops
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass
-from core.common.passes.lift.quantize_results import (
+from core.common.passes.quantize.results import (
     FUSE_ADD_RMS_NORM_QUANTIZE,
     FUSE_GATED_ACTIVATION_QUANTIZE,
     FUSE_RMS_NORM_QUANTIZE,
 )
-from core.common.passes.manager import PassManager, PassReport
 from core.common.passes.standard import COMMON_PASSES
-from core.common.quantization.quantize import quantize
-from core.common.quantization.targets import is_experts
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from tests.common.passes.common.merging import constants_of
+from core.compilation.lower_ops import OpChoice, lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.quantization.quantize import quantize
+from core.quantization.targets import is_experts
+from core.verify.execution import run_graph
+from tests.common.passes.linear.merging import constants_of
 
 FUSIONS = (FUSE_RMS_NORM_QUANTIZE, FUSE_ADD_RMS_NORM_QUANTIZE, FUSE_GATED_ACTIVATION_QUANTIZE)
 NAMES = tuple(declared.name for declared in FUSIONS)
@@ -73,9 +73,9 @@ class Quantized:
 
 def quantized_model(name: str, scheme: str, dtype: torch.dtype = torch.float32, num_tokens: int = 9) -> Quantized:
     """Trace a tiny model of transformers, or the trained one, quantised by a scheme; stacked experts are left alone."""
-    from core.engine.assets import embedded_model
-    from core.engine.loading import build_model, load_model
-    from core.engine.tiny import tiny_config
+    from core.engine.models.assets import embedded_model
+    from core.engine.models.loading import build_model, load_model
+    from core.engine.models.tiny import tiny_config
 
     device = torch.device("cpu")
     source: Any = load_model(embedded_model(), torch_device=device, dtype=dtype) if name == "trained" else None

@@ -1,4 +1,4 @@
-"""core/common/passes/lift/quantize_results.py: norms and gates end in codes, and only where nothing else reads them."""
+"""core/common/passes/quantize/results.py: norms and gates end in codes, and only where nothing else reads them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.common.numerics import judge
-from core.common.ops.activation_quantized import GATED_ACTIVATION_QUANTIZE
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.common.ops.lower import ORIGINAL_NODES
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core.common.passes.standard import COMMON_PASSES
-from tests.common.passes.lift.lifting import BF16, DTYPES, F32, draw
-from tests.common.passes.lift.quantized import BEFORE, FUSIONS, NAMES, NUM_LAYERS, Quantized, quantized, quantized_model
+from core.compilation.lower_ops import ORIGINAL_NODES
+from tests.common.passes.lifting import BF16, DTYPES, F32, draw
+from tests.common.passes.quantize.quantized import (
+    BEFORE,
+    FUSIONS,
+    NAMES,
+    NUM_LAYERS,
+    Quantized,
+    quantized,
+    quantized_model,
+)
 
 # transformers' own, where it chooses how experts are computed
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")

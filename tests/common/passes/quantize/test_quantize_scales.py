@@ -1,4 +1,4 @@
-"""core/common/passes/common/quantize_scales.py: equal static scales of one input are one quantisation."""
+"""core/common/passes/quantize/scales.py: equal static scales of one input are one quantisation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.common.passes.common.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
-from core.common.passes.common.quantize_scales import SHARE_QUANTIZE_SCALES
-from core.common.passes.manager import PassManager, PassReport
-from core.common.tracing import trace
-from core.common.verification.execution import run_graph
-from tests.common.passes.common.merging import constants_of, tokens
+from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
+from core.common.passes.quantize.scales import SHARE_QUANTIZE_SCALES
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.tracing import trace
+from core.verify.execution import run_graph
+from tests.common.passes.linear.merging import constants_of, tokens
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 ops: Any = torch.ops.core

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.passes.lift.rotary_attention_examples import examples
+from core.common.passes.rotary.attention_examples import examples
 
 T, H, K, D = 5, 4, 2, 16
 """Tokens, heads, key/value heads, head size."""

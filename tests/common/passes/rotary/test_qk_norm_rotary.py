@@ -1,4 +1,4 @@
-"""core/common/passes/lift/qk_norm_rotary.py: norms of query and key go into one op with their rotation, bit by bit."""
+"""core/common/passes/rotary/qk_norm.py: norms of query and key go into one op with their rotation, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.ops.lower import lower_ops
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY
-from core.common.passes.lift.qk_norm_rotary import FUSE_QK_NORM_ROTARY
-from core.common.passes.lift.rms_norm import LIFT_RMS_NORM
-from core.common.passes.lift.rotary import LIFT_ROTARY
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
+from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.common.passes.rotary.lift import LIFT_ROTARY
+from core.common.passes.rotary.qk_norm import FUSE_QK_NORM_ROTARY
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 
 F32, BF16 = torch.float32, torch.bfloat16
 SIZE = 8

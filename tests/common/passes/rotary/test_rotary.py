@@ -1,4 +1,4 @@
-"""core/common/passes/lift/rotary*.py: every spelling of rotary embedding becomes one op, and no bit changes."""
+"""core/common/passes/rotary: every spelling of rotary embedding becomes one op, and no bit changes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import judge
-from core.common.ops.lower import lower_ops
-from core.common.ops.rotary import ROTARY, ROTARY_SINGLE
+from core.common.ops.rotary.rotation import ROTARY, ROTARY_SINGLE
 from core.common.passes.declaration import NearMiss
-from core.common.passes.lift.rotary import LIFT_ROTARY
-from core.common.passes.manager import PassManager, PassReport
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
+from core.common.passes.rotary.lift import LIFT_ROTARY
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 
 F32, BF16 = torch.float32, torch.bfloat16
 SIZE = 8

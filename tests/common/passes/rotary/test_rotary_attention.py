@@ -1,4 +1,4 @@
-"""core/common/passes/lift/rotary_attention.py: a rotation goes into the attention after it, bit by bit."""
+"""core/common/passes/rotary/attention.py: a rotation goes into the attention after it, bit by bit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.ops.attention import ATTENTION
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.lower import BREAK_POINT, lower_ops
-from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core.common.passes.lift.rotary_attention import FUSE_ROTARY_ATTENTION
-from core.common.passes.lift.rotary_attention_examples import examples
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.snapshot import Snapshot
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
+from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
+from core.common.passes.rotary.attention_examples import examples
 from core.common.passes.standard import COMMON_PASSES
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
-from core.rewriting import bound_constants
-from tests.common.passes.lift.rotated_attention import (
+from core.compilation.lower_ops import BREAK_POINT, lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewriting import bound_constants
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
+from tests.common.passes.rotary.rotated_attention import (
     CACHES,
     FORMS,
     NEAR_MISSES,
@@ -69,10 +69,10 @@ def same(one: Run, other: Run) -> bool:
 @cache
 def graph_of(model_type: str, dtype: torch.dtype) -> Any:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    from core.engine.graphs import engine_graphs
-    from core.engine.loading import build_model
-    from core.engine.tiny import tiny_config
-    from core.host import select_device
+    from core.engine.check.graphs import engine_graphs
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.host.selection import select_device
 
     loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
     phase = "prefill" if dtype == BF16 else "decode"

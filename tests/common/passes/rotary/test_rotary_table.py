@@ -1,4 +1,4 @@
-"""core/common/passes/lift/rotary_table.py: the tables of rotary embedding become one op, bit by bit."""
+"""core/common/passes/rotary/table.py: the tables of rotary embedding become one op, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.lower import lower_ops
-from core.common.ops.rotary_table import LAYOUTS, ROTARY_TABLE
-from core.common.passes.lift.rotary_table import LIFT_ROTARY_TABLE, examples
-from core.common.passes.manager import PassManager, PassReport
-from core.common.passes.snapshot import Snapshot
+from core.common.ops.rotary.table import LAYOUTS, ROTARY_TABLE
+from core.common.passes.rotary.table import LIFT_ROTARY_TABLE, examples
 from core.common.passes.standard import COMMON_PASSES
-from core.common.traced import TracedGraph
-from core.common.tracing import trace
-from core.common.verification.execution import Run, run_graph
-from core.rewriting import bound_constants
+from core.compilation.lower_ops import lower_ops
+from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.snapshot import Snapshot
+from core.compilation.rewriting import bound_constants
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
+from core.verify.execution import Run, run_graph
 
 NAME = LIFT_ROTARY_TABLE.name
 BRINGS = frozenset({ROTARY_TABLE.qualified_name})
@@ -251,10 +251,10 @@ def test_a_device_without_the_op_keeps_its_graph() -> None:
 )
 def test_the_tables_of_models_become_one_op_each(model: str, layout: str, count: int, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    from core.engine.graphs import engine_graphs
-    from core.engine.loading import build_model
-    from core.engine.tiny import tiny_config
-    from core.host import select_device
+    from core.engine.check.graphs import engine_graphs
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.host.selection import select_device
 
     loaded = build_model(tiny_config(model), torch_device=torch.device("cpu"), dtype=dtype)
     with engine_graphs(loaded, select_device("cpu"), phases=("decode",)) as (graph,):

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.attention import ATTENTION
-from core.common.ops.attention_quantize import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import Condition, OpCall
-from core.common.ops.rotary_attention import ROTARY_ATTENTION
-from core_cuda.ops import attention_rotation, decode_attention, prefill_attention
+from core_cuda.ops.attention import decode as decode_attention
+from core_cuda.ops.attention import prefill as prefill_attention
+from core_cuda.ops.attention import rotation as attention_rotation
+from core_cuda.ops.attention.decode import Coding
 from core_cuda.ops.conditions import code_dtype
-from core_cuda.ops.decode_attention import Coding
 from core_cuda.ops.registration import kernel_of
-from core_cuda.ops.rotary import rotate
+from core_cuda.ops.rotary.rotation import rotate
 
 __all__ = [
     "attention",

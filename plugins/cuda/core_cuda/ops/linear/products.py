@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.linear import GATED_LINEAR, LINEAR
+from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core_cuda.ops.activation import Gate, gated_activation_fused
+from core_cuda.ops.linear.skinny import skinny_linear
+from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig, default_config
 from core_cuda.ops.registration import kernel_of
-from core_cuda.ops.skinny import skinny_linear
-from core_cuda.ops.skinny_configs import MAX_ROWS, SkinnyConfig, default_config
 from core_cuda.tuned import winner
 
 __all__ = ["gated_linear", "linear", "refuses"]

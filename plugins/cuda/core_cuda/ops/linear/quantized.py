@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.quantization import QUANTIZED_LINEAR
-from core_cuda.ops import skinny_configs
+from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
+from core_cuda.ops.linear import skinny_configs
+from core_cuda.ops.linear.scaled import ALIGNED, WAYS, scaled_linear
+from core_cuda.ops.linear.skinny import skinny_linear
+from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig
 from core_cuda.ops.registration import kernel_of
-from core_cuda.ops.scaled_linear import ALIGNED, WAYS, scaled_linear
-from core_cuda.ops.skinny import skinny_linear
-from core_cuda.ops.skinny_configs import MAX_ROWS, SkinnyConfig
 from core_cuda.tuned import winner
 
 __all__ = ["candidates", "multiply", "quantized_linear", "refuses"]

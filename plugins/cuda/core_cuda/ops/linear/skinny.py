@@ -20,7 +20,7 @@ from torch import Tensor
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate, gate_product
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.skinny_configs import SkinnyConfig, default_config
+from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
 from core_cuda.ops.workspace import counters
 
 __all__ = ["skinny_linear"]

@@ -15,13 +15,13 @@ import triton
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.moe import GROUPED_MLP
+from core.common.ops.moe.experts import GROUPED_MLP
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
 from core_cuda.ops.conditions import all_of, dtypes
-from core_cuda.ops.grouped_configs import GroupedConfig, GroupedShape, Tile, default_config
-from core_cuda.ops.grouped_row_kernel import row_down_kernel, row_up_kernel
-from core_cuda.ops.grouped_tile_kernel import product_kernel, sort_kernel, sum_kernel
+from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, default_config
+from core_cuda.ops.moe.grouped_row_kernel import row_down_kernel, row_up_kernel
+from core_cuda.ops.moe.grouped_tile_kernel import product_kernel, sort_kernel, sum_kernel
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 

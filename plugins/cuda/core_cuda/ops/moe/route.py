@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.moe import MOE_ROUTE
+from core.common.ops.moe.experts import MOE_ROUTE
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import all_of, computes_in_fp32, dtypes
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.ranks import rank_of, value_of
 from core_cuda.ops.registration import kernel_of
+from core_cuda.ops.sampling.ranks import rank_of, value_of
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "moe_route", "route_condition"]
 

@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from core.common.ops.normalization import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from core.common.ops.normalization_quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from core.common.ops.norm.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core_cuda.ops import launching
-from core_cuda.ops.norm_kernel import long_norm_kernel, norm_kernel
+from core_cuda.ops.norm.kernel import long_norm_kernel, norm_kernel
 from core_cuda.ops.quantize import Codes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, outputs

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.rotary_table import ROTARY_TABLE
+from core.common.ops.rotary.table import ROTARY_TABLE
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import dtypes
 from core_cuda.ops.launching import start_next, wait_for_inputs

@@ -17,8 +17,8 @@ from torch import Tensor
 from core.common.ops.sampling import ARGMAX
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.ranks import id_in, packed, rank_of
 from core_cuda.ops.registration import kernel_of
+from core_cuda.ops.sampling.ranks import id_in, packed, rank_of
 from core_cuda.ops.workspace import counters
 
 __all__ = ["ArgmaxConfig", "argmax", "candidates", "default_config", "run_argmax"]

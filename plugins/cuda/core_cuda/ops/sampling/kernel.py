@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.ranks import id_in, packed, rank_of, value_of
+from core_cuda.ops.sampling.ranks import id_in, packed, rank_of, value_of
 
 __all__ = ["bounds_kernel", "choose_kernel", "histogram_kernel"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from core.common.ops.sampling import SAMPLE
 from core_cuda.ops import launching
 from core_cuda.ops.registration import kernel_of
-from core_cuda.ops.sampling_kernel import bounds_kernel, choose_kernel, histogram_kernel
+from core_cuda.ops.sampling.kernel import bounds_kernel, choose_kernel, histogram_kernel
 
 __all__ = ["SampleConfig", "candidates", "default_config", "run_sample", "sample"]
 

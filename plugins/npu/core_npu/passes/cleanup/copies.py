@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.passes import view
-from core.common.passes.common import LIFTS
-from core.common.passes.common.reinplace_memory import same_layout
+from core.common.passes.cleanup import LIFTS
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.functional.memory import same_layout
 from core.common.passes.rewrite import near_miss, site_name
 from core.common.passes.writes import Writes
 from core_npu.passes.conditions import first_reason, same_tensors

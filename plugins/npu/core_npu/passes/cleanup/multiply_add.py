@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.passes import view
-from core.common.passes.common import LIFTS
+from core.common.passes.cleanup import LIFTS
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, near_miss

@@ -20,7 +20,7 @@ from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import called, op, other_reader, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row
 from core_npu.passes.inlined import Builder, replacement
-from core_npu.passes.norm_dynamic_quantize import other_codes, unread
+from core_npu.passes.norm.dynamic_quantize import other_codes, unread
 from core_npu.passes.streams import fuse_in_stream, streams
 
 _QUANTISES_BY_TOKEN = 1

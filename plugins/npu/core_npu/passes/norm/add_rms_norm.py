@@ -15,7 +15,7 @@ from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import called, op, read, results
 from core_npu.passes.conditions import HALVES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement
-from core_npu.passes.norm_examples import sums
+from core_npu.passes.norm.examples import sums
 from core_npu.passes.streams import fuse_in_stream, streams
 
 

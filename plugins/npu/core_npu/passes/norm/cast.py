@@ -15,8 +15,8 @@ from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import called, op, read, result_of, results
 from core_npu.passes.conditions import HALVES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement
-from core_npu.passes.norm_examples import cast_norms
-from core_npu.passes.normed import ADD_NORM, flattens
+from core_npu.passes.norm.examples import cast_norms
+from core_npu.passes.norm.normed import ADD_NORM, flattens
 from core_npu.passes.streams import fuse_in_stream, streams
 
 

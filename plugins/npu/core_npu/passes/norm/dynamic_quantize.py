@@ -18,8 +18,8 @@ from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import INT8, called, op, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement
-from core_npu.passes.norm_examples import dynamic_norms
-from core_npu.passes.normed import ADD_NORM, Normed, count_owed, normed
+from core_npu.passes.norm.examples import dynamic_norms
+from core_npu.passes.norm.normed import ADD_NORM, Normed, count_owed, normed
 from core_npu.passes.streams import fuse_in_stream
 
 _RANKS = range(2, 9)

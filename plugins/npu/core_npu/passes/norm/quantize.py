@@ -31,8 +31,8 @@ from core_npu.passes.conditions import (
     widened,
 )
 from core_npu.passes.inlined import Builder, replacement
-from core_npu.passes.norm_examples import static_norms, static_norms_of_sums
-from core_npu.passes.normed import ADD_NORM, NORM, Normed, count_owed, normed
+from core_npu.passes.norm.examples import static_norms, static_norms_of_sums
+from core_npu.passes.norm.normed import ADD_NORM, NORM, Normed, count_owed, normed
 from core_npu.passes.streams import fuse_in_stream
 
 

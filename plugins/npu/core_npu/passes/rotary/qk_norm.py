@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.ops.rotary import QK_NORM_ROTARY
+from core.common.ops.rotary.rotation import QK_NORM_ROTARY
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import HALVES, first_reason, not_row
-from core_npu.passes.normed import NORM
+from core_npu.passes.norm.normed import NORM
 from core_npu.passes.streams import apply_in_stream
 
 _EACH, _BOTH = "npu_rotary_mul", "npu_apply_rotary_pos_emb"

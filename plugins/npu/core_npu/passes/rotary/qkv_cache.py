@@ -21,9 +21,9 @@ from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import called, read
 from core_npu.passes.conditions import HALVES, first_reason, not_row
-from core_npu.passes.qkv_cache_op import CACHE_MODE, qkv_cache_op
-from core_npu.passes.qkv_examples import cached_heads
-from core_npu.passes.rotated import Part, Rotated, others, part_of, rotated, unviewed
+from core_npu.passes.rotary.qkv_cache_op import CACHE_MODE, qkv_cache_op
+from core_npu.passes.rotary.qkv_examples import cached_heads
+from core_npu.passes.rotary.rotated import Part, Rotated, others, part_of, rotated, unviewed
 from core_npu.passes.streams import fuse_in_stream
 
 _HEAD_SIZE = 128

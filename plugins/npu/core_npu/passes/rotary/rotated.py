@@ -16,7 +16,7 @@ from torch import fx
 
 from core.common.passes import view
 from core_npu.passes.calls import called, other_reader, read, result_of
-from core_npu.passes.normed import NORM
+from core_npu.passes.norm.normed import NORM
 
 __all__ = ["Part", "Rotated", "others", "part_of", "rotated", "unviewed"]
 
