@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         max_model_len=arguments.context,
         prefill_buckets=tuple(arguments.prefill),
         sampling=("greedy",),
-        lowering=arguments.lowering,
+        options=core.CompileOptions(lowering=arguments.lowering),
     )
     start = time.perf_counter()
     with Engine(loaded, device, config) as engine:

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from core.bench.served import CoreSubject, Engines
 from core.device import Device
 from core.engine.models.loading import LoadedModel
 from core.engine.models.quantizing import Quantize
+from core.engine.steps.runner import EngineConfig
 
 ALL = "all passes"
 
@@ -42,7 +44,7 @@ def sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",") if size]
 
 
-def measure(loaded: LoadedModel, device: Device, cell: Cell, engine: Mapping[str, Any]) -> dict[str, Any]:
+def measure(loaded: LoadedModel, device: Device, cell: Cell, engine: EngineConfig) -> dict[str, Any]:
     """Return the figures of one variant: milliseconds of the engine's step, of the graph alone, and matches by pass."""
     subject, record = CoreSubject(Engines(loaded, device, engine, [cell]), keep_logits=False), Record(subject="core")
     try:
@@ -69,13 +71,13 @@ def measure(loaded: LoadedModel, device: Device, cell: Cell, engine: Mapping[str
     }
 
 
-def variants(matched: Mapping[str, int], named: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the engine's options by variant: without each pass that matched, and without any."""
+def variants(matched: Mapping[str, int], named: list[str]) -> dict[str, core.CompileOptions]:
+    """Return the options of a compile by variant: without each pass that matched, and without any."""
     passes = named or [name for name, count in matched.items() if count]
     return {
-        **{f"without {name}": {"disable_passes": (name,)} for name in passes},
-        "no passes": {"passes": ()},
-        f"{ALL}, again": {},
+        **{f"without {name}": core.CompileOptions(disable_passes=(name,)) for name in passes},
+        "no passes": core.CompileOptions(passes=()),
+        f"{ALL}, again": core.CompileOptions(),
     }
 
 
@@ -96,18 +98,18 @@ def main() -> None:
     options = parser.parse_args()
     device = core.select_device(options.device)
     loaded, _ = open_model(None, options.preset, device, "auto", Quantize.of(options.quantize, None))
-    base = {"kv_cache_dtype": options.kv_cache_dtype}
+    base = EngineConfig(kv_cache_dtype=options.kv_cache_dtype)
     lines = []
     for cell in cells(options):
         first = measure(loaded, device, cell, base)
         named = [name for name in options.passes.split(",") if name]
-        for name, engine in {ALL: None, **variants(first["matched"], named)}.items():
-            found = first if engine is None else measure(loaded, device, cell, base | engine)
+        for name, varied in {ALL: None, **variants(first["matched"], named)}.items():
+            found = first if varied is None else measure(loaded, device, cell, replace(base, options=varied))
             lines.append({"variant": name, **found, "gain_ms": round(found["replay_ms"] - first["replay_ms"], 4)})
             print(json.dumps({k: v for k, v in lines[-1].items() if k != "matched"}), flush=True)
     if options.json is not None:
         facts = {"preset": options.preset, "device": device.capabilities.device_name, "context": options.context}
-        facts |= {"quantize": options.quantize, **base}
+        facts |= {"quantize": options.quantize, "kv_cache_dtype": options.kv_cache_dtype}
         options.json.write_text(json.dumps({**facts, "lines": lines}, indent=1) + "\n")
 
 

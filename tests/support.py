@@ -14,6 +14,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor, fx, nn
 
+import core
+from core import Program
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.device import Device
@@ -24,6 +26,12 @@ from core.host.selection import select_device
 def cpu(**changes: Any) -> Device:
     """Return device "cpu" with some of its fields replaced."""
     return replace(select_device("cpu"), **changes)
+
+
+def compile_with(model: Any, device: Device, **options: Any) -> Program:
+    """Compile a model; all but inputs and buckets are fields of `CompileOptions`."""
+    given = {name: options.pop(name) for name in ("inputs", "buckets") if name in options}
+    return core.compile(model, device, **given, options=core.CompileOptions(**options))
 
 
 @contextmanager

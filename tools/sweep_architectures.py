@@ -79,6 +79,7 @@ def _run_plain(loaded: Any, device: Any) -> None:
 
 
 def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
+    from core.compilation.options import CompileOptions
     from core.engine.check.comparison import compare
     from core.engine.serve.engine import Engine
     from core.engine.steps.runner import EngineConfig
@@ -89,8 +90,7 @@ def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
         decode_buckets=(2,),
         prefill_buckets=(32,),
         sampling=("greedy",),
-        lowering="inline",
-        **options,
+        options=CompileOptions(lowering="inline", **options),
     )
     with Engine(loaded, device, config) as engine:
         report = engine.report()

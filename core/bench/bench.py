@@ -17,11 +17,13 @@ import torch
 from core.bench.cells import BenchReport, Cell, CellReport, Record
 from core.bench.checking import check
 from core.bench.floor import Shape, decode_floor, prefill_floor, shape_of
+from core.bench.model import engine_options
 from core.bench.rates import Rates, measure_rates
 from core.bench.rounds import Subject, measure
 from core.bench.served import CoreSubject, Engines
 from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
 from core.engine.inspect.cache_codes import CACHE_DTYPES
+from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +43,8 @@ Told = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured. batches: of decode, at `context` tokens. prompts: lengths of prefill. options: of the engine,
-    as `EngineConfig` names them. profile: kernels of `core` by node too."""
+    """What is measured. batches: of decode, at `context` tokens. prompts: lengths of prefill. engine: how `core` is
+    to run, but for its sizes, which a cell says. profile: kernels of `core` by node too."""
 
     subjects: tuple[str, ...] = SUBJECTS
     batches: tuple[int, ...] = (1, 8, 64)
@@ -50,7 +52,7 @@ class Settings:
     prompts: tuple[int, ...] = (128, 1024, 4096)
     rounds: int = 5
     steps: int = 32
-    options: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -121,11 +123,11 @@ def bench(
     settings.check_length(loaded.max_position)
     started, start = datetime.now(UTC), time.perf_counter()
     cells = settings.cells
-    codes = CACHE_DTYPES.get(settings.options.get("kv_cache_dtype", "auto"))
+    codes = CACHE_DTYPES.get(settings.engine.kv_cache_dtype)
     shape = shape_of(loaded.model, max(cell.limit for cell in cells), codes)
     rates = rates or measure_rates(device, loaded.dtype)
     other = sharing_copy(loaded.model)
-    engines = Engines(loaded, device, settings.options, cells)
+    engines = Engines(loaded, device, settings.engine, cells)
     reports: list[CellReport] = []
     interrupted = ""
     try:
@@ -187,12 +189,6 @@ def _kernels(
     from core.compilation.rewrite.switches import PassSwitches
     from core.errors import CoreError
 
-    options = settings.options
-    switches = PassSwitches(
-        only=options.get("passes"),
-        disable=options.get("disable_passes", ()),
-        enable=options.get("enable_passes", ()),
-    )
     try:
         found = profile_phase(
             loaded,
@@ -200,8 +196,8 @@ def _kernels(
             cell.phase,
             batch=cell.batch,
             tokens=cell.tokens,
-            kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
-            switches=switches,
+            kv_cache_dtype=settings.engine.kv_cache_dtype,
+            switches=PassSwitches.of(settings.engine.options),
             rates=rates,
         )
     except CoreError as error:
@@ -238,7 +234,7 @@ def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) 
             "prompts": list(settings.prompts),
             "rounds": settings.rounds,
             "steps": settings.steps,
-            "options": dict(settings.options),
+            "options": engine_options(settings.engine),
         },
     }
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from core.device import Device
     from core.engine.models.loading import LoadedModel
     from core.engine.models.quantizing import Quantize
+    from core.engine.steps.runner import EngineConfig
+
+_CHOSEN = ("mode", "lowering", "strict", "passes", "disable_passes", "enable_passes")
+"""Options of a compile that `core bench` has."""
 
 
 def find(model: str | None, preset: str | None) -> Preset | None:
@@ -48,6 +52,24 @@ def asked_quantize(asked: Mapping[str, Any]) -> Quantize | None:
 
     calibration = asked.get("calibration")
     return Quantize.of(asked.get("quantize"), None if calibration is None else Path(calibration))
+
+
+def engine_options(config: EngineConfig) -> dict[str, Any]:
+    """Return what a user chose of the engine, as JSON-ready values."""
+    chosen = {name: getattr(config.options, name) for name in _CHOSEN} | {"kv_cache_dtype": config.kv_cache_dtype}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
+
+
+def config_of(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration that `engine_options` was given, as far as that goes; values may come from JSON."""
+    from core.compilation.options import CompileOptions
+    from core.engine.steps.runner import EngineConfig
+
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    kv_cache_dtype = given.pop("kv_cache_dtype", "auto")
+    return EngineConfig(kv_cache_dtype=kv_cache_dtype, options=CompileOptions(**given))
 
 
 def preset_dtype(preset: Preset, device: Device, dtype: str) -> torch.dtype:

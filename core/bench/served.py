@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -34,11 +35,11 @@ class Engines:
     So starting counts once for a phase, as it does where a model is served. One engine exists at a time.
     """
 
-    def __init__(self, loaded: LoadedModel, device: Device, options: Mapping[str, Any], cells: Sequence[Cell]) -> None:
-        """options: of `EngineConfig`, those that a user may choose (mode, lowering, passes, strict)."""
+    def __init__(self, loaded: LoadedModel, device: Device, config: EngineConfig, cells: Sequence[Cell]) -> None:
+        """config: what a user chose; sizes and buckets are those of the cells."""
         self.loaded = loaded
         self.device = device
-        self._options = dict(options)
+        self._asked = config
         self._cells = tuple(cells)
         self._served: tuple[Cell, ...] = ()
         self._engine: Engine | None = None
@@ -88,21 +89,21 @@ class Engines:
         longest = self.loaded.max_position
         fills = max(self.num_fills(cell) for cell in cells)
         length = -(-(max(cell.limit for cell in cells) + fills + _SPARE) // 16) * 16
-        options = dict(self._options)
+        options = replace(self._asked.options, cache=False)  # what starting takes is part of the report
         prefill = cells[0].phase == "prefill"
         if prefill:
-            mode = options.get("mode")
-            mode = dict(mode) if isinstance(mode, Mapping) else {} if mode is None else {"prefill": mode}
-            options["mode"] = {**mode, "decode": "off"}  # never run: a prompt ends with its first token
+            mode = options.mode
+            modes = mode if isinstance(mode, Mapping) else {} if mode is None else {"prefill": mode}
+            options = replace(options, mode={**modes, "decode": "off"})  # never run: a prompt ends with its first token
         lengths = tuple(sorted({cell.tokens for cell in cells}))
-        return EngineConfig(
+        return replace(
+            self._asked,
             max_num_seqs=self._most(cells),
             max_model_len=length if longest is None else min(length, longest),
             decode_buckets=tuple(sorted({cell.batch for cell in cells})),
             prefill_buckets=lengths if prefill else (self._fill_bucket(cells),),
             sampling=("greedy",),
-            cache=False,  # what starting takes is part of the report
-            **options,
+            options=options,
         )
 
 

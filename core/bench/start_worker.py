@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 
@@ -13,16 +14,15 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Load, compile, serve one token; return the seconds of the `phases` by name, and what the compile `cache` did.
 
     arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
-    and `calibration` (or neither), `prompt` (its length) and `options` of `EngineConfig`.
+    and `calibration` (or neither), `prompt` (its length) and `options` (as of `engine_options`).
     """
     from core.common.collector import paused
 
     with paused():  # what modules define stays: the collector would walk it at every other import
-        from core.bench.model import asked_quantize, open_model
+        from core.bench.model import asked_quantize, config_of, open_model
         from core.engine.config import SamplingParams
         from core.engine.models.hf import import_transformers
         from core.engine.serve.engine import Engine
-        from core.engine.steps.runner import EngineConfig
         from core.host.selection import select_device
 
         # What every model is built on is imported lazily: here, it is not taken for the making of weights.
@@ -36,14 +36,13 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
     device.synchronize()
     marks.append(("weights", time.time()))
     length = int(arguments["prompt"])
-    options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in arguments["options"].items()}
-    config = EngineConfig(
+    config = replace(
+        config_of(arguments["options"]),
         max_num_seqs=1,
         max_model_len=min(length + 16, loaded.max_position or length + 16),
         decode_buckets=(1,),
         prefill_buckets=(length,),
         sampling=("greedy",),
-        **options,
     )
     with Engine(loaded, device, config) as engine:
         marks.append(("engine", time.time()))

@@ -18,8 +18,8 @@ from core.cli.model_argument import (
     MODEL,
     QUANTIZE,
     check_choice,
-    check_options,
-    parse_modes,
+    check_device,
+    compile_options,
 )
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.errors import UsageError
@@ -65,20 +65,17 @@ def bench(
     The exit code is 1 if core's logits break the numeric criterion, nothing could be measured, or an interrupt came.
     """
     from core.bench.bench import Settings, failed, read_references
-    from core.bench.model import find
+    from core.bench.model import engine_options, find
     from core.bench.plot import check_plot, write_plot
-    from core.compilation.rewriting import device_passes
     from core.engine.models.quantizing import Quantize
-    from core.engine.steps.runner import KV_CACHE_DTYPES
+    from core.engine.steps.runner import KV_CACHE_DTYPES, EngineConfig
     from core.host.selection import select_device
 
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
-    options: dict[str, Any] = {"mode": parse_modes(mode), "lowering": lowering, "strict": strict}
     Quantize.of(quantize, calibration)  # an unknown scheme is refused before minutes of work
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    options["kv_cache_dtype"] = kv_cache_dtype
-    options |= {"passes": switches.only, "disable_passes": switches.disable, "enable_passes": switches.enable}
-    check_options(options)
+    options = compile_options(mode, lowering, switches, strict=strict)
+    engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options)
     settings = Settings(
         subjects=tuple(name.strip() for name in subjects.split(",") if name.strip()),
         batches=_numbers("--batch", batch),
@@ -86,7 +83,7 @@ def bench(
         prompts=_numbers("--prefill", prefill),
         rounds=rounds,
         steps=steps,
-        options=options,
+        engine=engine,
         profile=profile,
     )
     check_plot(plot)
@@ -97,9 +94,14 @@ def bench(
     if chosen is not None:  # refused before minutes of work
         settings.check_length(chosen.config().max_position_embeddings)
     resolved = select_device(device)
-    switches.select(device_passes(resolved))
-    check_options(options, resolved)
-    asked = {"device": resolved.name, "model": model, "preset": preset, "dtype": dtype, "options": options}
+    check_device(engine, resolved)
+    asked = {
+        "device": resolved.name,
+        "model": model,
+        "preset": preset,
+        "dtype": dtype,
+        "options": engine_options(engine),
+    }
     asked |= {"quantize": quantize, "calibration": None if calibration is None else str(calibration)}
     with _status(quiet=json == _STDOUT) as told:
         report = _bench(asked, settings, references, start, told)

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
@@ -15,10 +15,13 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from core.compilation.options import CompileOptions, Verify
+    from core.compilation.rewrite.switches import PassSwitches
     from core.device import Device
     from core.engine.models.checkpoint import Progress
     from core.engine.models.loading import LoadedModel
     from core.engine.models.quantizing import Quantize
+    from core.engine.steps.runner import EngineConfig
 
 MODEL: Any = typer.Argument(
     None,
@@ -121,7 +124,35 @@ def parse_dtype(name: str, device: Device) -> torch.dtype | None:
     return kind
 
 
-def parse_modes(text: str | None) -> Any:
+def compile_options(
+    mode: str | None,
+    lowering: str | None,
+    switches: PassSwitches,
+    *,
+    strict: bool,
+    verify: str = "off",
+    cache: bool | None = None,
+) -> CompileOptions:
+    """Return what a command line says of a compile; raise `UsageError` for what needs no device to be refused."""
+    from core.compilation.options import MODES, CompileOptions, Verify
+
+    modes = _parse_modes(mode)
+    for each in modes.values() if isinstance(modes, Mapping) else (modes,):
+        check_choice("--mode", each, MODES)
+    check_choice("--verify", verify, get_args(Verify))
+    return CompileOptions(
+        mode=modes,
+        lowering=lowering,
+        passes=switches.only,
+        disable_passes=switches.disable,
+        enable_passes=switches.enable,
+        strict=strict,
+        verify=cast("Verify", verify),
+        cache=cache,
+    )
+
+
+def _parse_modes(text: str | None) -> Any:
     """Return `--mode` as the engine takes it: one for all phases, or by phase."""
     if text is None or "=" not in text:
         return text
@@ -129,23 +160,15 @@ def parse_modes(text: str | None) -> Any:
     return {phase.strip(): mode.strip() for phase, _, mode in pairs}
 
 
-def check_options(options: Mapping[str, Any], device: Device | None = None) -> None:
-    """Raise `UsageError` for options of `EngineConfig` that a compile will refuse, before a model is loaded for it.
-
-    device: the one chosen, to be asked for its modes and lowerings; None checks what needs no device.
-    """
-    from core.compilation.options import MODES, CompileOptions, Verify
-    from core.engine.steps.runner import EngineConfig
+def check_device(config: EngineConfig, device: Device) -> None:
+    """Raise `UsageError` for what a compile on this device will refuse, before a model is loaded for it."""
+    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewriting import device_passes
     from core.engine.steps.step import Phase
 
-    config = EngineConfig(**options)
-    for mode in config.mode.values() if isinstance(config.mode, Mapping) else (config.mode,):
-        check_choice("--mode", mode, MODES)
-    check_choice("--verify", config.verify, get_args(Verify))
-    if device is None:
-        return
-    wanted = CompileOptions(mode=config.mode)
+    options = config.options
+    PassSwitches.of(options).select(device_passes(device))
     for phase in get_args(Phase):
         if phase != "verify" or config.speculative:
-            wanted.modes_of(phase, device.capabilities.modes)
-    device.lowerings.resolve(config.lowering)
+            options.modes_of(phase, device.capabilities.modes)
+    device.lowerings.resolve(options.lowering)

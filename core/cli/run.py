@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +16,20 @@ from core.cli.model_argument import (
     KV_CACHE_DTYPE,
     QUANTIZE,
     check_choice,
-    check_options,
+    check_device,
+    compile_options,
     parse_dtype,
-    parse_modes,
 )
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
 if TYPE_CHECKING:
-    from core.compilation.compile import Progress
+    from core.compilation.options import Progress
     from core.compilation.report import ProgramReport
     from core.engine.check.comparison import Comparison
     from core.engine.models.quantizing import Quantize
     from core.engine.serve.engine import Engine
     from core.engine.serve.request import Completion
+    from core.engine.steps.runner import EngineConfig
 
 DEFAULT_PROMPT = "If the argument is"
 
@@ -65,29 +67,21 @@ def run(
     """Generate text with any transformers causal LM on one device, and check it against eager."""
     from core.engine.config import SamplingParams
     from core.engine.models.quantizing import Quantize
-    from core.engine.steps.runner import KV_CACHE_DTYPES
+    from core.engine.steps.runner import KV_CACHE_DTYPES, EngineConfig
 
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
-    options = {
-        "mode": parse_modes(mode),
-        "speculative": speculative,
-        "kv_cache_dtype": kv_cache_dtype,
-        "lowering": lowering,
-        "passes": switches.only,
-        "disable_passes": switches.disable,
-        "enable_passes": switches.enable,
-        "strict": strict,
-        "verify": verify,
-        "cache": cache,
-    }
+    config = EngineConfig(
+        speculative=speculative,
+        kv_cache_dtype=kv_cache_dtype,
+        options=compile_options(mode, lowering, switches, strict=strict, verify=verify, cache=cache),
+    )
     scheme = Quantize.of(quantize, calibration)
-    check_options(options)
     with _progress(quiet=as_json) as progress:
-        engine = _engine(device, model, prompt, params, dtype, options, scheme, progress)
+        engine = _engine(device, model, prompt, params, dtype, config, scheme, progress)
     with engine:
         completions = _generate(engine, prompt, params, stream=not as_json)
         comparison = _compare(engine, completions, oracle) if check else None
@@ -104,42 +98,37 @@ def _engine(
     prompts: Sequence[str],
     params: Any,
     dtype: str,
-    options: dict[str, Any],
+    config: EngineConfig,
     scheme: Quantize | None,
     progress: Progress,
 ) -> Engine:
     """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode."""
     from core.compilation.cache.store import Store
-    from core.compilation.rewrite.switches import PassSwitches
-    from core.compilation.rewriting import device_passes
     from core.engine.models.assets import embedded_model
     from core.engine.models.loading import load_model
     from core.engine.serve.engine import Engine
     from core.engine.serve.prompts import encode_prompts
-    from core.engine.steps.runner import EngineConfig
     from core.host.selection import select_device
     from core.settings import Settings
 
-    if options["cache"] and Settings.from_environment().cache:
+    if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels()  # before a plugin loads a compiler, which reads this once
     resolved = select_device(device)
-    switches = PassSwitches(only=options["passes"], disable=options["disable_passes"], enable=options["enable_passes"])
-    switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
-    check_options(options, resolved)
+    check_device(config, resolved)  # what it lacks is refused before the model is loaded
     kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
     loaded = loaded if scheme is None else scheme.apply(loaded, progress)
     encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
     longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)
-    config = EngineConfig(
+    config = replace(
+        config,
         max_num_seqs=len(prompts),
         max_model_len=min(loaded.max_position or longest, -(-longest // 64) * 64),
         decode_buckets=(len(prompts),),
         prefill_buckets=(max(32, 1 << (num_tokens - 1).bit_length()),),
         # The check generates greedily whatever was asked for, so that is captured in any case.
         sampling=("greedy",) if params.greedy else ("greedy", "random"),
-        **options,
     )
     return Engine(loaded, resolved, config, progress=progress)
 

@@ -208,7 +208,7 @@ def examples_per_phase(options: CompileOptions, inputs: Mapping[str, InputSpec],
             raise UsageError(
                 f"verify={verify!r} for phase {phase!r}",
                 found="no example inputs for it; which values its inputs may take is not for core to guess",
-                remedy=f"give some of a bucket's shapes: core.compile(..., examples={{{phase!r}: [inputs]}})",
+                remedy=f"give some of a bucket's shapes: options=core.CompileOptions(examples={{{phase!r}: [inputs]}})",
             )
     return given
 

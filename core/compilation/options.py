@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from core.errors import UsageError
 
@@ -86,6 +86,19 @@ class CompileOptions:
                 remedy=f"choose one of: {', '.join(get_args(Verify))}",
             )
 
+    @property
+    def stated(self) -> tuple[str, ...]:
+        """Names of the options that differ from their defaults."""
+        values = ((item, getattr(self, item.name)) for item in fields(self))
+        # Kinds first: tensors among the values can't be compared by ==.
+        return tuple(
+            item.name for item, value in values if type(value) is not type(item.default) or value != item.default
+        )
+
+    def with_defaults(self, **defaults: Any) -> CompileOptions:
+        """Return these options, with other defaults for those that are not stated."""
+        return replace(self, **{name: value for name, value in defaults.items() if name not in self.stated})
+
     def modes_of(self, phase: str, available: tuple[Mode, ...]) -> tuple[Mode, ...]:
         """Return the modes that may serve a phase, best first; raise `UsageError` if the device has none of them."""
         choice = self.mode.get(phase) if isinstance(self.mode, Mapping) else self.mode
@@ -100,3 +113,26 @@ class CompileOptions:
                 remedy="choose one of these, or leave the mode out to take the first",
             )
         return found
+
+
+def options_of(options: CompileOptions | None, **beside: Any) -> CompileOptions:
+    """Return the options of a call, with those that it gives beside them; None is left out there.
+
+    Raises `UsageError` for an option in both places.
+    """
+    options = CompileOptions() if options is None else options
+    if not isinstance(options, CompileOptions):
+        raise UsageError(
+            f"options={options!r}",
+            found=f"a {type(options).__name__}",
+            remedy="pass them as core.CompileOptions: options=core.CompileOptions(debug=True)",
+        )
+    given = {name: value for name, value in beside.items() if value is not None}
+    twice = [name for name in given if name in options.stated]
+    if twice:
+        raise UsageError(
+            ", ".join(f"{name}={given[name]!r}" for name in twice),
+            found=f"options=CompileOptions(…) says {', '.join(f'{n}={getattr(options, n)!r}' for n in twice)} as well",
+            remedy="give each option in one place",
+        )
+    return replace(options, **given)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from core.compilation.options import CompileOptions
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.engine.check.graphs import PHASES, phase_graphs
@@ -65,7 +66,7 @@ def step_graph(
     _check(loaded, phase, batch, tokens)
     batch = batch if phase == "decode" else 1
     length = tokens + _ROOM if loaded.max_position is None else min(tokens + _ROOM, loaded.max_position)
-    config = EngineConfig(max_num_seqs=batch, mode="off", kv_cache_dtype=kv_cache_dtype)
+    config = EngineConfig(max_num_seqs=batch, kv_cache_dtype=kv_cache_dtype, options=CompileOptions(mode="off"))
     try:
         with torch.inference_mode(False):
             runner = PagedRunner(loaded.model, device, config, max_model_len=length)

@@ -37,7 +37,7 @@ def compiled_decode(
     with torch.no_grad():
         own_forward(input_ids=model.dummy_inputs["input_ids"][:1, :2].repeat(batch_size, 1), past_key_values=cache)
     inputs = {name: core.InputSpec((batch_size, 1), torch.int64) for name in ("input_ids", "position_ids")}
-    with core.compile(decode, device, inputs=inputs, reset=cache.reset) as program:
+    with core.compile(decode, device, inputs=inputs, options=core.CompileOptions(reset=cache.reset)) as program:
         cache.reset()
 
         @wraps(own_forward)

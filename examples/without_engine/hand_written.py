@@ -52,10 +52,12 @@ def build(model: Model, cache: Tensor, device: core.Device) -> core.Program:
             "rows": core.InputSpec(("tokens",), torch.int64, padding="sentinel", value=BATCH),
             "cache": core.InputSpec(tuple(cache.shape), cache.dtype, padding="bound"),
         },
-        bound={"cache": cache},
         buckets={"decode": [1, 2, BATCH], "prefill": [8, CONTEXT]},
-        guards={"decode": {"want": ("token",)}, "prefill": {"want": ("token", "logits")}},
-        reset=cache.zero_,
+        options=core.CompileOptions(
+            bound={"cache": cache},
+            guards={"decode": {"want": ("token",)}, "prefill": {"want": ("token", "logits")}},
+            reset=cache.zero_,
+        ),
     )
 
 

@@ -35,7 +35,7 @@ def scores_alone_in_half(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def compiled(model: Any, **options: Any) -> Program:
-    return core.compile(model, cpu(), inputs=INPUTS, lowering="inline", **options)
+    return core.compile(model, cpu(), inputs=INPUTS, options=core.CompileOptions(lowering="inline", **options))
 
 
 @pytest.mark.parametrize("model", [scores_in_half, values_in_half, scores_alone_in_half])

@@ -24,7 +24,14 @@ class Pair(nn.Module):
 
 def merged(model: nn.Module) -> Program:
     inputs = {"x": InputSpec((4, 16), torch.float32)}
-    return core.compile(model, "cpu", inputs=inputs, lowering="inline", enable_passes=("merge_linears",), strict=True)
+    return core.compile(
+        model,
+        "cpu",
+        inputs=inputs,
+        lowering="inline",
+        strict=True,
+        options=core.CompileOptions(enable_passes=("merge_linears",)),
+    )
 
 
 def num_merged(program: Program) -> int:

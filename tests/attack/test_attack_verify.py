@@ -18,7 +18,13 @@ def undefined(x: Tensor) -> Tensor:
 def test_values_that_are_not_a_number_before_and_after_are_equal() -> None:
     inputs, x = {"x": InputSpec((8, 16), torch.float32)}, torch.randn(8, 16)
     program = core.compile(
-        undefined, cpu(), inputs=inputs, lowering="inline", strict=True, verify="full", examples=[{"x": x}]
+        undefined,
+        cpu(),
+        inputs=inputs,
+        lowering="inline",
+        strict=True,
+        verify="full",
+        options=core.CompileOptions(examples=[{"x": x}]),
     )
     assert program(x=x).isnan().all()
     assert program.report().traces[0].passes[0].matched > 0

@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from core.bench.rates import Rates
 from core.bench.rounds import measure
 from core.bench.start import measure_start
 from core.bench.text import renderables, start_lines
+from core.compilation.options import CompileOptions
 from core.engine.models.loading import LoadedModel
 from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from tests.recording import acme
 from tests.support import cpu, refused
 
 RATES = Rates(bytes_per_s=1e10, flops_per_s=1e11, copy_bytes=1, matmul_size=1, dtype="float32")
-OPTIONS = {"lowering": "inline"}
+ENGINE = EngineConfig(options=CompileOptions(lowering="inline"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def report(loaded: LoadedModel) -> Iterator[BenchReport]:
     settings = Settings(
-        subjects=("eager", "core"), batches=(2,), context=20, prompts=(8,), rounds=2, steps=3, options=OPTIONS
+        subjects=("eager", "core"), batches=(2,), context=20, prompts=(8,), rounds=2, steps=3, engine=ENGINE
     )
     references = {"others": {"decode/2": 3.0, "prefill/9": 1.0}}
     told: list[tuple[str, int, int]] = []
@@ -142,7 +145,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, *, refused: int = 0) -> list[Any]:
 def test_the_cells_of_a_phase_share_one_engine(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = _counted(monkeypatch)
     settings = Settings(
-        subjects=("eager", "core"), batches=(2, 1), context=9, prompts=(4, 8), rounds=1, steps=2, options=OPTIONS
+        subjects=("eager", "core"), batches=(2, 1), context=9, prompts=(4, 8), rounds=1, steps=2, engine=ENGINE
     )
     found = bench(loaded, cpu(), settings, title="tiny-llama", rates=RATES)
     assert [config.decode_buckets for config in made] == [(1, 2), (1,)]
@@ -158,7 +161,7 @@ def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = _counted(monkeypatch, refused=1)
-    settings = Settings(subjects=("core",), batches=(2, 1), context=9, prompts=(), rounds=1, steps=2, options=OPTIONS)
+    settings = Settings(subjects=("core",), batches=(2, 1), context=9, prompts=(), rounds=1, steps=2, engine=ENGINE)
     two, one = bench(loaded, cpu(), settings, title="tiny-llama", rates=RATES).cells
     assert "1 GiB free" in two.records[0].failure and one.records[0].rounds_ms
     assert [config.max_num_seqs for config in made] == [2, 2, 2, 1]
@@ -167,7 +170,7 @@ def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
 @pytest.mark.parametrize("at", ["measure", "profile"])
 def test_an_interrupt_leaves_what_was_measured(at: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(
-        subjects=("eager",), batches=(1,), context=9, prompts=(4, 8), rounds=1, steps=2, profile=True, options=OPTIONS
+        subjects=("eager",), batches=(1,), context=9, prompts=(4, 8), rounds=1, steps=2, profile=True, engine=ENGINE
     )
     cells: list[str] = []
     measure_cell = bench_module._measure
@@ -196,7 +199,7 @@ def test_every_round_computes_as_many_steps_as_it_counts() -> None:
     loaded = open_model(None, "tiny-llama", device, "auto")[0]
     cell = Cell(phase="decode", batch=2, tokens=9, steps=3, rounds=2)
     subject = served.CoreSubject(
-        served.Engines(loaded, device, OPTIONS | {"run_ahead": True}, [cell]), keep_logits=True
+        served.Engines(loaded, device, replace(ENGINE, run_ahead=True), [cell]), keep_logits=True
     )
     computed: list[int] = []
     try:
@@ -221,10 +224,10 @@ def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
         ((record,), _) = measure([served.CoreSubject(engines, keep_logits=True)], cell, cpu())
         return record
 
-    alone = served.Engines(loaded, cpu(), OPTIONS, cells[1:])
+    alone = served.Engines(loaded, cpu(), ENGINE, cells[1:])
     wanted = measured(alone, cells[1])
     alone.close()
-    engines = served.Engines(loaded, cpu(), OPTIONS, cells)
+    engines = served.Engines(loaded, cpu(), ENGINE, cells)
     engine = engines.open(cells[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
@@ -237,7 +240,7 @@ def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
 
 def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:
     loaded = open_model("mamba", None, cpu(), "auto")[0]
-    settings = Settings(subjects=("core",), batches=(1, 2), context=8, prompts=(), rounds=1, steps=2, options=OPTIONS)
+    settings = Settings(subjects=("core",), batches=(1, 2), context=8, prompts=(), rounds=1, steps=2, engine=ENGINE)
     one, two = bench(loaded, cpu(), settings, title="mamba", rates=RATES).cells
     assert one.records[0].failure == "" and one.records[0].details["route"] == "static"
     assert one.records[0].replay_ms == []  # a replay would move its state on
@@ -301,7 +304,8 @@ ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto"
 
 
 def test_a_start_is_itemised() -> None:
-    found = start_worker.main({**ASKED, "began": time.time() - 1, "options": {**OPTIONS, "disable_passes": []}})
+    options = {"lowering": "inline", "disable_passes": []}
+    found = start_worker.main({**ASKED, "began": time.time() - 1, "options": options})
     phases, cache = found["phases"], found["cache"]
     assert cache.split(":")[0] in ("off", "hit", "miss", "refused") and cache.rstrip(": ") == cache
     assert list(phases)[:3] == ["imports", "device", "weights"]

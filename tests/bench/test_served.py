@@ -16,6 +16,8 @@ from core.bench.cells import BenchReport
 from core.bench.model import open_model
 from core.bench.rates import Rates
 from core.common.graphs.backend import GraphKey
+from core.compilation.options import CompileOptions
+from core.engine.steps.runner import EngineConfig
 from tests.recording import acme
 
 RATES = Rates(bytes_per_s=1e10, flops_per_s=1e11, copy_bytes=1, matmul_size=1, dtype="float32")
@@ -53,9 +55,9 @@ class LengthsFromTheHost(RecordingBackend):
 def measured(backend: type[RecordingBackend]) -> BenchReport:
     device = acme(graph_backend=backend)
     loaded = open_model(None, "tiny-llama", device, "auto")[0]
-    options = {"mode": "full"}
+    engine = EngineConfig(options=CompileOptions(mode="full"))
     settings = Settings(
-        subjects=("eager", "core"), batches=(2,), context=9, prompts=(8,), rounds=2, steps=3, options=options
+        subjects=("eager", "core"), batches=(2,), context=9, prompts=(8,), rounds=2, steps=3, engine=engine
     )
     return bench(loaded, device, settings, title="tiny", rates=RATES)
 

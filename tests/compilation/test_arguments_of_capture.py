@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import core
 from core.compilation.capture.inputs import BucketTable, InputSpec
 from core.compilation.capture.watch import CompileWatch
 from core.compilation.program import Program
 from core.errors import UsageError
 from tests.recording import acme
-from tests.support import refused
+from tests.support import compile_with, refused
 
 ROWS = {"x": InputSpec(("n", 4), torch.float32)}
 
@@ -36,7 +35,7 @@ def guarded(x: Tensor, want: object = None) -> Tensor:
 
 
 def compiled(model: Callable[..., Any] = guarded, mode: Any = "full", **options: Any) -> Program:
-    return core.compile(model, acme(), mode=mode, **{"inputs": ROWS, "buckets": [4], "passes": ()} | options)
+    return compile_with(model, acme(), mode=mode, **{"inputs": ROWS, "buckets": [4], "passes": ()} | options)
 
 
 def untouched(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from core import InputSpec, Program
 from core.device import Mode
 from core.errors import CaptureError, UsageError
 from tests.recording import acme, graph_bytes
-from tests.support import cpu, refused
+from tests.support import compile_with, cpu, refused
 
 ROWS = {"x": InputSpec(("n", 4), torch.float32)}
 MODES: tuple[Mode, ...] = ("full", "segmented")
@@ -25,7 +25,7 @@ MODES: tuple[Mode, ...] = ("full", "segmented")
 
 def compiled(model: Any, mode: Any = "full", **options: Any) -> Program:
     options = {"inputs": ROWS, "buckets": [4, 8], "passes": ()} | options
-    return core.compile(model, options.pop("device", acme(update=False)), mode=mode, **options)
+    return compile_with(model, options.pop("device", acme(update=False)), mode=mode, **options)
 
 
 def rows(count: int, value: float = 1.0) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_compile_while_serving_is_counted_and_named() -> None:
     def model(x: Tensor) -> Tensor:
         return fn(x) if x.shape[0] > 4 else x * 3
 
-    program = core.capture(model, acme(), inputs=ROWS, buckets=[4], eager=())
+    program = core.capture(model, acme(), inputs=ROWS, buckets=[4], options=core.CompileOptions(eager=()))
     with program.serving():
         program(x=rows(4))
         assert program.report().compiles == {}
@@ -263,7 +263,14 @@ def test_a_failing_compile_leaves_nothing_behind(mode: Mode, failing: str) -> No
         return x * x.sum().item() if failing == "second bucket" and x.shape[0] == 4 else x + 1
 
     with pytest.raises((CaptureError, ValueError)):
-        core.capture(fn, acme(), inputs=ROWS, buckets=[4, 8], mode=mode, progress=progress, reset=reset)
+        core.capture(
+            fn,
+            acme(),
+            inputs=ROWS,
+            buckets=[4, 8],
+            mode=mode,
+            options=core.CompileOptions(progress=progress, reset=reset),
+        )
     assert graph_bytes() == level
     program = core.capture(lambda x: x * 2, acme(), inputs=ROWS, buckets=[4, 8], mode=mode)
     assert torch.equal(program(x=rows(3)), rows(3) * 2)
@@ -330,7 +337,14 @@ class Layers(nn.Module):
 
 
 def captured(model: nn.Module) -> Program:
-    return core.capture(model, acme(), inputs=ROWS, buckets=[2, 4, 8], mode="segmented", eager=("second",), debug=True)
+    return core.capture(
+        model,
+        acme(),
+        inputs=ROWS,
+        buckets=[2, 4, 8],
+        mode="segmented",
+        options=core.CompileOptions(eager=("second",), debug=True),
+    )
 
 
 def check_replays(program: Program, model: nn.Module, seed: int) -> None:

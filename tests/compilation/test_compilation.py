@@ -19,7 +19,7 @@ from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.compilation.trace.tracing import trace
 from core.errors import CaptureError, DeviceUnavailableError, LoweringError, TraceError, UsageError
-from tests.support import cpu, refused
+from tests.support import compile_with, cpu, refused
 
 ROWS = {"x": InputSpec(("n", 2), torch.float32)}
 X = torch.arange(1.0, 7).view(3, 2)
@@ -31,7 +31,7 @@ def model(x: Tensor) -> Tensor:
 
 def compiled(device: Mapping[str, Any] | None = None, **options: Any) -> Program:
     options = {"inputs": ROWS, "buckets": [4, 8], "lowering": "inline"} | options
-    return core.compile(options.pop("model", model), cpu(**device or {}), **options)
+    return compile_with(options.pop("model", model), cpu(**device or {}), **options)
 
 
 def test_a_device_may_be_named() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import inspect
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from core.compilation.options import CompileOptions
+import core
+from core.compilation.options import CompileOptions, options_of
 from core.device import Mode
 from core.errors import UsageError
 from tests.support import refused
@@ -61,3 +66,60 @@ def test_options_are_frozen_and_keyword_only() -> None:
         CompileOptions().strict = True  # type: ignore[misc]
     with pytest.raises(TypeError):
         CompileOptions("off")  # type: ignore[misc]
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+ROWS = {"x": core.InputSpec((4,), torch.float32)}
+
+
+@pytest.mark.parametrize(("door", "most"), [(core.compile, 10), (core.capture, 7)])
+def test_the_doors_take_few_arguments_and_the_rest_as_options(door: Callable[..., Any], most: int) -> None:
+    parameters = inspect.signature(door).parameters
+    assert len(parameters) <= most
+    own = parameters.keys() - {"model", "function", "device", "inputs", "buckets", "options"}
+    assert own <= {field.name for field in fields(CompileOptions)}
+
+
+@pytest.mark.parametrize("name", ["mode", "lowering", "passes", "strict", "verify"])
+def test_an_option_has_one_meaning_given_directly_or_among_the_options(name: str) -> None:
+    values = {"mode": "off", "lowering": "inline", "passes": ("lift_rotary",), "strict": True, "verify": "full"}
+    assert options_of(None, **{name: values[name]}) == CompileOptions(**{name: values[name]})
+    given = CompileOptions(debug=True, **{name: values[name]})
+    assert options_of(given) == given == options_of(given, **{name: None})
+    said = f"{name}={values[name]!r}"
+    with refused(UsageError, said, f"options=CompileOptions(…) says {said} as well", "in one place"):
+        options_of(given, **{name: values[name]})
+
+
+def test_an_option_in_both_places_is_refused_though_one_says_the_default() -> None:
+    options = CompileOptions(strict=True, reset=lambda: None, bound={"x": torch.ones(4)})
+    with refused(UsageError, "strict=False", "says strict=True as well"):
+        core.compile(double, "cpu", inputs=ROWS, strict=False, options=options)
+    assert options.stated == ("strict", "bound", "reset")
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    with refused(UsageError, "options={'debug': True}", "a dict", "core.CompileOptions(debug=True)"):
+        core.compile(double, "cpu", inputs=ROWS, options={"debug": True})  # type: ignore[arg-type]
+    with refused(UsageError, "passes='lift_rotary'", "a single string"):
+        core.compile(double, "cpu", inputs=ROWS, passes="lift_rotary")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lowering": "inline"},
+        {"passes": ()},
+        {"enable_passes": ("merge_linears",)},
+        {"break_at": ("torch.tanh",)},
+        {"verify": "full"},
+        {"cache": True},
+    ],
+)
+def test_capture_refuses_what_only_a_trace_has(options: dict[str, Any]) -> None:
+    (name,) = options
+    with refused(UsageError, f"core.capture with {name}", "it traces nothing", "core.compile"):
+        core.capture(double, "cpu", inputs=ROWS, options=CompileOptions(**options))

@@ -16,7 +16,7 @@ from core.common.numerics import Fp64Mode, judge
 from core.device import Mode
 from core.errors import UsageError
 from tests.recording import acme
-from tests.support import Block, cpu, refused
+from tests.support import Block, compile_with, cpu, refused
 
 WIDTH = 16
 ROWS = {"x": InputSpec(("n", WIDTH), torch.float32)}
@@ -58,7 +58,7 @@ BREAKS: Mapping[str, Any] = {"break_at": ("core_modes::mix",), "eager": ("layers
 
 def compiled(model: Callable[..., Any], mode: Any, **options: Any) -> Program:
     options = {"inputs": {**ROWS, **SLOTS}, "buckets": [4, 8], "passes": (), **BREAKS} | options
-    return core.compile(model, options.pop("device", acme()), mode=mode, **options)
+    return compile_with(model, options.pop("device", acme()), mode=mode, **options)
 
 
 def rows(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -158,7 +158,14 @@ def test_captured_callables_equal_themselves(mode: Mode) -> None:
         y = model(x, slots)
         return {"rows": y, "first": [y[:, :2], None], "input": x, "sum": y.sum(-1)}
 
-    program = core.capture(step, acme(), inputs={**ROWS, **SLOTS}, buckets=[4, 8], mode=mode, eager=("layers.*.norm",))
+    program = core.capture(
+        step,
+        acme(),
+        inputs={**ROWS, **SLOTS},
+        buckets=[4, 8],
+        mode=mode,
+        options=core.CompileOptions(eager=("layers.*.norm",)),
+    )
     assert program.report().lowering == "none" and program.report().traces == ()
     for seed, count in enumerate((8, 4, 8)):
         x, slots = rows(count, seed), torch.arange(count)
@@ -257,7 +264,7 @@ def test_captures_reset_state_too_and_check_from_it() -> None:
         count.add_(1)
         return x * count
 
-    program = core.capture(fn, acme(), inputs=ROWS, buckets=[4], reset=count.zero_)
+    program = core.capture(fn, acme(), inputs=ROWS, buckets=[4], options=core.CompileOptions(reset=count.zero_))
     assert float(count) == 0 and program.report().notes == ()
     assert torch.equal(program(x=torch.ones(4, WIDTH)), torch.ones(4, WIDTH))
     assert torch.equal(program(x=torch.ones(4, WIDTH)), torch.full((4, WIDTH), 2.0))

@@ -16,7 +16,7 @@ from core import InputSpec, Program
 from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
 from core.common.numerics import Fp64Mode, judge
 from core.errors import CaptureError, TraceError, UsageError
-from tests.support import Block, Cache, cpu, refused
+from tests.support import Block, Cache, compile_with, cpu, refused
 
 ROWS = {"x": InputSpec(("n", 2), torch.float32)}
 
@@ -29,9 +29,8 @@ def compiled(
     **options: Any,
 ) -> Program:
     options = {"strict": True} | options
-    return core.compile(
-        model, cpu(**options.pop("device", {})), inputs=inputs, buckets=buckets, lowering=lowering, **options
-    )
+    device = cpu(**options.pop("device", {}))
+    return compile_with(model, device, inputs=inputs, buckets=buckets, lowering=lowering, **options)
 
 
 def double(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import core
 from core import InputSpec, Program
 from core.common.graphs.backend import CallBackend, GraphKey
 from core.common.lowerings import INLINE_AND_INDUCTOR
@@ -17,7 +16,7 @@ from core.compilation.capture.runner import GraphRunner
 from core.errors import CaptureError, LoweringError, one_line
 from core.verify.execution import error_line, run_graph
 from tests.recording import acme
-from tests.support import cpu
+from tests.support import compile_with, cpu
 
 ROWS = {"x": InputSpec(("n", 4), torch.float32)}
 DEVICE_ERROR = """run:OpCommand.cpp:1 device function error: call the_kernel failed, error code is 500000
@@ -47,7 +46,7 @@ class Failing(nn.Module):
 
 
 def compiled(model: Any, device: Any = None, **options: Any) -> Program:
-    return core.compile(model, device or acme(update=False), inputs=ROWS, buckets=[2], **options)
+    return compile_with(model, device or acme(update=False), inputs=ROWS, buckets=[2], **options)
 
 
 def test_a_long_message_keeps_its_first_and_its_last_line() -> None:

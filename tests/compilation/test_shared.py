@@ -19,7 +19,7 @@ from core.compilation.shared_trace import SharedTrace, copy_graph
 from core.compilation.trace.tracing import trace
 from core.errors import CaptureError, TraceError, UsageError
 from tests.recording import acme
-from tests.support import cpu, refused
+from tests.support import compile_with, cpu, refused
 
 ROWS = {"x": InputSpec(("n", 4), torch.float32)}
 BUCKETS = {"decode": [1, 4], "prefill": [16]}
@@ -39,7 +39,7 @@ def plain(offset: float) -> Callable[..., Any]:
 
 def compiled(make: Make, **options: Any) -> Program:
     options = {"inputs": ROWS, "buckets": BUCKETS, "lowering": "inline", "shared": SHARED} | options
-    return core.compile({phase: make(offset) for phase, offset in OFFSETS.items()}, cpu(), **options)
+    return compile_with({phase: make(offset) for phase, offset in OFFSETS.items()}, cpu(), **options)
 
 
 def served(program: Program) -> list[tuple[str, list[int], str]]:
@@ -161,7 +161,7 @@ def test_a_phase_that_can_not_be_captured_leaves_its_trace_to_the_other(monkeypa
     shared = SharedTrace(op=SHARED.op, argument=SHARED.argument, values=OFFSETS)
     models = {phase: plain(offset) for phase, offset in OFFSETS.items()}
     device = acme(modes=("full", "segmented"))
-    program = core.compile(models, device, inputs=ROWS, buckets=BUCKETS, shared=shared)
+    program = core.compile(models, device, inputs=ROWS, buckets=BUCKETS, options=core.CompileOptions(shared=shared))
     assert program.report().modes == {"decode": "segmented", "prefill": "full"}
     assert served(program) == [("prefill", [16], "")] and program.report().num_traces == 1
     check(program, plain)

@@ -16,7 +16,7 @@ from core import InputSpec, Program
 from core.compilation.cache.reports import decode_report, encode_report
 from core.compilation.rewrite.manager import PassReport
 from core.errors import PassError
-from tests.support import cpu, refused, rewrite
+from tests.support import compile_with, cpu, refused, rewrite
 
 
 @torch.library.custom_op("verifying::boom", mutates_args=())
@@ -71,7 +71,7 @@ X = torch.linspace(0.1, 1, 32).view(4, 8)
 def compiled(model: nn.Module, device: Mapping[str, Any] | None = None, **options: Any) -> Program:
     options = {"verify": "full", "examples": [{"x": X}], "buckets": [4]} | options
     inputs = {"x": InputSpec(("n", 8), torch.float32)}
-    return core.compile(model.eval(), cpu(**device or {}), inputs=inputs, lowering="inline", **options)
+    return compile_with(model.eval(), cpu(**device or {}), inputs=inputs, lowering="inline", **options)
 
 
 def reports(program: Program) -> dict[str, PassReport]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from core.compilation.options import CompileOptions
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.engine.inspect.attention import NotPageable
@@ -67,7 +68,7 @@ def engine_graphs(
             found=f"only a paged cache holds {kv_cache_dtype} codes",
             remedy="ask for cache 'paged', or leave its dtype to the model",
         )
-    config = EngineConfig(max_num_seqs=2, mode="off", kv_cache_dtype=kv_cache_dtype)
+    config = EngineConfig(max_num_seqs=2, kv_cache_dtype=kv_cache_dtype, options=CompileOptions(mode="off"))
     cache = "paged" if kv_cache_dtype != "auto" else cache
     length = min(loaded.max_position or _CONTEXT, _CONTEXT)
     runner = None

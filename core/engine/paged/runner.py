@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.compilation.compile import Progress, compile
+from core.compilation.compile import compile
+from core.compilation.options import Progress
 from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
@@ -81,11 +82,14 @@ class PagedRunner:
                 device,
                 inputs=step_inputs(self._max_blocks),
                 buckets=buckets,
-                outputs=[("rows",), ("rows", None)],
-                examples=self._examples,
-                shared=SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens()),
-                progress=progress,
-                **config.compile_options(self._calls, device.capabilities),
+                options=config.compile_options(
+                    self._calls,
+                    device.capabilities,
+                    outputs=[("rows",), ("rows", None)],
+                    examples=self._examples,
+                    shared=SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens()),
+                    progress=progress,
+                ),
             )
             if self._program.keys:
                 most = max(b["seqs"] for sizes in buckets.values() for b in sizes)

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from core.compilation.compile import Progress
+from core.compilation.options import Progress
 from core.compilation.report import ProgramReport
 from core.device import Device
 from core.engine.config import SamplingParams

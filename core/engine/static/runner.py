@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from core.compilation.capture.inputs import InputSpec
-from core.compilation.compile import Progress, compile
+from core.compilation.compile import compile
+from core.compilation.options import Progress
 from core.compilation.program import Program
 from core.compilation.report import ProgramReport
 from core.device import Device, Mode
@@ -75,7 +76,7 @@ class StaticRunner:
         try:
             return self._compile_as(config, progress, max_model_len, (first,))
         except CaptureError as error:
-            if not others or config.strict:
+            if not others or config.options.strict:
                 raise error from None
         except TraceError as error:
             self._mask_len = max_model_len
@@ -83,7 +84,7 @@ class StaticRunner:
                 self._prepare_cache(max_model_len)
                 return self._compile_as(config, progress, max_model_len, (first,))
             except (ModelError, TraceError, CaptureError):
-                if not others or config.strict:
+                if not others or config.options.strict:
                     raise error from None
         self._mask_len = 0
         self._prepare_cache(max_model_len)
@@ -100,15 +101,19 @@ class StaticRunner:
         if self._positions:
             shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
         shapes["sampling_params"] = replace(sampling_params_input(1), padding="copy")
+        options = config.compile_options(
+            ("decode",),
+            self._device.capabilities,
+            examples=self._make_examples(shapes, max_model_len),
+            reset=self._restore,
+            progress=progress,
+        )
         return compile(
             self._decode,
             self._device,
             inputs=shapes,
             buckets={"decode": [{}]},
-            examples=self._make_examples(shapes, max_model_len),
-            reset=self._restore,
-            progress=progress,
-            **{**config.compile_options(("decode",), self._device.capabilities), "mode": {"decode": one_or_all(modes)}},
+            options=replace(options, mode={"decode": one_or_all(modes)}),
         )
 
     def _restore(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+from core.compilation.options import CompileOptions
 from core.engine.steps.sampling import Sampling
 from core.engine.steps.step import Phase
 from core.errors import UsageError
@@ -14,7 +15,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.compilation.options import ModeChoice, Verify
+    from core.compilation.options import ModeChoice
     from core.compilation.report import ProgramReport
     from core.device import Capabilities, Mode
     from core.engine.inspect.cache_codes import Rounding
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_LEN = 2048
 KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_DECODE_BUCKETS = 35
+OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "examples", "shared", "progress")
+"""Options of a compile that say what the engine's own phases are, and not how they are compiled."""
 _COSTLY = ("compile",)
 """Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
 
@@ -40,10 +43,10 @@ class EngineConfig:
     paged cache. sampling: which ways to choose tokens are captured with decode; what is not
     is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. run_ahead:
     queue a decode step before the host knows the tokens of the one before it, so that the device need not wait for the
-    host; None does so where the device computes while the host goes on. mode: as in `core.compile`; None takes the
-    device's preferred mode, and for prefill "piecewise" where the device has it and reads lengths on the host.
-    lowering, passes, disable_passes, enable_passes, eager, strict, debug, verify, cache: as in `core.compile`;
-    verification runs on the sequences of the engine's own check.
+    host; None does so where the device computes while the host goes on. options: how the model is compiled, but for
+    what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill takes "piecewise" where the device has it
+    and reads lengths on the host; without `cache`, finished graphs are kept; verification runs on the sequences of the
+    engine's own check.
     """
 
     max_num_seqs: int = 8
@@ -55,16 +58,7 @@ class EngineConfig:
     sampling: tuple[Sampling, ...] = ("greedy", "random")
     speculative: int = 0
     run_ahead: bool | None = None
-    mode: Mode | Mapping[str, Mode] | None = None
-    lowering: str | None = None
-    passes: tuple[str, ...] | None = None
-    disable_passes: tuple[str, ...] = ()
-    enable_passes: tuple[str, ...] = ()
-    eager: tuple[str, ...] | None = None
-    strict: bool = False
-    debug: bool = False
-    verify: Verify = "off"
-    cache: bool = True
+    options: CompileOptions = field(default_factory=CompileOptions)
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2), ("speculative", 0)):
@@ -88,8 +82,16 @@ class EngineConfig:
         once = isinstance(self.sampling, tuple) and len(set(self.sampling)) == len(self.sampling) > 0
         if not (once and set(self.sampling) <= set(known)):
             raise _refusal("sampling", self.sampling, f"it is a tuple of at least one of: {', '.join(known)}")
-        if isinstance(self.mode, Mapping) and not self.mode.keys() <= set(get_args(Phase)):
-            raise _refusal("mode", dict(self.mode), f"the phases are {', '.join(map(repr, get_args(Phase)))}")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if not isinstance(self.options, CompileOptions):
+            raise _refusal("options", self.options, "how the model is compiled is a core.CompileOptions")
+        mode, own = self.options.mode, [name for name in self.options.stated if name in OF_THE_ENGINE]
+        if isinstance(mode, Mapping) and not mode.keys() <= set(get_args(Phase)):
+            raise _refusal("options.mode", dict(mode), f"the phases are {', '.join(map(repr, get_args(Phase)))}")
+        if own:
+            raise _refusal(f"options.{own[0]}", getattr(self.options, own[0]), "the engine states that itself")
 
     def context_length(self, max_position: int | None) -> int:
         """Return the longest context in tokens; max_position: the model's own, or None; raise `UsageError` beyond."""
@@ -110,22 +112,24 @@ class EngineConfig:
         return length
 
     def modes_of(self, phase: str, capabilities: Capabilities) -> tuple[Mode, ...]:
-        """Return the modes that a phase may be compiled in, the preferred one first; one only where it was named."""
-        mode = self.mode.get(phase) if isinstance(self.mode, Mapping) else self.mode
+        """Return the modes that a phase may be compiled in, the preferred one first; those asked for where any were."""
+        mode = self.options.mode
+        mode = mode.get(phase) if isinstance(mode, Mapping) else mode
         if mode is not None:
-            return (mode,)
+            return (mode,) if isinstance(mode, str) else tuple(mode)
         in_parts = phase == "prefill" and "piecewise" in capabilities.modes and not capabilities.device_lengths
         first = ("piecewise",) if in_parts else ()
         return tuple(dict.fromkeys((*first, *capabilities.modes, "off")))
 
-    def compile_options(self, phases: Iterable[str], capabilities: Capabilities) -> dict[str, Any]:
-        """Return the keyword arguments of `core.compile` that this configuration decides, for these phases."""
-        names = ("lowering", "passes", "disable_passes", "enable_passes", "eager", "strict", "debug", "verify", "cache")
-        return {
-            "mode": {phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases},
-            "guards": {"decode": {"sampling": self.sampling}},
-            **{name: getattr(self, name) for name in names},
-        }
+    def compile_options(self, phases: Iterable[str], capabilities: Capabilities, **own: Any) -> CompileOptions:
+        """Return the options by which these phases are compiled. own: what the runner states of `OF_THE_ENGINE`."""
+        options = replace(
+            self.options,
+            mode={phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases},
+            guards={"decode": {"sampling": self.sampling}},
+            **own,
+        )
+        return options.with_defaults(cache=True)
 
     def decode_sizes(self, capabilities: Capabilities) -> tuple[int, ...]:
         """Return the batch sizes of decode: those asked for, else as many as are worth their start-up time.

@@ -46,14 +46,20 @@ def params() -> list[SamplingParams]:
 def test_tokens_are_the_same_with_speculation_chunks_and_sampling_in_the_graph(device: Device) -> None:
     generated = []
     for config in (
-        EngineConfig(max_num_seqs=4, max_model_len=128, strict=True),
-        EngineConfig(max_num_seqs=4, max_model_len=128, prefill_buckets=(8,), speculative=3, strict=True),
-        EngineConfig(max_num_seqs=4, max_model_len=128, mode="off"),
+        EngineConfig(max_num_seqs=4, max_model_len=128, options=core.CompileOptions(strict=True)),
+        EngineConfig(
+            max_num_seqs=4,
+            max_model_len=128,
+            prefill_buckets=(8,),
+            speculative=3,
+            options=core.CompileOptions(strict=True),
+        ),
+        EngineConfig(max_num_seqs=4, max_model_len=128, options=core.CompileOptions(mode="off")),
     ):
         with Engine.load(embedded_model(), device, config, dtype=torch.float32) as engine:
             generated.append([c.token_ids for c in engine.generate(PROMPTS, params())])
             report, stats = engine.report(), engine.stats()
-            if config.mode is None:
+            if config.options.mode is None:
                 assert set(report.modes.values()) == {"full"}
                 assert (stats.ahead > 20) == (not config.speculative)
                 assert report.notes == () and report.fallbacks == {} and report.compiles == {}

@@ -69,7 +69,11 @@ def device() -> Device:
 def compiled(device: Device, mode: str, model: nn.Module, **options: Any) -> Program:
     eager = ("layers.*.inner",) if mode == "segmented" else None
     return core.compile(
-        model, device, inputs=INPUTS, buckets=[4, 8, 16], mode=mode, eager=eager, break_at=GATE, **options
+        model,
+        device,
+        inputs=INPUTS,
+        buckets=[4, 8, 16],
+        options=core.CompileOptions(mode=mode, eager=eager, break_at=GATE, **options),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.compilation.options import CompileOptions
 from core.device import Device
 from core.engine.check.comparison import compare
 from core.engine.models.loading import build_model
@@ -30,10 +31,8 @@ CONFIG = EngineConfig(
     max_model_len=32,
     decode_buckets=(2,),
     prefill_buckets=(16,),
-    lowering="inline",
-    mode="full",
     sampling=("greedy",),
-    strict=True,
+    options=CompileOptions(lowering="inline", mode="full", strict=True),
 )
 LAYERS = 2
 EXPECTED: dict[str, dict[str, int]] = {

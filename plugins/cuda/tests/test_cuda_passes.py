@@ -39,7 +39,11 @@ def test_a_model_is_rewritten_verified_and_right(name: str, dtype: torch.dtype, 
         pytest.skip("transformers runs fp32 experts with reads on the host, which no graph can capture")
     loaded = build_model(tiny_config(name), torch_device=device.torch_device, dtype=dtype)
     config = EngineConfig(
-        max_num_seqs=2, max_model_len=64, decode_buckets=(2,), prefill_buckets=(32,), verify="full", strict=True
+        max_num_seqs=2,
+        max_model_len=64,
+        decode_buckets=(2,),
+        prefill_buckets=(32,),
+        options=core.CompileOptions(verify="full", strict=True),
     )
     with Engine(loaded, device, config) as engine:
         for trace in engine.report().traces:

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import core
 from core import InputSpec, Program
 from core.compilation.options import CompileOptions
 from core.compilation.pipeline import open_cache, rewriter_of
 from core.compilation.report import CacheReport
 from core.compilation.request import CompileRequest
-from tests.support import cpu
+from tests.support import compile_with, cpu
 
 ROWS = {"x": InputSpec(("n", 8), torch.float32)}
 SCALE = 2.0
@@ -72,16 +71,15 @@ DEFAULTS: dict[str, Any] = {
 
 def start(model: Any = None, device: dict[str, Any] | None = None, **options: Any) -> Program:
     model = Model().eval() if model is None else model
-    return core.compile(model, cpu(**device or {}), **{**DEFAULTS, "cache": True, **options})
+    return compile_with(model, cpu(**device or {}), **{**DEFAULTS, "cache": True, **options})
 
 
 def look(model: Any = None, device: dict[str, Any] | None = None, **options: Any) -> CacheReport:
     """Return what the cache says to a start, without the rest of it."""
     given = {**DEFAULTS, **options}
     inputs, buckets = given.pop("inputs"), given.pop("buckets")
-    options = CompileOptions(**given, cache=True)
     model = Model().eval() if model is None else model
-    request = CompileRequest.of(model, cpu(**device or {}), inputs, buckets, options)
+    request = CompileRequest.of(model, cpu(**device or {}), inputs, buckets, CompileOptions(**given, cache=True))
     found = open_cache(request, rewriter_of(request))
     assert found is not None
     return found.report

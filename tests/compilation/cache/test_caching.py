@@ -82,10 +82,8 @@ def test_weights_of_a_warm_start_are_its_own() -> None:
 
 
 def test_a_graph_in_pieces_is_cut_at_the_same_places() -> None:
-    options: dict[str, Any] = {"inputs": ROWS, "buckets": [4], "mode": "piecewise", "cache": True}
-    cold, warm = (
-        core.compile(Model().eval(), acme(), break_at=("torch.nn.functional.silu",), **options) for _ in range(2)
-    )
+    options = core.CompileOptions(mode="piecewise", cache=True, break_at=("torch.nn.functional.silu",))
+    cold, warm = (core.compile(Model().eval(), acme(), inputs=ROWS, buckets=[4], options=options) for _ in range(2))
     assert_warm(warm)
     (ours,), (theirs,) = warm.report().buckets, cold.report().buckets
     assert ours.num_graphs == theirs.num_graphs and ours.eager == theirs.eager == ("torch.nn.functional.silu",)

@@ -13,7 +13,7 @@ from core import InputSpec, Program
 from core.device import Mode
 from core.errors import CaptureError, TraceError, UsageError
 from tests.recording import acme, graph_bytes
-from tests.support import refused
+from tests.support import compile_with, refused
 
 ROWS = {"x": InputSpec(("n", 4), torch.float32)}
 
@@ -71,7 +71,7 @@ class Around(nn.Module):
 
 def compiled(model: Any, mode: Any = "segmented", **options: Any) -> Program:
     options = {"inputs": ROWS, "buckets": [4, 8]} | options
-    return core.compile(model, options.pop("device", acme()), mode=mode, **options)
+    return compile_with(model, options.pop("device", acme()), mode=mode, **options)
 
 
 def untouched(model: nn.Module) -> bool:
@@ -248,7 +248,7 @@ def test_inputs_that_can_not_be_guessed_are_asked_for() -> None:
         acme(),
         inputs={"ids": InputSpec(("n",), torch.int64)},
         buckets=[4],
-        examples=[{"ids": torch.arange(3)}],
+        options=core.CompileOptions(examples=[{"ids": torch.arange(3)}]),
     )
     assert checked.report().notes == ()
 

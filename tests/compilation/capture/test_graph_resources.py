@@ -78,7 +78,15 @@ def test_larger_captured_buckets_serve_in_place_of_dropped_ones(mode: Any, caplo
 def test_every_phase_and_guard_gets_its_largest_bucket_first() -> None:
     buckets = {"decode": [1, 2, 4], "prefill": [16, 8]}
     guards = {"decode": {"sampling": ("greedy", "random")}}
-    program = core.compile(doubled, limited(3), inputs=ROWS, buckets=buckets, guards=guards, mode="full", passes=())
+    program = core.compile(
+        doubled,
+        limited(3),
+        inputs=ROWS,
+        buckets=buckets,
+        mode="full",
+        passes=(),
+        options=core.CompileOptions(guards=guards),
+    )
     assert [str(key) for key in program.keys] == [
         "prefill[16]",
         "decode[4, sampling=greedy]",

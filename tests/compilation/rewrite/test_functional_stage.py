@@ -23,7 +23,7 @@ from core.common.passes.functional.updates import FUNCTIONALIZED
 from core.compilation.rewrite.inductor import as_inductor_pass
 from core.errors import PassError, TraceError, UsageError
 from tests.common.passes.functional.reinplace_cases import FORMS, OWN, STORE
-from tests.support import Cache, cpu, needs_static_cache, refused
+from tests.support import Cache, compile_with, cpu, needs_static_cache, refused
 
 aten = torch.ops.aten
 FIX = "fix_functionalization"
@@ -67,7 +67,7 @@ def seeing(seen: list[Any], name: str = "acme_look", form: Form = "v2", **fields
 def compiled(*passes: Pass, model: nn.Module | None = None, **options: Any) -> Program:
     fields: dict[str, Any] = {"passes": passes}
     options = {"inputs": INPUTS, "buckets": [2], "lowering": "inline", **options}
-    return core.compile(model or Writing(), cpu(**fields), **options)
+    return compile_with(model or Writing(), cpu(**fields), **options)
 
 
 class Copies(TorchDispatchMode):
@@ -267,7 +267,12 @@ def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> No
     from core.engine.steps.runner import EngineConfig
 
     needs_static_cache(model_type)
-    config = EngineConfig(max_num_seqs=2, max_model_len=48, sampling=("greedy",), lowering="inline", strict=True)
+    config = EngineConfig(
+        max_num_seqs=2,
+        max_model_len=48,
+        sampling=("greedy",),
+        options=core.CompileOptions(lowering="inline", strict=True),
+    )
     tokens = []
     for passes in ((), (seeing([]),)):
         loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import core
 from core import InputSpec, Program
 from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
 from core.common.ops.implementation import OpImplementation
@@ -23,7 +22,7 @@ from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.rewrite.manager import PassReport
 from core.errors import PassError, UsageError
-from tests.support import cpu, refused, rewrite
+from tests.support import compile_with, cpu, refused, rewrite
 
 ROWS = {"x": InputSpec(("n", 2), torch.float32)}
 X = torch.arange(1.0, 7).view(3, 2)
@@ -35,7 +34,7 @@ def model(x: Tensor) -> Tensor:
 
 def compiled(device: Mapping[str, Any] | None = None, **options: Any) -> Program:
     options = {"inputs": ROWS, "buckets": [4, 8], "lowering": "inline"} | options
-    return core.compile(options.pop("model", model), cpu(**device or {}), **options)
+    return compile_with(options.pop("model", model), cpu(**device or {}), **options)
 
 
 def adds_of_one(graph: fx.GraphModule) -> list[str]:

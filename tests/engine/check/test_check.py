@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.check import comparison as check
 from core.engine.check.comparison import Comparison, compare, eager_generate, fp64_logits
 from core.engine.inspect.probe import counts_from_zero
@@ -27,7 +28,7 @@ SIZES = EngineConfig(
     decode_buckets=(2,),
     prefill_buckets=(32,),
     sampling=("greedy",),
-    lowering="inline",
+    options=CompileOptions(lowering="inline"),
 )
 
 
@@ -67,7 +68,7 @@ def spoilt(change: Any) -> Comparison:
     The compiled programs hold a module of their own: what is planted in it is in the graph and not in eager.
     """
     loaded = tiny("llama")
-    with Engine(loaded, select_device("cpu"), replace(SIZES, mode="off")) as compiled:
+    with Engine(loaded, select_device("cpu"), replace(SIZES, options=CompileOptions(mode="off"))) as compiled:
         other = tiny("llama")
         change(other.model)
         with Engine(other, select_device("cpu"), SIZES) as faulty:

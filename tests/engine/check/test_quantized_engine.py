@@ -62,9 +62,7 @@ def engine_of(loaded: LoadedModel, device: Device | None = None) -> Engine:
         decode_buckets=(2,),
         prefill_buckets=(16,),
         sampling=("greedy",),
-        lowering="inline",
-        strict=True,
-        cache=False,
+        options=core.CompileOptions(lowering="inline", strict=True, cache=False),
     )
     return Engine(loaded, device or cpu(), config)
 

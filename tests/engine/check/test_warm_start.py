@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.compilation.options import CompileOptions
 from core.compilation.report import ProgramReport
 from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel, build_model
@@ -26,7 +27,7 @@ from core.host.selection import select_device
 NOTHING = {"traces": 0, "passes": 0, "kernels": 0, "captures": 2}
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 8, "sampling": ("greedy",)}
-SMALL |= {"decode_buckets": (2,), "prefill_buckets": (32,), "lowering": "inline", "enable_passes": ("merge_linears",)}
+SMALL |= {"decode_buckets": (2,), "prefill_buckets": (32,)}
 
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -37,9 +38,10 @@ def tiny(model_type: str, **changes: Any) -> LoadedModel:
     return build_model(config, torch_device=torch.device("cpu"), dtype=torch.float32)
 
 
-def start(loaded: LoadedModel, **options: Any) -> tuple[ProgramReport, list[Tensor]]:
+def start(loaded: LoadedModel, speculative: int = 0, **options: Any) -> tuple[ProgramReport, list[Tensor]]:
     """Return the report of an engine and the logits of a short generation."""
-    config = EngineConfig(**{**SMALL, **options})
+    given = {"lowering": "inline", "enable_passes": ("merge_linears",), **options}
+    config = EngineConfig(**SMALL, speculative=speculative, options=CompileOptions(**given))
     with Engine(loaded, select_device("cpu"), config) as engine:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
         completions = engine.generate(PROMPTS, params, collect_logits=True)
@@ -113,7 +115,7 @@ def test_a_run_may_leave_the_cache_out(monkeypatch: pytest.MonkeyPatch, cache_fo
         """Ends a run before anything is compiled."""
 
     def stop(loaded: LoadedModel, device: object, config: EngineConfig, **_: object) -> None:
-        assert config.cache is wanted
+        assert config.options.cache is wanted
         raise Stopped
 
     monkeypatch.setattr("core.engine.serve.engine.Engine", stop)

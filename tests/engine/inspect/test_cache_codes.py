@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.compilation.options import CompileOptions
 from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import NotPageable
@@ -33,10 +34,10 @@ CONFIG = EngineConfig(
     decode_buckets=(2,),
     prefill_buckets=(32,),
     sampling=("greedy",),
-    lowering="inline",
     kv_cache_dtype="fp8",
+    options=CompileOptions(lowering="inline"),
 )
-EAGER = replace(CONFIG, mode="off")
+EAGER = replace(CONFIG, options=CompileOptions(mode="off"))
 
 
 def tiny(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.inspect import probe
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import (
@@ -24,7 +25,7 @@ from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(max_num_seqs=2, mode="off")
+CONFIG = EngineConfig(max_num_seqs=2, options=CompileOptions(mode="off"))
 LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 4096,
     "floor_scale": 16,
@@ -133,7 +134,7 @@ def test_short_contexts_are_served(model_type: str, max_model_len: int) -> None:
 
 
 def test_one_sequence_at_a_time_is_probed_alone() -> None:
-    page(tiny("llama"), config=EngineConfig(max_num_seqs=1, mode="off"))
+    page(tiny("llama"), config=EngineConfig(max_num_seqs=1, options=CompileOptions(mode="off")))
 
 
 @pytest.mark.parametrize("model_type", ["phi3"])

@@ -90,7 +90,7 @@ def compiled() -> dict[str, Any]:
         buckets=[4, 8],
         lowering="inline",
         strict=True,
-        enable_passes=("sequence_parallel",),
+        options=core.CompileOptions(enable_passes=("sequence_parallel",)),
     )
     prompts = [torch.tensor([PROMPT[:size]]) for size in (3, 8)]
     with torch.no_grad():
@@ -118,8 +118,7 @@ def tokens() -> dict[str, Any]:
         decode_buckets=(2,),
         prefill_buckets=(8,),
         sampling=("greedy",),
-        lowering="inline",
-        enable_passes=("sequence_parallel",),
+        options=core.CompileOptions(lowering="inline", enable_passes=("sequence_parallel",)),
     )
     with Engine(loaded, core.select_device("cpu"), config) as engine:
         (result,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=6, ignore_eos=True))

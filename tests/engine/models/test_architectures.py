@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.check.comparison import compare
 from core.engine.models.loading import LoadedModel, build_model
 from core.engine.models.tiny import WINDOW, tiny_config
@@ -22,8 +23,7 @@ CONFIG = EngineConfig(
     decode_buckets=(2,),
     prefill_buckets=(32,),
     sampling=("greedy",),
-    lowering="inline",
-    strict=True,
+    options=CompileOptions(lowering="inline", strict=True),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
@@ -24,7 +25,7 @@ CONFIG = EngineConfig(
     decode_buckets=(2,),
     prefill_buckets=(16,),
     sampling=("greedy",),
-    lowering="inline",
+    options=CompileOptions(lowering="inline"),
 )
 
 
@@ -65,6 +66,6 @@ def test_without_such_graphs_it_runs_eagerly_with_the_reason(caplog: pytest.LogC
 
 def test_strict_it_is_refused() -> None:
     loaded = build_model(tiny_config("dbrx"), torch_device=torch.device("cpu"), dtype=torch.float32)
-    config = EngineConfig(max_num_seqs=1, max_model_len=32, lowering="inline", strict=True)
+    config = EngineConfig(max_num_seqs=1, max_model_len=32, options=CompileOptions(lowering="inline", strict=True))
     with pytest.raises(TraceError):
         Engine(loaded, acme(), config)

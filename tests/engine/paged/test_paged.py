@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.device import Device, MemoryInfo
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import NotPageable
@@ -30,8 +31,7 @@ CONFIG = EngineConfig(
     decode_buckets=(1, 4),
     prefill_buckets=(48,),
     sampling=("greedy",),
-    lowering="inline",
-    strict=True,
+    options=CompileOptions(lowering="inline", strict=True),
 )
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [40, 41, 42, 43, 44])
 
@@ -166,7 +166,8 @@ def test_closing_gives_the_model_back_and_frees_the_cache() -> None:
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         before = model(input_ids=ids).logits
-    runner = PagedRunner(model, select_device("cpu"), replace(CONFIG, mode="off"), max_model_len=LENGTH)
+    config = replace(CONFIG, options=replace(CONFIG.options, mode="off"))
+    runner = PagedRunner(model, select_device("cpu"), config, max_model_len=LENGTH)
     assert model.config._attn_implementation == "core"
     assert any(hasattr(module, "_core_attention") for module in model.modules())
     runner.close()

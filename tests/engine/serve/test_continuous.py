@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import implementation
 from core.engine.models.assets import embedded_model
@@ -38,8 +39,7 @@ CONFIG = EngineConfig(
     decode_buckets=(2, 8),
     prefill_buckets=(BUDGET,),
     speculative=3,
-    lowering="inline",
-    strict=True,
+    options=CompileOptions(lowering="inline", strict=True),
 )
 TEXT = """Return a list of the names in the module. If the argument is a string, return it. The Python interpreter is a
 program that reads a file and runs it, line by line. This class has a method of that name, and the method has an

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import implementation
 from core.engine.models.assets import embedded_model
@@ -27,9 +28,13 @@ CPU = torch.device("cpu")
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 CONFIG = EngineConfig(
-    max_num_seqs=4, max_model_len=96, decode_buckets=(1, 2, 4), prefill_buckets=(16, 64), lowering="inline"
+    max_num_seqs=4,
+    max_model_len=96,
+    decode_buckets=(1, 2, 4),
+    prefill_buckets=(16, 64),
+    options=CompileOptions(lowering="inline"),
 )
-SMALL = EngineConfig(max_num_seqs=1, max_model_len=32, mode="off")
+SMALL = EngineConfig(max_num_seqs=1, max_model_len=32, options=CompileOptions(mode="off"))
 IDS = ([5, 6, 7], [8, 9, 10, 11, 12], [13, 14])
 
 
@@ -284,7 +289,7 @@ def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str) -> N
     loaded = build_model(tiny_config(model_type), torch_device=CPU)
     found = []
     with torch.inference_mode():
-        engine = Engine(loaded, acme(), replace(SMALL, mode="full", sampling=("greedy",)))
+        engine = Engine(loaded, acme(), replace(SMALL, options=CompileOptions(mode="full"), sampling=("greedy",)))
     with engine:
         for mode in (torch.inference_mode, torch.enable_grad):
             with mode():
@@ -300,7 +305,7 @@ def test_weights_loaded_in_inference_mode_are_no_inference_tensors(pristine: Pat
 def test_a_refused_engine_does_not_hold_the_model() -> None:
     loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
     with pytest.raises(UsageError):
-        Engine(loaded, select_device("cpu"), replace(SMALL, lowering="nonsense", mode=None))
+        Engine(loaded, select_device("cpu"), replace(SMALL, options=CompileOptions(lowering="nonsense")))
     Engine(loaded, select_device("cpu"), SMALL).close()
 
 
@@ -317,7 +322,7 @@ def test_calling_a_served_model_says_who_has_it() -> None:
 def test_modes_may_leave_out_decode_on_the_static_route() -> None:
     needs_static_cache("bloom")
     loaded = build_model(tiny_config("bloom"), torch_device=CPU, dtype=torch.float32)
-    config = replace(SMALL, mode={"prefill": "off"}, lowering="inline")
+    config = replace(SMALL, options=CompileOptions(mode={"prefill": "off"}, lowering="inline"))
     with Engine(loaded, select_device("cpu"), config) as engine:
         assert engine.route == "static"
         assert engine.generate([[5, 6, 7]], GREEDY)[0].finish_reason == "length"
@@ -342,7 +347,9 @@ def test_what_torch_compiles_during_a_step_is_counted(monkeypatch: pytest.Monkey
 
 def test_two_engines_live_in_one_process(engine: Engine, alone: list[Completion]) -> None:
     other = build_model(tiny_config("qwen3"), torch_device=CPU, dtype=torch.float32)
-    config = EngineConfig(max_num_seqs=1, max_model_len=32, decode_buckets=(1,), prefill_buckets=(32,), mode="off")
+    config = EngineConfig(
+        max_num_seqs=1, max_model_len=32, decode_buckets=(1,), prefill_buckets=(32,), options=CompileOptions(mode="off")
+    )
     with Engine(other, select_device("cpu"), config) as second:
         (first,) = second.generate([[5, 6, 7]], GREEDY)
         assert engine.generate(TEXTS[:1], GREEDY)[0].token_ids == alone[0].token_ids
@@ -353,7 +360,7 @@ def test_two_engines_live_in_one_process(engine: Engine, alone: list[Completion]
 
 def test_without_a_tokenizer_a_stop_string_is_refused() -> None:
     loaded = build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32)
-    config = EngineConfig(max_num_seqs=1, max_model_len=32, mode="off")
+    config = EngineConfig(max_num_seqs=1, max_model_len=32, options=CompileOptions(mode="off"))
     with Engine(loaded, select_device("cpu"), config) as engine, pytest.raises(ModelError, match="no tokenizer"):
         engine.generate([[5, 6, 7]], SamplingParams(stop=("x",)))
 
@@ -367,12 +374,14 @@ def test_more_context_than_the_model_has_is_refused() -> None:
 def test_a_model_of_one_position_is_refused() -> None:
     loaded = build_model(tiny_config("llama", max_positions=1), torch_device=CPU, dtype=torch.float32)
     with pytest.raises(UsageError, match="a context of 1") as caught:
-        Engine(loaded, select_device("cpu"), EngineConfig(mode="off"))
+        Engine(loaded, select_device("cpu"), EngineConfig(options=CompileOptions(mode="off")))
     assert "take 2 positions" in caught.value.found
 
 
 def test_the_context_defaults_to_the_models_own() -> None:
     loaded = build_model(tiny_config("llama", max_positions=40), torch_device=CPU, dtype=torch.float32)
-    with Engine(loaded, select_device("cpu"), EngineConfig(max_num_seqs=1, mode="off")) as engine:
+    with Engine(
+        loaded, select_device("cpu"), EngineConfig(max_num_seqs=1, options=CompileOptions(mode="off"))
+    ) as engine:
         assert engine.max_model_len == 40
         assert engine.report().num_traces == 0

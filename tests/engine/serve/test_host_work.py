@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
@@ -27,9 +28,8 @@ CONFIG = EngineConfig(
     decode_buckets=(4,),
     prefill_buckets=(LONG,),
     sampling=("greedy",),
-    mode="full",
-    passes=(),
     run_ahead=True,
+    options=CompileOptions(mode="full", passes=()),
 )
 SMALL_INPUTS = 7 * 256
 """Bytes of all inputs of a decode step but the block tables: each of few rows, and at the beginning of 256 bytes."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
@@ -17,7 +18,12 @@ from tests.recording import acme
 
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
 CONFIG = EngineConfig(
-    max_num_seqs=4, max_model_len=96, decode_buckets=(1, 4), prefill_buckets=(64,), lowering="inline", run_ahead=True
+    max_num_seqs=4,
+    max_model_len=96,
+    decode_buckets=(1, 4),
+    prefill_buckets=(64,),
+    run_ahead=True,
+    options=CompileOptions(lowering="inline"),
 )
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from core.compilation.options import CompileOptions
 from core.compilation.rewriting import Rewriter
 from core.compilation.shared_trace import SharedTrace
 from core.compilation.trace.traced import ConstantSlot, TracedGraph
@@ -32,9 +33,8 @@ def tiny(model_type: str) -> Any:
 
 @contextmanager
 def runner_of(model: Any, **options: Any) -> Iterator[PagedRunner]:
-    config = EngineConfig(
-        **({"max_num_seqs": 2, "block_size": 8, "sampling": ("greedy",), "lowering": "inline"} | options)
-    )
+    given = {"options": CompileOptions(lowering="inline")} | options
+    config = EngineConfig(max_num_seqs=2, block_size=8, sampling=("greedy",), **given)
     with torch.inference_mode(False):
         runner = PagedRunner(model, select_device("cpu"), config, max_model_len=LENGTH)
     try:
@@ -71,7 +71,7 @@ def described(graph: TracedGraph) -> list[str]:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"])
 def test_the_decode_graph_of_the_shared_trace_is_that_of_a_trace_of_decode(model_type: str) -> None:
-    with runner_of(tiny(model_type), mode="off") as runner:
+    with runner_of(tiny(model_type), options=CompileOptions(mode="off")) as runner:
         lens = runner._query_lens()
         shared = SharedTrace(op="core::attention", argument="max_query_len", values=lens)
         prefill, alone = traced(runner, "prefill"), traced(runner, "decode")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
 from core.engine.models.loading import build_model
@@ -22,7 +23,9 @@ from core.host.selection import select_device
 from tests.support import needs_static_cache
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(max_num_seqs=4, max_model_len=48, sampling=("greedy",), lowering="inline", strict=True)
+CONFIG = EngineConfig(
+    max_num_seqs=4, max_model_len=48, sampling=("greedy",), options=CompileOptions(lowering="inline", strict=True)
+)
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
 
@@ -85,7 +88,7 @@ def test_sampling_is_in_the_graph_of_decode_and_gives_the_tokens_of_sampling_out
 
 
 def test_drafts_are_declined_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(CONFIG, speculative=3, mode="off")
+    config = replace(CONFIG, speculative=3, options=replace(CONFIG.options, mode="off"))
     with caplog.at_level("WARNING"), Engine(tiny("bloom"), select_device("cpu"), config) as engine:
         engine.generate([[5, 6] * 8], SamplingParams(max_new_tokens=8, ignore_eos=True))
         assert engine.stats().drafted == 0

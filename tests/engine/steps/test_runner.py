@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from core.compilation.options import CompileOptions
 from core.device import Capabilities
 from core.engine.steps.runner import EngineConfig, powers
 from core.errors import UsageError
@@ -43,7 +44,7 @@ GPU = device("full", "piecewise", "segmented")
         {"speculative": -1},
         {"kv_cache_dtype": "fp16"},
         {"speculative": True},
-        {"mode": {"decode": "off", "encode": "off"}},
+        {"options": {"strict": True}},
     ],
 )
 def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any]) -> None:
@@ -61,15 +62,31 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any]) -> None:
         {"max_num_seqs": 1, "block_size": 1, "max_model_len": 2},
         {"max_num_seqs": 3, "decode_buckets": (1, 4), "prefill_buckets": (1, 3)},
         {"sampling": ("random",), "speculative": 4},
-        {"mode": "off"},
         {"kv_cache_dtype": "fp8"},
-        {"mode": {"prefill": "off"}},
-        {"mode": {"verify": "off"}},
-        {"mode": {}},
+        {"options": CompileOptions(mode="off")},
+        {"options": CompileOptions(mode={"prefill": "off"}, break_at=("torch.tanh",), cache=False)},
+        {"options": CompileOptions(mode={"verify": ("full", "off")})},
+        {"options": CompileOptions(mode={})},
     ],
 )
 def test_a_right_one_is_taken(fields: dict[str, Any]) -> None:
     assert EngineConfig(**fields) == EngineConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", {"decode": "off", "encode": "off"}),
+        ("guards", {"want": (1, 2)}),
+        ("progress", print),
+        ("examples", []),
+    ],
+)
+def test_what_the_engine_states_itself_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        EngineConfig(options=CompileOptions(**{name: value}))
+    assert caught.value.asked.startswith(f"options.{name}=")
+    assert f"another options.{name}" in caught.value.remedy
 
 
 def test_powers_end_with_the_last() -> None:
@@ -88,18 +105,29 @@ def test_phases_take_the_devices_first_mode_and_prefill_piecewise_where_lengths_
     assert config.modes_of("prefill", device()) == ("off",)
     assert config.modes_of("prefill", replace(GPU, device_lengths=True)) == (*GPU.modes, "off")
     assert config.modes_of("prefill", device("full", "piecewise", "segmented"))[1:] == ("full", "segmented", "off")
-    assert EngineConfig(mode="off").modes_of("prefill", GPU) == ("off",)
-    one = EngineConfig(mode={"decode": "off"})
+    assert EngineConfig(options=CompileOptions(mode="off")).modes_of("prefill", GPU) == ("off",)
+    two = EngineConfig(options=CompileOptions(mode=("full", "off")))
+    assert two.modes_of("prefill", GPU) == ("full", "off")
+    one = EngineConfig(options=CompileOptions(mode={"decode": "off"}))
     assert one.modes_of("decode", GPU) == ("off",) and one.modes_of("prefill", GPU)[0] == "piecewise"
 
 
 def test_the_options_of_a_compile_name_the_phases_that_there_are() -> None:
-    config = EngineConfig(sampling=("greedy",), strict=True, mode={"decode": "full"}, passes=("lift_rotary",))
-    options = config.compile_options(("decode", "prefill"), GPU)
-    assert options["mode"]["decode"] == "full", "a mode that is named is an order"
-    assert options["mode"]["prefill"][0] == "piecewise" and options["mode"]["prefill"][-1] == "off"
-    assert options["guards"] == {"decode": {"sampling": ("greedy",)}}
-    assert (options["strict"], options["passes"], options["verify"]) == (True, ("lift_rotary",), "off")
+    config = EngineConfig(
+        sampling=("greedy",), options=CompileOptions(strict=True, mode={"decode": "full"}, passes=("lift_rotary",))
+    )
+    options = config.compile_options(("decode", "prefill"), GPU, outputs=[("rows",)])
+    assert isinstance(options.mode, dict)
+    assert options.mode["decode"] == "full", "a mode that is named is an order"
+    assert options.mode["prefill"][0] == "piecewise" and options.mode["prefill"][-1] == "off"
+    assert options.guards == {"decode": {"sampling": ("greedy",)}} and options.outputs == [("rows",)]
+    assert (options.strict, options.passes, options.verify) == (True, ("lift_rotary",), "off")
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(None, True), (True, True), (False, False)])
+def test_an_engine_keeps_its_graphs_unless_told_otherwise(asked: bool | None, kept: bool) -> None:
+    options = EngineConfig(options=CompileOptions(cache=asked)).compile_options(("decode",), GPU)
+    assert options.cache is kept
 
 
 @pytest.mark.parametrize(

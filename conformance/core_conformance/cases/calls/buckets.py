@@ -184,8 +184,8 @@ def state(trial: Trial, mode: Mode) -> None:
 
     # Sets of inputs to check captures on: which slots are valid is not for core to guess.
     examples = [{"x": rows(device, 2, seed), "slots": torch.arange(2, device=cache.device)} for seed in (1, 2)]
-    options = {"buckets": BUCKETS, "bound": {"cache": cache}, "reset": reset, "examples": examples}
-    with make(device, mode, function, inputs, **options) as program:
+    state: dict[str, Any] = {"bound": {"cache": cache}, "reset": reset, "examples": examples}
+    with make(device, mode, function, inputs, BUCKETS, **state) as program:
         trial.same("the cache after all captures", cache[:spare], start[:spare])
         trial.same("runs after all captures", int(runs), 0)
         order = torch.Generator().manual_seed(trial.seed)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from core.common.conformance import ConformanceProfile
 from core.compilation.capture.inputs import InputSpec
 from core.compilation.compile import compile
+from core.compilation.options import CompileOptions
 from core.compilation.program import Program
 from core.device import Device, Mode
 from core_conformance.case import Case
@@ -128,8 +129,8 @@ def traced(trial: Trial, mode: Mode) -> None:
     dtype = working_dtype(trial.device)
     model = _model(trial, dtype)
     inputs = {"x": InputSpec(("n", WIDTH), dtype)}
-    breaks: dict[str, Any] = {"break_at": BREAK} if mode == "piecewise" else {}
-    with compile(model, trial.device, inputs=inputs, buckets=[4, 8], mode=mode, **breaks) as program:
+    options = CompileOptions(mode=mode, break_at=BREAK if mode == "piecewise" else None)
+    with compile(model, trial.device, inputs=inputs, buckets=[4, 8], options=options) as program:
         trial.note(f"lowering {program.report().lowering}")
         _serve(trial, program, model, dtype, bitwise=False)
         _account(trial, program, mode, 2)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from core.compilation.capture.breaks import eager_break
-from core.compilation.capture.inputs import InputSpec
+from core.compilation.capture.inputs import Buckets, InputSpec
 from core.compilation.compile import capture, compile
+from core.compilation.options import CompileOptions
 from core.compilation.program import Program
 from core.compilation.request import Models
 from core.device import Device, Mode
@@ -76,12 +77,22 @@ def lowering_of(device: Device) -> str | None:
     return "inline" if "inline" in device.lowerings.available else None
 
 
-def make(device: Device, mode: Mode, function: Models, inputs: Mapping[str, InputSpec], **options: Any) -> Program:
-    """Return the program of a function in a mode: by `core.compile` where that takes a trace, else `core.capture`."""
+def make(
+    device: Device,
+    mode: Mode,
+    function: Models,
+    inputs: Mapping[str, InputSpec],
+    buckets: Buckets | None = None,
+    **options: Any,
+) -> Program:
+    """Return the program of a function in a mode: by `core.compile` where that takes a trace, else `core.capture`.
+
+    options: of `CompileOptions`.
+    """
     if mode == "piecewise":
         options = {"passes": (), "lowering": lowering_of(device), "break_at": BREAK} | options
-        return compile(function, device, inputs=inputs, mode=mode, **options)
-    return capture(function, device, inputs=inputs, mode=mode, **options)
+        return compile(function, device, inputs=inputs, buckets=buckets, mode=mode, options=CompileOptions(**options))
+    return capture(function, device, inputs=inputs, buckets=buckets, mode=mode, options=CompileOptions(**options))
 
 
 def rows_spec(device: Device, **fields: Any) -> InputSpec:

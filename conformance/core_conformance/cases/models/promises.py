@@ -6,6 +6,7 @@ import gc
 
 import torch
 
+from core.compilation.options import CompileOptions
 from core.compilation.report import ProgramReport
 from core_conformance.cases.models.numbers import judge_rows, judge_tokens
 from core_conformance.cases.models.runs import Bench, Followed, another_engine, close_shared, follow
@@ -172,7 +173,7 @@ def _open_and_close(trial: Trial, subject: Subject, dtype: str) -> tuple[int, in
         decode_buckets=(LARGE_BATCH,),
         prefill_buckets=(LARGE_BATCH,),
         sampling=("greedy",),
-        lowering="inline",
+        options=CompileOptions(lowering="inline"),
     )
     engine = Engine(loaded, watched(device, record), sizes)
     engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=2, ignore_eos=True))

@@ -145,7 +145,7 @@ def _make(device: Device, subject: Subject, dtype: str, seed: int) -> Bench:
 
 @contextmanager
 def another_engine(shared: Bench, record: Record | None = None, **changes: Any) -> Iterator[Engine]:
-    """Serve a fresh copy of the same model by an engine of its own. changes: to its configuration."""
+    """Serve a fresh copy of the same model by an engine of its own. changes: to its compile."""
     from core.engine.serve.engine import Engine
 
     loaded = build(shared.subject, shared.device, getattr(torch, shared.dtype), shared.seed)

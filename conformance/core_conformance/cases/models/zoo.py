@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,25 +132,27 @@ def prompts_for(loaded: LoadedModel, seed: int) -> list[list[int]]:
 
 
 def engine_config(subject: Subject, dtype: str, device: Device, **changes: Any) -> EngineConfig:
-    """Return how an engine runs the subject: few buckets, of which steps fill some and pad others."""
+    """Return how an engine runs the subject: few buckets, of which steps fill some and pad others.
+
+    changes: to the options of its compile.
+    """
+    from core.compilation.options import CompileOptions
     from core.engine.steps.runner import EngineConfig
 
-    lowering = subject.lowering(dtype)
-    options: dict[str, Any] = {"lowering": lowering, "decode_buckets": (2, 4)}
-    if lowering is None and device.lowerings.default != "inline":
+    decode_buckets: tuple[int, ...] = (2, 4)
+    options = CompileOptions(lowering=subject.lowering(dtype))
+    if options.lowering is None and device.lowerings.default != "inline":
         # Each bucket costs the compiler half a minute: one of decode shows what it does to a whole model.
         decode = EngineConfig().modes_of("decode", device.capabilities)[0]
-        options |= {"decode_buckets": (4,), "mode": {"decode": decode, "prefill": "off"}}
+        options, decode_buckets = replace(options, mode={"decode": decode, "prefill": "off"}), (4,)
     return EngineConfig(
-        **{
-            "max_num_seqs": 4,
-            "max_model_len": MAX_LEN,
-            "block_size": BLOCK_SIZE,
-            "prefill_buckets": (PREFILL,),
-            "sampling": ("greedy",),
-            **options,
-            **changes,
-        }
+        max_num_seqs=4,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+        decode_buckets=decode_buckets,
+        prefill_buckets=(PREFILL,),
+        sampling=("greedy",),
+        options=replace(options, **changes),
     )
 
 

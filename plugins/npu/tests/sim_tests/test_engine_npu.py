@@ -9,6 +9,7 @@ import pytest
 import torch
 from sim import runtime
 
+from core.compilation.options import CompileOptions
 from core.compilation.report import ProgramReport
 from core.device import Device, Mode
 from core.engine.check.comparison import compare
@@ -56,9 +57,13 @@ def built(npu: Device, family: str, scheme: str | None = None) -> LoadedModel:
     return loaded if asked is None else asked.apply(loaded)
 
 
-def config(mode: Mode | None, **more: Any) -> EngineConfig:
+def config(mode: Mode | None, **options: Any) -> EngineConfig:
     return EngineConfig(
-        max_num_seqs=3, max_model_len=64, decode_buckets=(1, 2, 4), prefill_buckets=(32,), mode=mode, **more
+        max_num_seqs=3,
+        max_model_len=64,
+        decode_buckets=(1, 2, 4),
+        prefill_buckets=(32,),
+        options=CompileOptions(mode=mode, **options),
     )
 
 

@@ -56,7 +56,9 @@ def test_a_break_point_of_ones_own_reads_the_lengths_of_each_step() -> None:
     torch.manual_seed(0)
     model = Model().half().to("npu").eval()
     inputs = {name: core.InputSpec(tuple(value.shape), value.dtype) for name, value in step(1, 1, 1).items()}
-    program = core.capture(model, "npu", inputs=inputs, mode="segmented", eager=(), examples=[step(4, 2, 7)])
+    program = core.capture(
+        model, "npu", inputs=inputs, mode="segmented", options=core.CompileOptions(eager=(), examples=[step(4, 2, 7)])
+    )
     assert [str(key) for key in program.keys] == ["main[]"]
     for lengths in ((5, 1, 16), (2, 9, 3)):
         given = step(*lengths)
