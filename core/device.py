@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from core.common.fakes import FakeOp, FakeResult
     from core.common.graphs.backend import GraphBackendFactory
+    from core.common.kernel_compilers import KernelCompiler
     from core.common.lowering import Lowerings
     from core.common.ops.implementation import OpImplementation
     from core.common.passes.declaration import Pass
@@ -101,7 +102,8 @@ class DeviceParts:
     synchronize blocks until all work queued on the device is done. memory reads the allocator. empty_cache returns
     unused cached memory to the device. side_stream enters a stream apart from the default one (for work that must not
     mix with a capture); on devices without streams it does nothing. record marks the work queued so far and returns
-    what blocks until that much is done; without it, `Device.record` waits for all work.
+    what blocks until that much is done; without it, `Device.record` waits for all work. kernel_compilers: those that
+    make kernels of this device besides torch's Inductor.
     """
 
     torch_device: torch.device
@@ -112,6 +114,7 @@ class DeviceParts:
     reset_peak_memory: Callable[[], None] = _no_op
     side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
     record: Callable[[], Callable[[], None]] | None = None
+    kernel_compilers: tuple[KernelCompiler, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +145,13 @@ class Device:
     def capabilities(self) -> Capabilities:
         """What the device can do, as data."""
         return self.parts.capabilities
+
+    @property
+    def kernel_compilers(self) -> tuple[KernelCompiler, ...]:
+        """All that may compile kernels of this device, torch's Inductor first."""
+        from core.common.kernel_compilers import INDUCTOR
+
+        return (INDUCTOR, *self.parts.kernel_compilers)
 
     def synchronize(self) -> None:
         """Block until all work queued on the device is done."""

@@ -9,7 +9,7 @@ from typing import Any
 from core_acme import plugin
 from core_acme.memory import CARD
 
-from core.common.lowerings import INLINE
+from core.common.lowering import INLINE
 from core.device import Device
 from core.hookspecs import OpenContext
 from core.host.selection import select_device

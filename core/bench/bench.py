@@ -36,7 +36,7 @@ _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
 )
-_PACKAGES = ("torch", "transformers", "triton", "numpy")
+_PACKAGES = ("torch", "transformers", "numpy")
 Told = Callable[[str, int, int], None]
 """Called as `told(cell, done, total)` before each cell and once after the last."""
 
@@ -186,7 +186,6 @@ def _kernels(
     cell: Cell, loaded: LoadedModel, device: Device, settings: Settings, rates: Rates
 ) -> Mapping[str, Any] | None:
     from core.bench.kernels import profile_phase
-    from core.compilation.rewrite.switches import PassSwitches
     from core.errors import CoreError
 
     try:
@@ -197,7 +196,7 @@ def _kernels(
             batch=cell.batch,
             tokens=cell.tokens,
             kv_cache_dtype=settings.engine.kv_cache_dtype,
-            switches=PassSwitches.of(settings.engine.options),
+            switches=settings.engine.options.switches,
             rates=rates,
         )
     except CoreError as error:
@@ -207,6 +206,7 @@ def _kernels(
 
 def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) -> dict[str, Any]:
     config = loaded.config.get_text_config()
+    compilers = [compiler.package for compiler in device.kernel_compilers if compiler.package]
     return {
         "device": {
             "name": device.name,
@@ -216,7 +216,7 @@ def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) 
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: _version(name) for name in (*_PACKAGES, *compilers)},
             "torch": torch.__version__,  # with its build, which the metadata may leave out
         },
         "model": {

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.bench.rates import Rates, measure_rates
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.explain.layers import OUTSIDE, compact, layer_of
@@ -166,7 +166,7 @@ def profile_phase(
     with step_graph(loaded, device, phase, batch=batch, tokens=tokens, kv_cache_dtype=kv_cache_dtype) as step:
         rewriter = Rewriter(device, switches, strict=strict)
         traced = rewriter.rewrite(step.traced, tokens=(step.num_tokens, step.num_tokens)).traced
-        chosen = {choice.node: choice for choice in lower_ops(traced.module, device.ops)}
+        chosen = {choice.node: choice for choice in choose_implementations(traced.module, device.ops)}
         names = {node.name: op_name(node) for node in traced.module.graph.nodes}
         ops = {name: chosen[name].op if name in chosen else op for name, op in names.items()}
         sizes = measure_moves(traced, step.inputs, ops)

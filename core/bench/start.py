@@ -14,7 +14,6 @@ from typing import Any
 from core.errors import ModelError
 
 _TIMEOUT_S = 1800
-_CACHES = ("CORE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def measure_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,17 +24,21 @@ def measure_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if it holds them. Raises `ModelError` with what the process printed last where it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: os.path.join(folder, name.lower()) for name in _CACHES}
-        return {kind: _run(arguments, caches) for kind in ("cold", "warm")}
+        return {kind: _run(arguments, folder) for kind in ("cold", "warm")}
 
 
-def _run(arguments: Mapping[str, Any], caches: Mapping[str, str]) -> dict[str, Any]:
+def _run(arguments: Mapping[str, Any], folder: str) -> dict[str, Any]:
     began = time.time()
     document = json.dumps({**arguments, "began": began})
     command = [sys.executable, "-m", "core.bench.start_worker", document]
     try:
         done = subprocess.run(
-            command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            env={**os.environ, "CORE_CACHE_DIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise _failed(f"no first token within {_TIMEOUT_S} s") from None

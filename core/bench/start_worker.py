@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from core.device import Device
 
 
 def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +33,7 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
         _ = import_transformers().PreTrainedModel
     marks = [("imports", time.time())]
     device = select_device(arguments["device"])
+    keep_all_kernels(device)
     marks.append(("device", time.time()))
     loaded, _ = open_model(
         arguments["model"], arguments["preset"], device, arguments["dtype"], asked_quantize(arguments)
@@ -65,6 +70,15 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
     first = times.pop("first token")
     phases = {**times, "checks": checks, **itemised, "rest of compile": rest, "first token": first}
     return {"phases": phases, "cache": f"{report.cache.state}: {report.cache.reason}".removesuffix(": ")}
+
+
+def keep_all_kernels(device: Device) -> None:
+    """Have every compiler of kernels keep to the folder of this start's cache, whatever the environment says."""
+    from core.compilation.cache.store import Store
+
+    for compiler in device.kernel_compilers:
+        os.environ.pop(compiler.folder_variable, None)
+    Store.of_user().keep_kernels(device.kernel_compilers)
 
 
 if __name__ == "__main__":

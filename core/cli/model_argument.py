@@ -162,12 +162,11 @@ def _parse_modes(text: str | None) -> Any:
 
 def check_device(config: EngineConfig, device: Device) -> None:
     """Raise `UsageError` for what a compile on this device will refuse, before a model is loaded for it."""
-    from core.compilation.rewrite.switches import PassSwitches
     from core.compilation.rewriting import device_passes
     from core.engine.steps.step import Phase
 
     options = config.options
-    PassSwitches.of(options).select(device_passes(device))
+    options.switches.select(device_passes(device))
     for phase in get_args(Phase):
         if phase != "verify" or config.speculative:
             options.modes_of(phase, device.capabilities.modes)

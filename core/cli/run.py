@@ -111,9 +111,9 @@ def _engine(
     from core.host.selection import select_device
     from core.settings import Settings
 
-    if config.options.cache and Settings.from_environment().cache:
-        Store.of_user().keep_kernels()  # before a plugin loads a compiler, which reads this once
     resolved = select_device(device)
+    if config.options.cache and Settings.from_environment().cache:
+        Store.of_user().keep_kernels(resolved.kernel_compilers)
     check_device(config, resolved)  # what it lacks is refused before the model is loaded
     kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)

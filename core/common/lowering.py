@@ -1,9 +1,13 @@
-"""Lowerings: a finished `fx.GraphModule` in, a plain callable out."""
+"""To lower is to make a callable of a finished graph: `fx.GraphModule` in, a plain function out. `inline` is one way.
+
+Which implementation each canonical op gets is chosen before (core/compilation/implementations.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UsageError
@@ -52,3 +56,13 @@ class Lowerings:
                 remedy="choose one of these with --lowering or core.compile(..., lowering=...)",
             )
         return wanted, self.available[wanted]
+
+
+def inline(request: LoweringRequest) -> FlatCallable:
+    """Return the graph's own generated Python: each op is one eager call, at any size the trace allows."""
+    request.graph.recompile()
+    return request.graph.forward  # the bound method: no nn.Module call around it
+
+
+INLINE = Lowerings(available=MappingProxyType({"inline": inline}), default="inline", any_size=frozenset({"inline"}))
+"""What a device has that states nothing: every op goes through torch's dispatcher, where any backend can see it."""

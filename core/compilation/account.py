@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.compilation.compiles import KernelCount
 from core.compilation.report import BucketReport, CacheReport, ProgramReport, TraceReport
 from core.errors import CaptureError, TraceError, one_line
 
@@ -32,7 +31,7 @@ class Account:
     notes: list[str] = field(default_factory=list)
     buckets: list[BucketReport] = field(default_factory=list)
     dropped: dict[GraphKey, str] = field(default_factory=dict)
-    kernels: KernelCount = field(default_factory=KernelCount)
+    num_kernels: int = 0
 
     def note(self, note: str) -> None:
         """Say, once, what is done otherwise than asked or preferred."""
@@ -67,7 +66,7 @@ class Account:
             buckets=tuple(self.buckets),
             static_bytes=static_bytes,
             total_s=time.perf_counter() - self.start,
-            num_kernels=self.kernels.total,
+            num_kernels=self.num_kernels,
             cache=cache or CacheReport(),
             dropped=dict(self.dropped),
             notes=tuple(self.notes),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from core.compilation.capture.guards import GuardValues
     from core.compilation.capture.untraced import OutputDims
+    from core.compilation.rewrite.switches import PassSwitches
     from core.compilation.shared_trace import SharedTrace
     from core.device import Mode
 
@@ -85,6 +86,13 @@ class CompileOptions:
                 found="no level of that name",
                 remedy=f"choose one of: {', '.join(get_args(Verify))}",
             )
+
+    @property
+    def switches(self) -> PassSwitches:
+        """What these options say of passes."""
+        from core.compilation.rewrite.switches import PassSwitches
+
+        return PassSwitches(only=self.passes, disable=self.disable_passes, enable=self.enable_passes)
 
     @property
     def stated(self) -> tuple[str, ...]:

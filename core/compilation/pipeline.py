@@ -1,6 +1,7 @@
 """The way from a request to a `Program`, readable top to bottom.
 
-trace -> passes (and ATen, if one needs it) -> lower canonical ops -> lower the graph -> capture, largest bucket first
+trace -> passes (on ATen ops too, if one needs it) -> choose implementations of canonical ops -> lower the graph, which
+makes a callable of it -> capture, largest bucket first
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from core.common.collector import paused
 from core.common.graphs.backend import CallBackend
+from core.common.kernel_compilers import counting_kernels
 from core.compilation.account import Account, Teller, reason_of
 from core.compilation.cache.program_cache import ProgramCache
 from core.compilation.calls import CapturedBucket
@@ -23,7 +25,6 @@ from core.compilation.capture.buffers import StaticBuffers
 from core.compilation.capture.pieces import PieceLowering
 from core.compilation.capture.runner import GraphRunner
 from core.compilation.capture.watch import Watched, watch_modules
-from core.compilation.compiles import counting_kernels
 from core.compilation.phases.phase import Phase, Stages
 from core.compilation.phases.traced import TracedPhase
 from core.compilation.phases.tracer import Tracer
@@ -31,7 +32,6 @@ from core.compilation.phases.untraced import UntracedPhase
 from core.compilation.program import Program
 from core.compilation.report import BucketReport
 from core.compilation.request import TRACED_MODES, CompileRequest
-from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.errors import CaptureError, GraphResourcesError, TraceError
 from core.settings import Settings
@@ -68,8 +68,9 @@ def make_program(request: CompileRequest) -> Program:
         try:
             # Traces make some hundred thousand objects and keep most: the collector would walk all of these, and the
             # whole process, again and again. A capture session begins with a collection.
-            with paused(), counting_kernels() as account.kernels:
+            with paused(), counting_kernels(request.device.kernel_compilers) as count:
                 phases, captured = _Pipeline(stages).run()
+                account.num_kernels = count()
                 if stages.cache is not None:
                     stages.cache.save()
         except BaseException:
@@ -84,7 +85,7 @@ def make_program(request: CompileRequest) -> Program:
 def rewriter_of(request: CompileRequest) -> Rewriter:
     """Return what runs the passes that a request asks for; raise `UsageError` for names that no pass has."""
     options = request.options
-    return Rewriter(request.device, PassSwitches.of(options), strict=options.strict, verify=options.verify)
+    return Rewriter(request.device, options.switches, strict=options.strict, verify=options.verify)
 
 
 def make_stages(request: CompileRequest, account: Account, rewriter: Rewriter) -> Stages:

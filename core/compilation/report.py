@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from core.common.graphs.backend import GraphKey
-    from core.compilation.lower_ops import OpChoice
+    from core.compilation.implementations import OpChoice
     from core.compilation.rewrite.manager import PassReport
 
 
@@ -35,7 +35,7 @@ class TraceReport:
     """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace.
 
     trace_of: the phase whose trace it shares, "" for one of its own; trace_s is 0.0 where it shares one. aten_s: what
-    lowering it to ATen ops took, 0.0 where no pass needs them; not part of passes_s. cached: it was read from the
+    turning it into ATen ops took, 0.0 where no pass needs them; not part of passes_s. cached: it was read from the
     compile cache, with the account of what its passes did when it was made; nothing was traced and no pass has run.
     """
 

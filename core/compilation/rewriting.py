@@ -1,4 +1,4 @@
-"""What happens to a traced graph before it is lowered: the passes on Dynamo's ops and, if there are any, on ATen's."""
+"""Passes over a traced graph, before implementations are chosen: on Dynamo's ops and, if there are any, on ATen's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass, Stage
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import inline_unimplemented
+from core.compilation.implementations import put_back_unimplemented
 from core.compilation.options import Verify
 from core.compilation.rewrite.manager import Check, PassManager, PassReport
 from core.compilation.rewrite.stages import later_stages
@@ -57,9 +57,9 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
-    """A rewritten graph, before its canonical ops are lowered, with the account of it.
+    """A rewritten graph, before implementations of its canonical ops are chosen, with the account of it.
 
-    aten_s: what lowering to ATen took in seconds, 0.0 where no pass needs it. contents: the bound
+    aten_s: what turning it into ATen ops took in seconds, 0.0 where no pass needs it. contents: the bound
     tensors of which a pass may have read the content.
     """
 
@@ -140,7 +140,7 @@ class Rewriter:
         return Rewritten(traced=traced, passes=reports, passes_s=passes_s, aten_s=aten_s, contents=constants.contents)
 
     def _prepare(self, module: fx.GraphModule) -> None:
-        inline_unimplemented(module, self._device.ops)
+        put_back_unimplemented(module, self._device.ops)
 
     def _check(self, examples: Sequence[tuple[Any, ...]], constants: Constants) -> Check | None:
         if self._verify == "off":

@@ -14,7 +14,7 @@ import torch
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core._version import __version__
 from core.common.passes.declaration import Stage
-from core.compilation.lower_ops import OpChoice, lower_ops
+from core.compilation.implementations import OpChoice, choose_implementations
 from core.compilation.rewrite.manager import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.switches import PassSwitches
@@ -78,7 +78,7 @@ class StageExplanation:
 class PhaseExplanation:
     """What became of one phase's graph.
 
-    stages: the traced graph and, where an enabled pass needs it, the one of ATen ops that it was lowered to. ops: what
+    stages: the traced graph and, where an enabled pass needs it, the one of ATen ops that it was turned into. ops: what
     each canonical op became for the device. inputs: shape of each input, as traced. aten_s: 0 where there is no such
     stage.
     """
@@ -181,9 +181,9 @@ def explain(
 def _explain(graph: PhaseGraph, device: Device, rewriter: Rewriter) -> PhaseExplanation:
     watched = _Watched(graph.traced)
     rewritten = rewriter.rewrite(_copy(graph.traced), watcher=watched)
-    lowered = Snapshot(rewritten.traced.module).module()
+    finished = Snapshot(rewritten.traced.module).module()
     start = time.perf_counter()
-    ops = lower_ops(lowered, device.ops)
+    ops = choose_implementations(finished, device.ops)
     return PhaseExplanation(
         phase=graph.phase,
         stages=tuple(watched.stages),

@@ -12,7 +12,7 @@ from importlib.resources import files
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from core.compilation.lower_ops import ORIGINAL_NODES, REFERENCE
+from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
 from core.explain.layers import OUTSIDE, LayerKind, compact, layer_kinds, layer_of
 from core.explain.text import (
     NO_IMPLEMENTATION,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from core.compilation.lower_ops import ORIGINAL_NODES, REFERENCE
+from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
 from core.compilation.rewrite.manager import PassReport
 from core.explain.layers import LayerKind, compact, layer_kinds
 
@@ -68,7 +68,7 @@ def header(explanation: Explanation) -> list[tuple[str, str]]:
 def phase_summary(phase: PhaseExplanation) -> str:
     """Return one line about a phase: its inputs and what each step took."""
     shapes = ", ".join(f"{name} {shape}" for name, shape in phase.inputs.items())
-    aten = f"lowered to ATen ops in {phase.aten_s:.2f} s, " if phase.aten_s else ""
+    aten = f"turned into ATen ops in {phase.aten_s:.2f} s, " if phase.aten_s else ""
     return (
         f"{shapes}; traced in {phase.trace_s:.2f} s, passes {phase.passes_s * 1e3:.1f} ms, {aten}"
         f"implementations chosen in {phase.lower_s * 1e3:.1f} ms"

@@ -19,6 +19,8 @@ def check_parts(value: Any) -> str:
     """Check the result of `core_open_device`."""
     import torch
 
+    from core.common.kernel_compilers import INDUCTOR, KernelCompiler
+
     if not isinstance(value, DeviceParts):
         return f"{_kind(value)} instead of core.device.DeviceParts"
     # A frozen dataclass does not check its fields; to mypy they are what they are declared to be.
@@ -29,6 +31,11 @@ def check_parts(value: Any) -> str:
     for name, (field, kind) in fields.items():
         if not isinstance(field, kind):
             return f"DeviceParts whose {name} is {_kind(field)} instead of {kind.__name__}"
+    compilers = _sequence(value.kernel_compilers, KernelCompiler) or _duplicate(
+        [INDUCTOR, *value.kernel_compilers], lambda item: f"kernel compiler {item.name!r}"
+    )
+    if compilers:
+        return f"DeviceParts whose kernel_compilers are {compilers}"
     unknown = sorted(set(value.capabilities.modes) - set(get_args(Mode)))
     if unknown:
         return f"Capabilities with unknown modes {unknown} (known: {', '.join(get_args(Mode))})"

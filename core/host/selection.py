@@ -221,7 +221,7 @@ def _open(info: PluginInfo, index: int, *, reason: str) -> Device:
 def _lowerings(loaded: LoadedPlugin, context: DeviceContext) -> Any:
     if loaded.implements("core_lowering"):
         return loaded.call("core_lowering", context)
-    from core.common.lowerings import INLINE
+    from core.common.lowering import INLINE
 
     return INLINE
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import core
 from core import InputSpec, Program
 from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
-from core.common.lowering import Lowerings
-from core.common.lowerings import inline
+from core.common.lowering import Lowerings, inline
 from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.compilation.trace.tracing import trace

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from core import InputSpec, Program
 from core.common.graphs.backend import CallBackend, GraphKey
-from core.common.lowerings import INLINE_AND_INDUCTOR
+from core.common.inductor import INLINE_AND_INDUCTOR
 from core.compilation.capture.runner import GraphRunner
 from core.errors import CaptureError, LoweringError, one_line
 from core.verify.execution import error_line, run_graph

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from core.common.graphs.backend import GraphKey
 from core.common.passes.declaration import NearMiss
-from core.compilation.lower_ops import OpChoice
+from core.compilation.implementations import OpChoice
 from core.compilation.report import BucketReport, ProgramReport, TraceReport
 from core.compilation.rewrite.manager import PassReport
 

@@ -247,7 +247,7 @@ LIES: dict[str, list[tuple[Any, str]]] = {
         ("def refuse(context): raise DeviceUnavailableError('d', found='f', remedy='')", "the error has no 'remedy'"),
         ("COUNT = 10_000", "opening acme:4096: it is not refused"),
         (
-            "from core.common.lowering import Lowerings\nfrom core.common.lowerings import inline\nclass Any(dict):\n"
+            "from core.common.lowering import Lowerings, inline\nclass Any(dict):\n"
             "    def __contains__(self, name): return True\n    def __missing__(self, name): return inline\n"
             "@hookimpl\ndef core_lowering():\n    return Lowerings(available=Any(inline=inline), default='inline')",
             "an unknown lowering: it is not refused",

@@ -9,8 +9,7 @@ import torch
 from core.common.conformance import ConformanceProfile
 from core.common.fakes import FakeOp, like
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
-from core.common.lowering import Lowerings
-from core.common.lowerings import inline
+from core.common.lowering import Lowerings, inline
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.declaration import Pass, PassResult
 from core.device import Capabilities, DeviceParts, MemoryInfo

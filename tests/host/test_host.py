@@ -153,6 +153,13 @@ def test_an_entry_point_that_names_a_class_is_refused(install_vendor: InstallVen
         ("core_open_device", "None", "None instead of core.device.DeviceParts"),
         ("core_open_device", "object()", "type object instead of core.device.DeviceParts"),
         ("core_open_device", "DeviceParts(torch_device='cpu', capabilities=3, memory=0)", "torch_device"),
+        ("core_open_device", "replace(parts(), kernel_compilers='acme')", "kernel_compilers are an object of type str"),
+        (
+            "core_open_device",
+            "replace(parts(), kernel_compilers=(3,))",
+            "a sequence whose item 0 is an object of type int",
+        ),
+        ("core_open_device", "replace(parts(), kernel_compilers=(INDUCTOR,))", "kernel compiler 'inductor' twice"),
         ("core_lowering", "{'inline': 1}", "type dict instead of core.common.lowering.Lowerings"),
         ("core_lowering", "Lowerings(available={}, default='x')", "default 'x' is not among []"),
         ("core_graph_backend", "3", "type int instead of a callable"),
@@ -168,6 +175,7 @@ def test_a_wrong_result_names_the_hook(install_vendor: InstallVendor, hook: str,
     imports = (
         "from core.common.lowering import Lowerings\nfrom core.common.passes.declaration import Pass\n"
         "from core.common.ops.implementation import OpImplementation\n"
+        "from dataclasses import replace\nfrom core.common.kernel_compilers import INDUCTOR\n"
     )
     opens = "" if hook == "core_open_device" else OPENS
     install_vendor(plugin=f"{imports}{opens}@hookimpl\ndef {hook}(context):\n    return {result}\n")

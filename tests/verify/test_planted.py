@@ -18,7 +18,7 @@ from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import inline_unimplemented
+from core.compilation.implementations import put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.stages import later_stages
@@ -106,7 +106,7 @@ def verified(graph: PhaseGraph, passes: tuple[Pass, ...], name: str) -> tuple[Pa
 
     manager = PassManager(passes, strict=True, implemented=NAMES, enable=[name])
     manager.run(graph.traced.module, constants=constants, check=check)
-    for staged in later_stages(manager.passes, graph.traced.module, lambda m: inline_unimplemented(m, device().ops)):
+    for staged in later_stages(manager.passes, graph.traced.module, lambda m: put_back_unimplemented(m, device().ops)):
         manager.run(staged.module, staged.stage, constants=constants, check=check)
     return found[name]
 

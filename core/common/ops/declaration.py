@@ -1,4 +1,4 @@
-"""Canonical ops: one declaration each, from which registration, fakes, tests and lowering derive."""
+"""Canonical ops: one declaration each, from which registration, fakes, tests and implementations derive."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class OpCall:
 
 
 Condition = Callable[[OpCall], str | None]
-"""Returns None where the implementation applies, else the reason why not. Decided once, at lowering."""
+"""Returns None where the implementation applies, else the reason why not. Decided once per call in a graph."""
 
 
 def always(call: OpCall) -> str | None:

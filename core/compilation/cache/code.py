@@ -17,7 +17,7 @@ from core.common.passes.identity import bytecode
 from core.compilation.cache.began import BEGAN
 
 # Counted by version, or by the text of the whole package: their functions are not followed.
-_WHOLE = frozenset({"torch", "torchgen", "functorch", "numpy", "triton", "sympy", "core"}) | sys.stdlib_module_names
+_WHOLE = frozenset({"torch", "torchgen", "functorch", "numpy", "sympy", "core"}) | sys.stdlib_module_names
 # Nothing that runs when a model is called, or the same for all classes.
 _NEVER_CALLED = frozenset(
     {"__repr__", "__str__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__", "__copy__"}

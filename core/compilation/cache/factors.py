@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from core.common.passes.declaration import Pass
 
 
-def version_factors(distribution: str, packages: frozenset[str] = frozenset()) -> dict[str, str]:
+def version_factors(
+    distribution: str, packages: frozenset[str] = frozenset(), compilers: frozenset[str] = frozenset()
+) -> dict[str, str]:
     """Return the versions of Python, torch, core, transformers and all that a plugin's distribution requires.
 
-    packages: further loaded packages, whose own `__version__` counts.
+    packages: further loaded packages, whose own `__version__` counts. compilers: packages of compilers of kernels.
     """
     found = {"python": ".".join(map(str, sys.version_info[:3])), "torch": f"{torch.__version__} {_torch_commit()}"}
     found["core"] = __version__
-    names = {"transformers", "numpy", "triton", distribution, *_required(distribution)}
+    names = {"transformers", "numpy", distribution, *compilers, *_required(distribution)}
     for name in sorted(names - {"torch", "core"}):
         try:
             found[name] = metadata.version(name)

@@ -1,4 +1,4 @@
-"""A rewritten, lowered graph as readable JSON, and back: nodes, what its placeholders are bound to, its conditions.
+"""A finished graph as readable JSON, and back: nodes, what its placeholders are bound to, its conditions.
 
 Tensors are never stored but named by the path that leads to them, and joined weights by what they are joined from; only
 small literals of the traced code itself are written out. What has no exact form here raises `Uncacheable`.
@@ -22,7 +22,7 @@ from core.compilation.cache import sizes
 from core.compilation.cache.code import name_of
 from core.compilation.cache.literals import Targets, decode, encode
 from core.compilation.cache.uncacheable import Uncacheable
-from core.compilation.lower_ops import BREAK_POINT
+from core.compilation.implementations import BREAK_POINT
 from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
 
 MAX_LITERAL_BYTES = 1 << 16

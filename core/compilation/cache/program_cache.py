@@ -16,7 +16,7 @@ from core.compilation.cache.code import is_foreign_code
 from core.compilation.cache.digests import changed_contents, encode_contents
 from core.compilation.cache.inventory import Inventory
 from core.compilation.cache.literals import Targets
-from core.compilation.cache.program_factors import factors_of, plugin_packages, runtime_packages
+from core.compilation.cache.program_factors import compiler_packages, factors_of, plugin_packages, runtime_packages
 from core.compilation.cache.reports import decode_report, encode_report
 from core.compilation.cache.store import Damaged, Store, Untrusted, each_line, key_of
 from core.compilation.cache.uncacheable import Uncacheable
@@ -51,7 +51,7 @@ class ProgramCache:
         """Read the factors off the program and look for its entry. passes: those that may run, in order."""
         self._table = request.table
         self._packages = plugin_packages(request.device)
-        self._whole = self._packages | runtime_packages(request.device)
+        self._whole = self._packages | runtime_packages(request.device) | compiler_packages(request.device)
         self._targets = Targets(request.device.ops, self._packages)
         self._store = Store.of_user()
         self._made: dict[tuple[str, str], list[CachedGraph]] = {}

@@ -44,6 +44,11 @@ def runtime_packages(device: Device) -> frozenset[str]:
     return frozenset({package}) - {"torch"}
 
 
+def compiler_packages(device: Device) -> frozenset[str]:
+    """Return the packages of a device's compilers of kernels: they count by their version."""
+    return frozenset(compiler.package for compiler in device.kernel_compilers) - {""}
+
+
 def factors_of(
     request: CompileRequest, passes: Sequence[Pass], inventory: Inventory, packages: frozenset[str]
 ) -> Factors:
@@ -59,7 +64,9 @@ def factors_of(
     shared = options.shared
     return {
         "model": {phase: _model_name(inventory, phase, model) for phase, model in request.models.items()},
-        "versions": factors.version_factors(device.plugin.distribution, runtime_packages(device)),
+        "versions": factors.version_factors(
+            device.plugin.distribution, runtime_packages(device), compiler_packages(device)
+        ),
         "source": factors.source_factors(packages),
         "device": factors.as_text(named | capabilities),
         "torch": factors.torch_factors(device.torch_device),

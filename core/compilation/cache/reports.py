@@ -9,7 +9,7 @@ from typing import Any
 from core.common.graphs.backend import GraphKey
 from core.common.passes.declaration import NearMiss
 from core.compilation.cache.literals import decode, encode
-from core.compilation.lower_ops import OpChoice
+from core.compilation.implementations import OpChoice
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.pass_report import PassReport
 

@@ -15,20 +15,23 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.compilation.cache.summary import Summary, summarize
 from core.settings import Settings
 
+if TYPE_CHECKING:
+    from core.common.kernel_compilers import KernelCompiler
+
 log = logging.getLogger("core.cache")
 FORMAT = 1
 _FACTORS, _GRAPHS, _CHECKSUMS = "factors.json", "graphs.json", "checksums.json"
-KERNEL_FOLDERS = {"triton": "TRITON_CACHE_DIR", "inductor": "TORCHINDUCTOR_CACHE_DIR"}
-"""Folders of compilers of kernels, each with the environment variable that tells its compiler."""
+_KERNELS = "kernels"
+"""Folder of what compilers of kernels keep, each in a folder of its name."""
 _TEMPORARY = ".writing-"
 _STALE_S = 3600.0
 Factors = Mapping[str, Mapping[str, str]]
@@ -76,7 +79,7 @@ class Store:
     """The entries below one folder, and beside them what compilers of kernels keep where `keep_kernels` was asked."""
 
     def __init__(self, folder: Path) -> None:
-        self.kernels = {name: folder / name for name in KERNEL_FOLDERS}
+        self.kernels = folder / _KERNELS
         self.folder = folder / f"graphs-{FORMAT}"
 
     @classmethod
@@ -166,45 +169,39 @@ class Store:
 
     def entries(self) -> list[Entry]:
         """Return all entries, the latest first; damaged ones with what is wrong."""
-        paths = [path for path in self._folders() if not path.name.startswith(_TEMPORARY)]
+        paths = [path for path in _folders(self.folder) if not path.name.startswith(_TEMPORARY)]
         return sorted(map(self._entry, paths), key=lambda entry: entry.age_s)
 
-    def keep_kernels(self) -> None:
-        """Have this process's compilers of kernels keep theirs here too, where the environment names no other place.
+    def keep_kernels(self, compilers: Iterable[KernelCompiler]) -> None:
+        """Have compilers of kernels keep theirs here too in this process, where the environment names no other place.
 
         What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so.
         """
-        for name, variable in KERNEL_FOLDERS.items():
-            folder = self.kernels[name]
-            if variable in os.environ:
+        for compiler in compilers:
+            folder, variable = self.kernels / compiler.name, compiler.folder_variable
+            if not variable or variable in os.environ:
                 continue
             try:
-                for each in (folder.parent, folder):
+                for each in (self.kernels.parent, self.kernels, folder):
                     _make_private(each)
                     _refuse_foreign(each)
             except (OSError, Untrusted) as reason:
-                log.warning("compile cache: not used for kernels of %s: %s", name, reason)
+                log.warning("compile cache: not used for kernels of %s: %s", compiler.name, reason)
             else:
                 os.environ[variable] = str(folder)
 
     def kernel_bytes(self) -> dict[str, int]:
         """Return the bytes that each compiler of kernels keeps here."""
-        return {name: _size(path) for name, path in self.kernels.items()}
+        return {path.name: _size(path) for path in sorted(_folders(self.kernels))}
 
     def clear(self) -> tuple[int, int]:
         """Remove all entries, kernels, and whatever was left half-written; return how many entries, and bytes."""
         count = num_bytes = 0
-        for path in [*self._folders(), *(path for path in self.kernels.values() if path.is_dir())]:
+        for path in [*_folders(self.folder), *_folders(self.kernels)]:
             num_bytes += _size(path)
             count += path.parent == self.folder and not path.name.startswith(_TEMPORARY)
             shutil.rmtree(path)
         return count, num_bytes
-
-    def _folders(self) -> list[Path]:
-        try:
-            return [path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()]
-        except OSError:
-            return []
 
     def _entry(self, path: Path) -> Entry:
         model = device = problem = ""
@@ -248,10 +245,17 @@ class Store:
 
     def _remove_stale(self) -> None:
         """Remove what a writer left that did not live to rename it."""
-        for path in self._folders():
+        for path in _folders(self.folder):
             with suppress(OSError):
                 if path.name.startswith(_TEMPORARY) and time.time() - path.stat().st_mtime > _STALE_S:
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
 
 
 def _make_private(folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch.fx.passes.split_module import split_module
 from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.compilation.capture.breaks import call_break
-from core.compilation.lower_ops import BREAK_POINT
+from core.compilation.implementations import BREAK_POINT
 
 __all__ = ["PieceLowering", "lower_pieces", "mark_breaks", "op_names"]
 

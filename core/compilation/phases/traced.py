@@ -17,7 +17,7 @@ from core.compilation.arguments import check_breaks
 from core.compilation.cache.program_cache import CachedGraph
 from core.compilation.capture.pieces import lower_pieces, mark_breaks, op_names
 from core.compilation.capture.plan import TracedCropper
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.phases.phase import Bound
 from core.compilation.report import TraceReport
 from core.compilation.shared_trace import copy_graph
@@ -123,7 +123,7 @@ class TracedPhase:
         examples = self._served_examples(traced, served)
         rewritten = self._stages.rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)
         with _blaming(rewritten.passes):
-            ops = lower_ops(rewritten.traced.module, self._request.device.ops, mark=break_names)
+            ops = choose_implementations(rewritten.traced.module, self._request.device.ops, mark=break_names)
         num_breaks = mark_breaks(rewritten.traced.module, break_names)
         report = TraceReport(
             phase=self.name,

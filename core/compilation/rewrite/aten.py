@@ -37,7 +37,7 @@ def to_aten(module: fx.GraphModule) -> fx.GraphModule:
     module: a graph whose placeholders hold fake values (`meta["example_value"]`); it stays as it is. The new nodes hold
     theirs under `meta["val"]`. Sizes that are symbolic stay so. Raises `TraceError` with the op that fails.
     """
-    return _lowered(module, None)
+    return _to_aten(module, None)
 
 
 def to_functional(module: fx.GraphModule, form: Form = "v2") -> fx.GraphModule:
@@ -48,10 +48,10 @@ def to_functional(module: fx.GraphModule, form: Form = "v2") -> fx.GraphModule:
     `TraceError` too for an op that cannot be functionalised, and for inputs that share written memory.
     """
     with wrapping(form):
-        return _lowered(module, form)
+        return _to_aten(module, form)
 
 
-def _lowered(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
+def _to_aten(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     constants = list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"))
     examples = [value_of(node) for node in inputs]
@@ -59,7 +59,7 @@ def _lowered(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
     if mode is None or any(value is None for value in examples):
         unknown = [node.name for node, value in zip(inputs, examples, strict=True) if value is None]
         raise TraceError(
-            "lowering a graph to ATen ops",
+            "turning a graph into ATen ops",
             found=f"the placeholders {unknown or 'of the graph'} have no fake value",
             remedy="trace by core.compilation.trace.tracing.trace, or set node.meta['example_value']",
         )
@@ -80,7 +80,7 @@ def _lowered(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
         except Exception as error:
             node = interpreter.current
             raise TraceError(
-                f"lowering node {node} ({getattr(node, 'target', '')}) to ATen ops",
+                f"turning node {node} ({getattr(node, 'target', '')}) into ATen ops",
                 found=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
                 remedy="disable the passes of stage aten (core passes lists them), or mend the op's fake kernel",
             ) from error

@@ -29,9 +29,9 @@ def later_stages(
 ) -> Iterator[Staged]:
     """Yield the graph for each stage after `torch` that one of the passes has; the caller rewrites it before the next.
 
-    prepare: puts back the canonical ops that a device lacks, in place, before a graph is lowered: patterns on ATen then
-    see them as the model wrote them. Functional graphs come first, one for each form asked for, and leave a graph of
-    ATen ops that writes in place. One that cannot be functionalised says why; a failing `to_aten` raises.
+    prepare: puts back the canonical ops that a device lacks, in place, before a graph is turned into ATen ops: patterns
+    on ATen then see them as the model wrote them. Functional graphs come first, one for each form asked for, and leave
+    a graph of ATen ops that writes in place. One that cannot be functionalised says why; a failing `to_aten` raises.
     """
     asked = {declared.stage for declared in passes}
     if asked <= {"torch"}:

@@ -1,4 +1,4 @@
-"""Naming what breaks the numeric criterion: the first pass, op implementation or part of a lowered graph that does.
+"""Naming what breaks the numeric criterion: the first pass, op implementation or part of a lowering that does.
 
 Each stage of the way from a traced graph to a callable is judged against the one before it, on real inputs: every pass,
 every implementation of a canonical op, the lowering of the whole, and at last the callable against the model itself.
@@ -16,7 +16,7 @@ from torch import fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.passes.declaration import Pass, Stage
-from core.compilation.lower_ops import inline_unimplemented, lower_ops
+from core.compilation.implementations import choose_implementations, put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.stages import later_stages
@@ -99,7 +99,7 @@ class _Phase:
         original = Snapshot(self.module).module()
         self._passes()
         module = Snapshot(self.module).module()
-        choices = lower_ops(module, self.device.ops)
+        choices = choose_implementations(module, self.device.ops)
         inputs = [list(bind(module, values, self.constants).values()) for values in self.inputs]
         self.progress(f"{self.graph.phase}: {len(choices)} canonical ops")
         sample = self.level == "sample"
@@ -144,7 +144,7 @@ class _Phase:
 
         def prepare(module: fx.GraphModule) -> None:
             self.progress(f"{self.graph.phase}: to ATen ops")
-            inline_unimplemented(module, self.device.ops)
+            put_back_unimplemented(module, self.device.ops)
             before.append(Snapshot(module).module())
 
         options: dict[str, Any] = {"tokens": tokens, "constants": self.constants, "check": self._check}

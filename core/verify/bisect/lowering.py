@@ -39,7 +39,7 @@ def judge_lowering(
     owner: str,
     progress: Progress,
 ) -> tuple[Step, Fault | None, list[tuple[Any, ...]]]:
-    """Judge a lowering of a finished graph, each canonical op of which is lowered; on a fault, narrow it down.
+    """Judge a lowering of a finished graph; on a fault, narrow it down.
 
     ops: which canonical op a node of the graph was. Returns also what the lowered graph gave for each set of inputs, up
     to one that fails. Narrowing lowers parts of the graph again, about `2 * log2(nodes)` times.

@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 from core.common.ops.declaration import CanonicalOp, declared_ops
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.sites import site_name
-from core.compilation.lower_ops import ORIGINAL_NODES, OpChoice
+from core.compilation.implementations import ORIGINAL_NODES, OpChoice
 from core.compilation.rewrite.snapshot import Snapshot
 from core.verify.bisect.report import Fault, Step
 from core.verify.compare import Comparison
 from core.verify.execution import Copies, ReferenceMode, error_line, run_graph
 
 OpTargets = Mapping[str, Any]
-"""Canonical ops (`torch._ops.OpOverload`) by the names of their nodes in a lowered graph."""
+"""Canonical ops (`torch._ops.OpOverload`) by the names of their nodes in a finished graph."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ def op_targets(choices: Sequence[OpChoice]) -> OpTargets:
 
 
 def as_ops(module: fx.GraphModule, targets: OpTargets) -> fx.GraphModule:
-    """Return a copy of a lowered graph in which these nodes are their ops again.
+    """Return a copy of a finished graph in which these nodes are their ops again.
 
     It says what they write, and can be run in fp64.
     """
@@ -64,10 +64,10 @@ def judge_ops(
     owner: str,
     sample: bool = False,
 ) -> tuple[list[Step], list[Fault]]:
-    """Judge every implementation in a graph whose ops are lowered, each call on what it gets when all else is right.
+    """Judge every implementation in a finished graph, each call on what it gets when all else is right.
 
-    choices: what `lower_ops` said. sample: a third of the calls of each implementation. An implementation at fault
-    gives way to the op's reference in the graph, all its calls.
+    choices: what `choose_implementations` said. sample: a third of the calls of each implementation. An implementation
+    at fault gives way to the op's reference in the graph, all its calls.
     """
     by_name = {(each.op, each.name): each for each in implementations}
     chosen = {each.node: each for each in choices if (each.op, each.implementation) in by_name}

@@ -15,8 +15,8 @@ import torch
 
 from core.common.fakes import FakeOp
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
+from core.common.inductor import INLINE_AND_INDUCTOR
 from core.common.lowering import Lowerings
-from core.common.lowerings import INLINE_AND_INDUCTOR
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl

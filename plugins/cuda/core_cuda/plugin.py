@@ -12,12 +12,13 @@ import torch
 
 from core.common.graphs.backend import GraphBackendFactory
 from core.common.graphs.streams import capture_lock
+from core.common.inductor import INLINE_AND_INDUCTOR
 from core.common.lowering import Lowerings
-from core.common.lowerings import INLINE_AND_INDUCTOR
 from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cuda.compiler import TRITON
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
 
@@ -63,6 +64,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         reset_peak_memory=partial(torch.cuda.reset_peak_memory_stats, device),
         side_stream=lambda: torch.cuda.stream(stream),
         record=_record,
+        kernel_compilers=(TRITON,),
     )
 
 

@@ -15,8 +15,7 @@ from core.common.fakes import FakeOp
 from core.common.graphs.backend import GraphBackendFactory
 from core.common.graphs.streams import capture_lock
 from core.common.graphs.weak import weak_by
-from core.common.lowering import Lowerings
-from core.common.lowerings import INLINE
+from core.common.lowering import INLINE, Lowerings
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.declaration import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.common.conformance import ConformanceProfile, HostArgumentExample
 from core.common.graphs.backend import GraphKey
-from core.common.lowerings import INLINE
+from core.common.lowering import INLINE
 from core.device import Device
 from core.host.selection import select_device
 from core_conformance.cases.calls import host_arguments as call_host_arguments

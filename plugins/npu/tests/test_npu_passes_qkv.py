@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.common.numerics import judge
 from core.common.ops.rotary.rotation import QK_NORM_ROTARY
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
@@ -217,7 +217,7 @@ def test_norms_and_rotation_are_lifted_on_request(dtype: torch.dtype, mode: str,
         verdict = judge(new, old, exact)
         assert verdict.passed, verdict.reason
     # A device that does not take the call gets the model's own back.
-    lower_ops(graph.module, ())
+    choose_implementations(graph.module, ())
     assert Counter(kernels(graph.module))["npu_rms_norm"] == 2
     graph.module.recompile()
     assert all(torch.equal(*pair) for pair in zip(run_graph(graph.module, values[0]).outputs, values[1], strict=True))

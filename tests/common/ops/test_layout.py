@@ -17,7 +17,7 @@ from core.common.numerics import Fp64Mode
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from tests.common.ops.canonical_oracle import Call, every_sample, faked, outputs, run
 
 _NUMBERS = itertools.count()
@@ -199,7 +199,7 @@ def test_the_reference_in_a_lowered_graph_is_laid_out() -> None:
     rest = {"normed_dtype": call["normed_dtype"]}
     graph.output(graph.call_function(QK_NORM_ROTARY.overload, (*arguments, nodes["sin"], call["eps"]), rest))
     module = fx.GraphModule(torch.nn.Module(), graph)
-    assert [choice.implementation for choice in lower_ops(module, ())] == ["reference"]
+    assert [choice.implementation for choice in choose_implementations(module, ())] == ["reference"]
     with ContiguousResults():
         query, key = module(*(call[name] for name in names))
     assert query.stride() == call["query"].stride() and key.stride() == call["key"].stride()

@@ -15,7 +15,7 @@ from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
 from core.common.ops.original import ORIGINAL
 from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -66,7 +66,7 @@ def counted() -> Iterator[tuple[OpImplementation, list[int]]]:
 def test_without_an_implementation_the_graph_is_what_it_was(dtype: torch.dtype, dynamic: object) -> None:
     graph, inputs = lifted(dtype, dynamic=dynamic)
     assert len(op_nodes(graph.module, ADD_RMS_NORM.overload)) == 1
-    choices = lower_ops(graph.module, ())
+    choices = choose_implementations(graph.module, ())
     # The fused op falls apart into add and norm, and the norm into its nodes.
     assert [(c.op, c.implementation) for c in choices] == [
         ("core::add_rms_norm", "original"),
@@ -83,7 +83,7 @@ def test_without_an_implementation_the_graph_is_what_it_was(dtype: torch.dtype, 
 def test_what_a_fused_op_is_made_of_may_have_an_implementation() -> None:
     graph, inputs = lifted()
     with counted() as (implementation, calls):
-        choices = lower_ops(graph.module, [implementation])
+        choices = choose_implementations(graph.module, [implementation])
         graph.module(*graph.values(inputs))
     assert [(c.op, c.implementation) for c in choices] == [
         ("core::add_rms_norm", "original"),
@@ -96,7 +96,7 @@ def test_an_op_whose_arguments_were_changed_since_is_its_reference() -> None:
     graph, inputs = lifted()
     (node,) = op_nodes(graph.module, ADD_RMS_NORM.overload)
     node.args = (*node.args[:3], 0.5)
-    (choice,) = lower_ops(graph.module, ())
+    (choice,) = choose_implementations(graph.module, ())
     assert choice.implementation == "reference"
     result = graph.module(*graph.values(inputs))[0]
     torch.testing.assert_close(result, 2 * WEIGHT * (X + Y) / ((X + Y).pow(2).mean(-1, keepdim=True) + 0.5).sqrt())
@@ -110,7 +110,7 @@ def test_inputs_that_later_passes_replace_are_followed() -> None:
         doubled = graph.module.graph.call_function(torch.mul, (x, 2))
     node.replace_input_with(x, doubled)
     doubled.meta = dict(x.meta)
-    assert lower_ops(graph.module, ())[0].implementation == "original"
+    assert choose_implementations(graph.module, ())[0].implementation == "original"
     result = graph.module(*graph.values(inputs))[1]
     first, second = (X, Y) if x.name.endswith("x_") else (Y, X)
     assert torch.equal(result, first * 2 + second)
@@ -120,4 +120,4 @@ def test_an_op_that_was_no_lift_has_no_original() -> None:
     graph = trace(lambda x: RMS_NORM.overload(x, WEIGHT, 1e-5), {"x": X})
     (node,) = op_nodes(graph.module, RMS_NORM.overload)
     assert ORIGINAL not in node.meta
-    assert lower_ops(graph.module, ())[0].implementation == "reference"
+    assert choose_implementations(graph.module, ())[0].implementation == "reference"

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import InputSpec
+from core.common.lowering import Lowerings, inline
 from core.compilation.cache.factors import version_factors
 from core.compilation.cache.program_factors import runtime_packages
 from core.host.selection import select_device
@@ -166,11 +167,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_each_setting_is_a_factor(name: str) -> None:
     options, named = SETTINGS[name]
     if name == "lowering":  # its compiler has no say here
-        from core.common import lowerings
-
-        both = lowerings.Lowerings(
-            available={"inline": lowerings.inline, "inductor": lowerings.inline}, default="inline"
-        )
+        both = Lowerings(available={"inline": inline, "inductor": inline}, default="inline")
         options = {**options, "device": {"lowerings": both}}
     assert_miss(look(**options), named)
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from core.common.kernel_compilers import INDUCTOR, KernelCompiler
 from core.compilation.cache.store import Damaged, Store, Untrusted, default_folder, differences, key_of
 
+COMPILERS = (INDUCTOR, KernelCompiler(name="acme", counting=INDUCTOR.counting, folder_variable="ACME_CACHE_DIR"))
 FACTORS = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1"}}
 GRAPHS = {"phases": [{"phase": "main", "graphs": [{"nodes": [{"op": "placeholder", "name": "x"}]}]}]}
 KEY = key_of(FACTORS)
@@ -99,50 +101,53 @@ def test_the_nearest_entry_names_what_differs(tmp_path: Path) -> None:
 
 
 def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/own/place")
+    monkeypatch.setenv("ACME_CACHE_DIR", "/own/place")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     store = Store(tmp_path)
-    store.keep_kernels()
-    assert os.environ["TRITON_CACHE_DIR"] == "/own/place"
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    store.keep_kernels(COMPILERS)
+    assert os.environ["ACME_CACHE_DIR"] == "/own/place"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kernels" / "inductor")
     store.write(KEY, FACTORS, GRAPHS)
-    (tmp_path / "inductor" / "kernel").write_text("12345")
+    (tmp_path / "kernels" / "inductor" / "kernel").write_text("12345")
     (tmp_path / "mine.txt").write_text("")
-    assert store.kernel_bytes() == {"triton": 0, "inductor": 5}
+    (tmp_path / "mine").mkdir()
+    assert store.kernel_bytes() == {"inductor": 5}
     count, num_bytes = store.clear()
     assert count == 1 and num_bytes > 5
-    assert [each.name for each in sorted(tmp_path.iterdir())] == ["graphs-1", "mine.txt"]
+    assert [each.name for each in sorted(tmp_path.iterdir())] == ["graphs-1", "kernels", "mine", "mine.txt"]
+    assert store.kernel_bytes() == {}
 
 
-@pytest.mark.parametrize("open_to_all", ["", "inductor"])
+@pytest.mark.parametrize("open_to_all", ["", "kernels", "kernels/inductor"])
 def test_kernels_are_not_taken_from_a_folder_that_others_may_write(
     open_to_all: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a compiler finds there is run, so that somebody else could have any code run."""
-    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    for variable in ("ACME_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "shared"
-    (folder / "inductor").mkdir(parents=True)
+    (folder / "kernels" / "inductor").mkdir(parents=True)
     (folder / open_to_all).chmod(0o777)
-    Store(folder).keep_kernels()
+    Store(folder).keep_kernels(COMPILERS)
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and "others may write" in caplog.text
-    assert ("TRITON_CACHE_DIR" in os.environ) == bool(open_to_all)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert ("ACME_CACHE_DIR" in os.environ) == (open_to_all == "kernels/inductor")
+    monkeypatch.delenv("ACME_CACHE_DIR", raising=False)
 
 
 def test_folders_are_the_users_own_whatever_the_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/own/place")
+    monkeypatch.setenv("ACME_CACHE_DIR", "/own/place")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = os.umask(0)
     try:
         store = Store(tmp_path / "core")
-        store.keep_kernels()
+        store.keep_kernels(COMPILERS)
         store.write(KEY, FACTORS, GRAPHS)
     finally:
         os.umask(before)
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "core", store.kernels["inductor"], store.folder)]
-    assert modes == [0o700] * 3
+    folders = (tmp_path / "core", store.kernels, store.kernels / "inductor", store.folder)
+    modes = [path.stat().st_mode & 0o777 for path in folders]
+    assert modes == [0o700] * 4
 
 
 def test_where_a_users_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +162,7 @@ def test_where_a_users_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
 WRITER = """
 import sys
 from pathlib import Path
+from core.common.kernel_compilers import INDUCTOR, KernelCompiler
 from core.compilation.cache.store import Store, key_of
 factors = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1" * 100000}}
 store = Store(Path(sys.argv[1]))

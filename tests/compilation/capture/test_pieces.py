@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.common.lowering import FlatCallable, LoweringRequest
-from core.common.lowerings import inductor, inline
+from core.common.inductor import inductor
+from core.common.lowering import FlatCallable, LoweringRequest, inline
 from core.common.numerics import Fp64Mode, judge
 from core.compilation.capture.breaks import breaking
 from core.compilation.capture.pieces import PieceLowering, lower_pieces, mark_breaks

@@ -119,9 +119,9 @@ def test_a_run_may_leave_the_cache_out(monkeypatch: pytest.MonkeyPatch, cache_fo
         raise Stopped
 
     monkeypatch.setattr("core.engine.serve.engine.Engine", stop)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     for wanted, arguments in ((False, ["--no-cache"]), (True, [])):
         assert main(["run", "--device", "cpu", *arguments]) == 1
-        assert (os.environ.get("TRITON_CACHE_DIR") == str(cache_folder / "triton")) is wanted
+        kept = str(cache_folder / "kernels" / "inductor")
+        assert (os.environ.get("TORCHINDUCTOR_CACHE_DIR") == kept) is wanted

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.lowering import LoweringRequest
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter, device_passes
@@ -44,7 +44,7 @@ def check_program(trial: Trial, name: str, dtype: torch.dtype) -> None:
     for report in rewritten.passes:
         trial.require(not report.error, f"pass {report.name!r} of {report.owner} fails: {report.error}")
     module = rewritten.traced.module
-    lower_ops(module, device.ops)
+    choose_implementations(module, device.ops)
     (example,) = graph.examples
     inputs = own_inputs(module, rewritten.traced.values(example), written=_names(module))
     lowering = "inline" if "inline" in device.lowerings.available else device.lowerings.default

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.passes.constants import Constants
 from core.common.passes.declaration import Guards, Pass, PassResult
-from core.compilation.lower_ops import inline_unimplemented
+from core.compilation.implementations import put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
@@ -201,7 +201,7 @@ class Bench:
         try:
             reports = manager.run(module, tokens=tokens, constants=constants, check=check)
             options: dict[str, Any] = {"tokens": tokens, "constants": constants, "check": check}
-            for staged in later_stages(manager.passes, module, lambda m: inline_unimplemented(m, self.device.ops)):
+            for staged in later_stages(manager.passes, module, lambda m: put_back_unimplemented(m, self.device.ops)):
                 options |= {"form": staged.form, "refused": staged.refused}
                 reports += manager.run(staged.module, staged.stage, **options)
         except Exception as error:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import core
 from core.common.numerics import judge
 from core.common.passes.declaration import Pass
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.aten import to_aten
 from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter
@@ -280,7 +280,7 @@ def test_lifted_norms_and_rotation_launch_the_plugins_kernels(dtype: torch.dtype
     switches = PassSwitches(only=(LIFT_QK_NORM_ROTARY.name,))
     made = Rewriter(device, switches, strict=True).rewrite(trace(model, inputs))
     assert [report.matched for report in made.passes if report.name == LIFT_QK_NORM_ROTARY.name] == [1]
-    (choice,) = lower_ops(made.traced.module, device.ops)
+    (choice,) = choose_implementations(made.traced.module, device.ops)
     assert choice.implementation not in ("original", "reference")
     after, new = launched(made.traced, inputs)
     assert old == new == {"RmsNorm": 2, "RotaryPositionEmbeddingV2": 2, "Sin": 1, "Cos": 1}

@@ -16,7 +16,7 @@ from core.common.ops.attention.dense import DENSE_ATTENTION
 from core.common.passes.attention.lift import LIFT_ATTENTION
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -217,7 +217,7 @@ def test_repeated_keys_and_values_are_read_where_they_come_from(spelling: str) -
 def test_without_an_implementation_the_original_comes_back_bit_by_bit(spelling: str) -> None:
     inputs = inputs_of(torch.bfloat16)
     graph, _ = lift(SPELLINGS[spelling][0], inputs)
-    (choice,) = lower_ops(graph.module, ())
+    (choice,) = choose_implementations(graph.module, ())
     assert choice.implementation == "original"
     assert torch.equal(graph.module(*graph.values(inputs))[0], SPELLINGS[spelling][0](**inputs))
 

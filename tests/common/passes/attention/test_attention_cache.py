@@ -13,7 +13,7 @@ from torch import Tensor
 from core.common.ops.attention.dense import DENSE_ATTENTION
 from core.common.passes.attention.cache import FUSE_ATTENTION_CACHE
 from core.common.passes.attention.lift import LIFT_ATTENTION
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -108,7 +108,7 @@ def test_without_an_implementation_the_original_comes_back_bit_by_bit() -> None:
     graph, report = run(Layer(torch.bfloat16), inputs)
     assert report.matched == 1
     # The op with the caches becomes writes and an op without them, and that the model's own nodes.
-    assert [choice.implementation for choice in lower_ops(graph.module, ())] == ["original", "original"]
+    assert [choice.implementation for choice in choose_implementations(graph.module, ())] == ["original", "original"]
     assert torch.equal(graph.module(*graph.values(inputs))[0], by_hand(**inputs))
 
 

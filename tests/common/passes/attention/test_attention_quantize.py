@@ -23,7 +23,7 @@ from core.common.passes.attention.quantize_examples import examples
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import BREAK_POINT, ORIGINAL_NODES, lower_ops
+from core.compilation.implementations import BREAK_POINT, ORIGINAL_NODES, choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
@@ -127,7 +127,7 @@ def test_each_layer_of_a_model_is_fused_and_no_bit_changes(
         assert (given["k_scale"] is None) is (kv == "auto")
         assert given["key_cache"].meta["example_value"].dtype == (FP8 if kv == "fp8" else dtype)
     restored = Snapshot(module).module()
-    choices = lower_ops(restored, ())
+    choices = choose_implementations(restored, ())
     made = [choice.implementation for choice in choices if choice.op.endswith("attention_quantize")]
     assert made == [ORIGINAL_NODES] * 2 and not calls(restored)
     assert all(same(old, run_graph(restored, each)) for (old, _), each in zip(runs, values, strict=True))
@@ -152,7 +152,7 @@ def test_a_device_that_makes_no_scale_of_all_heads_gets_the_two_ops_back_and_cut
         condition=lambda call: None if call.args["out_scale"] is not None else "its scale is made of all heads",
     )
     own = OpImplementation(op=ROTARY_ATTENTION.qualified_name, name="own", fn=ROTARY_ATTENTION.reference)
-    choices = lower_ops(module, [picky, own], mark=[op.qualified_name for op in OPS if op.break_point])
+    choices = choose_implementations(module, [picky, own], mark=[op.qualified_name for op in OPS if op.break_point])
     chosen = [(choice.implementation, choice.refused) for choice in choices if "attention" in choice.op]
     refused = (("picky", "its scale is made of all heads"),)
     assert chosen == [(ORIGINAL_NODES, refused), ("own", ())] * 2
@@ -165,7 +165,7 @@ def test_piecewise_graphs_are_cut_at_the_op() -> None:
     own = OpImplementation(
         op=ROTARY_ATTENTION_QUANTIZE.qualified_name, name="own", fn=ROTARY_ATTENTION_QUANTIZE.reference
     )
-    lower_ops(module, [own], mark=[op.qualified_name for op in OPS if op.break_point])
+    choose_implementations(module, [own], mark=[op.qualified_name for op in OPS if op.break_point])
     cut = [node.meta[BREAK_POINT] for node in module.graph.nodes if BREAK_POINT in node.meta]
     assert cut == ["core::rotary_attention_quantize"] * 2
 
@@ -194,7 +194,7 @@ def fused(function: Any, dtype: torch.dtype = F32, *, dynamic: Any = None, coded
     *_, report = PassManager(passes, strict=True, implemented=BRINGS).run(graph.module)
     assert same(before, run_graph(graph.module, values))
     restored = Snapshot(graph.module).module()
-    lower_ops(restored, ())
+    choose_implementations(restored, ())
     assert same(before, run_graph(restored, values)) and not calls(restored)
     return graph.module, report
 

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from core.common.passes.collective.lift import LIFT_COLLECTIVES
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.snapshot import to_text
 from core.compilation.trace.tracing import trace
 from tests.common.passes.collective import layers
@@ -60,7 +60,7 @@ def test_an_all_reduce_is_one_op_in_both_spellings_and_stages(reduce: Any, aten:
 def test_what_no_implementation_takes_becomes_what_it_was() -> None:
     graph, report = lifted(lambda x: layers.in_place(x @ W).sin())
     plain = trace(lambda x: layers.in_place(x @ W).sin(), {"x": X}).module
-    (choice,) = lower_ops(graph.module, ())
+    (choice,) = choose_implementations(graph.module, ())
     assert report.matched == 1 and choice.implementation == "original"
     assert left(graph.module) == left(plain) and len(left(plain)) == 3
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.common.passes.collective.norm import FUSE_ALL_REDUCE_NORM
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from tests.common.passes.collective import layers
 from tests.common.passes.collective.layers import Sharded, names, reasons, rewritten, traced
 from tests.common.processes import drawn, pretended
@@ -88,7 +88,7 @@ def test_codes_of_a_norm_that_others_read_stay_apart(codes: Any) -> None:
 def test_without_an_implementation_the_model_is_what_it_was() -> None:
     graph, plain = traced(Ending(layers.codes_fp8), X), traced(Ending(layers.codes_fp8), X)
     rewritten(graph)
-    choices = lower_ops(graph.module, ())
+    choices = choose_implementations(graph.module, ())
     assert {choice.implementation for choice in choices} == {"original", "reference"}
     assert [choice.op for choice in choices if choice.implementation == "reference"] == ["core::quantize"]
     targets = [[str(n.target) for n in g.module.graph.nodes if "c10d" in str(n.target)] for g in (graph, plain)]

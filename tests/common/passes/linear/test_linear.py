@@ -17,7 +17,7 @@ from core.common.passes.linear.lift import FUSE_GATED_LINEAR, LIFT_LINEAR
 from core.common.passes.linear.merge import MERGE_LINEARS
 from core.common.passes.mlp.gate_up import FUSE_GATE_UP
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.tracing import trace
@@ -87,7 +87,7 @@ def test_every_linear_of_a_decoder_becomes_one_of_two_ops(kinds: str, dtype: tor
 def test_what_no_implementation_takes_is_a_plain_linear_again(dtype: torch.dtype) -> None:
     found = Fused(Decoder(2, dtype=dtype), tokens(dtype))
     restored = Snapshot(found.module).module()
-    choices = lower_ops(restored, ())
+    choices = choose_implementations(restored, ())
     chosen = {(choice.op, choice.implementation) for choice in choices}
     assert {("core::linear", "original"), ("core::gated_linear", "original")} <= chosen
     assert len(plain(restored)) == 8 and not calls(restored, LINEAR.overload)

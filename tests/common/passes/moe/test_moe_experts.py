@@ -19,7 +19,7 @@ from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.moe.grouped_mlp import LIFT_GROUPED_MLP
 from core.common.passes.moe.route import LIFT_MOE_ROUTE
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -191,7 +191,7 @@ def test_a_device_without_the_op_runs_what_the_model_wrote(dtype: torch.dtype) -
     graph, values = traced(Experts(dtype, **GPT_OSS), inputs_of(dtype))
     before = run_graph(graph.module, values).outputs[0]
     assert lift(graph, values).matched == 1
-    (choice,) = lower_ops(graph.module, [])
+    (choice,) = choose_implementations(graph.module, [])
     assert choice.implementation == "original"
     assert torch.equal(run_graph(graph.module, values).outputs[0], before)
 

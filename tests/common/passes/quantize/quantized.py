@@ -18,7 +18,7 @@ from core.common.passes.quantize.results import (
     FUSE_RMS_NORM_QUANTIZE,
 )
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import OpChoice, lower_ops
+from core.compilation.implementations import OpChoice, choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -61,7 +61,7 @@ class Quantized:
     def lowered(self, *implementations: Any) -> tuple[str, tuple[OpChoice, ...]]:
         """Return the text of the graph as it is lowered, names of nodes left out, and what each op became."""
         module = deepcopy(self.graph.module)
-        choices = lower_ops(module, implementations)
+        choices = choose_implementations(module, implementations)
         module.graph.eliminate_dead_code()
         names: dict[Any, int] = {node: index for index, node in enumerate(module.graph.nodes)}
         lines = [

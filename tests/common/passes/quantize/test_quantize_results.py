@@ -17,7 +17,7 @@ from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
 from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import ORIGINAL_NODES
+from core.compilation.implementations import ORIGINAL_NODES
 from tests.common.passes.lifting import BF16, DTYPES, F32, draw
 from tests.common.passes.quantize.quantized import (
     BEFORE,

@@ -13,7 +13,7 @@ from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.rotary.lift import LIFT_ROTARY
 from core.common.passes.rotary.qk_norm import FUSE_QK_NORM_ROTARY
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -137,7 +137,7 @@ def test_every_form_is_fused_and_no_bit_changes(form: str, dtype: torch.dtype) -
 def test_a_device_without_the_op_has_the_models_own_nodes_again(form: str) -> None:
     graph, _ = fused(FORMS[form][0], BF16)
     control = run(graph, inputs_of(BF16))
-    choices = lower_ops(graph.module, ())
+    choices = choose_implementations(graph.module, ())
     assert choices[0].op == "core::qk_norm_rotary" and len(choices) == 4
     assert {choice.implementation for choice in choices} == {"original"}
     assert all(map(torch.equal, run(graph, inputs_of(BF16)), control))

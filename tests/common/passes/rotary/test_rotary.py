@@ -13,7 +13,7 @@ from core.common.numerics import judge
 from core.common.ops.rotary.rotation import ROTARY, ROTARY_SINGLE
 from core.common.passes.declaration import NearMiss
 from core.common.passes.rotary.lift import LIFT_ROTARY
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -173,7 +173,7 @@ def test_every_spelling_is_lifted_and_no_bit_changes(spelling: str, dtype: torch
     kinds = {getattr(node.target, "__name__", node.target) for node in graph.module.graph.nodes}
     assert not kinds & {"cat", "stack", "neg", "mul", "add", "sub", "chunk", "split"}
     control = run(graph, inputs)
-    (choice,) = lower_ops(graph.module, ())
+    (choice,) = choose_implementations(graph.module, ())
     assert choice.implementation == "original"
     assert all(map(torch.equal, run(graph, inputs), control))
 
@@ -215,7 +215,7 @@ def test_a_cast_in_front_is_left_outside() -> None:
     graph, _ = lifted(model, inputs_of(F32, tables=BF16))
     (op,) = ops(graph)
     assert op.kwargs["compute_dtype"] is None and op.args[0].meta["example_value"].dtype is BF16
-    assert {choice.implementation for choice in lower_ops(graph.module, ())} == {"original"}
+    assert {choice.implementation for choice in choose_implementations(graph.module, ())} == {"original"}
 
 
 def test_a_narrower_compute_dtype_is_named() -> None:

@@ -19,7 +19,7 @@ from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
 from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
 from core.common.passes.rotary.attention_examples import examples
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import BREAK_POINT, lower_ops
+from core.compilation.implementations import BREAK_POINT, choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
@@ -155,7 +155,7 @@ def test_an_implementation_that_refuses_gives_the_models_own_nodes_back(model: s
     other = OpImplementation(
         op=ROTARY_ATTENTION.qualified_name, name="picky", fn=torch.relu, condition=lambda call: "not today"
     )
-    choices = lower_ops(module, [other], mark=(ATTENTION.qualified_name, ROTARY_ATTENTION.qualified_name))
+    choices = choose_implementations(module, [other], mark=(ATTENTION.qualified_name, ROTARY_ATTENTION.qualified_name))
     chosen = {choice.op: choice.implementation for choice in choices}
     assert chosen["core::rotary_attention"] == "original" and chosen["core::attention"] == "eager reference"
     cut = [node.meta[BREAK_POINT] for node in module.graph.nodes if BREAK_POINT in node.meta]
@@ -168,7 +168,7 @@ def test_an_implementation_that_refuses_gives_the_models_own_nodes_back(model: s
 def test_piecewise_graphs_are_cut_at_the_op() -> None:
     module = rewritten(graph_of("llama", F32), BRINGS).module
     own = OpImplementation(op=ROTARY_ATTENTION.qualified_name, name="own", fn=ROTARY_ATTENTION.reference)
-    choices = lower_ops(module, [own], mark=[op.qualified_name for op in OPS if op.break_point])
+    choices = choose_implementations(module, [own], mark=[op.qualified_name for op in OPS if op.break_point])
     assert [choice.implementation for choice in choices if choice.op == ROTARY_ATTENTION.qualified_name] == ["own"] * 2
     cut = [node.meta[BREAK_POINT] for node in module.graph.nodes if BREAK_POINT in node.meta]
     assert cut == ["core::rotary_attention"] * 2
@@ -188,7 +188,7 @@ def fused(
     *_, report = PassManager(passes, strict=True, implemented=BRINGS).run(graph.module)
     assert same(before, run_graph(graph.module, values))
     restored = Snapshot(graph.module).module()
-    lower_ops(restored, ())
+    choose_implementations(restored, ())
     assert same(before, run_graph(restored, values)) and not calls(restored)
     return graph, report
 

@@ -13,7 +13,7 @@ from core.common.ops.implementation import OpImplementation
 from core.common.ops.rotary.table import LAYOUTS, ROTARY_TABLE
 from core.common.passes.rotary.table import LIFT_ROTARY_TABLE, examples
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.lower_ops import lower_ops
+from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager, PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
@@ -45,7 +45,7 @@ def lifted(model: Callable[..., Any], dynamic: Any = None, **inputs: Tensor) -> 
     (report,) = PassManager((LIFT_ROTARY_TABLE,), strict=True, implemented=BRINGS).run(graph.module)
     assert same(before, run_graph(graph.module, values))
     restored = Snapshot(graph.module).module()
-    (*choices,) = lower_ops(restored, ())
+    (*choices,) = choose_implementations(restored, ())
     assert same(before, run_graph(restored, values)) and not calls(restored)
     assert all(choice.implementation == "original" for choice in choices)
     return graph, report
@@ -271,8 +271,8 @@ def test_the_tables_of_models_become_one_op_each(model: str, layout: str, count:
             assert node.kwargs["layout"] == layout and node.kwargs["out_dtype"] == dtype
         added = [tensor for _, tensor in constants.added]
         own = OpImplementation(op=ROTARY_TABLE.qualified_name, name="own", fn=ROTARY_TABLE.reference)
-        lower_ops(module, (own,))
-        lower_ops(seen[NAME], ())
+        choose_implementations(module, (own,))
+        choose_implementations(seen[NAME], ())
         for values in graph.values():
             before, after = (run_graph(each, [*values, *added]).outputs for each in (seen[NAME], module))
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

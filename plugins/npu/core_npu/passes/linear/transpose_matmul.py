@@ -124,7 +124,7 @@ FUSE_TRANSPOSE_BATCHMATMUL = Pass(
         for product in _PRODUCTS
     ),
     guards=Guards(dtypes=HALVES, min_rank=3),
-    on_request="for it alone graphs are lowered to ATen ops; it pays where heads have matrices of their own (MLA)",
+    on_request="for it alone graphs are turned into ATen ops; it pays where heads have matrices of their own (MLA)",
     examples=examples,
     owner="npu",
 )

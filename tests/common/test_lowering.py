@@ -1,4 +1,4 @@
-"""core/common/lowerings.py and lowering.py: a finished graph becomes a callable with the same numbers."""
+"""core/common/inductor.py and lowering.py: a finished graph becomes a callable with the same numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
-from core.common.lowerings import INLINE_AND_INDUCTOR, inductor, inline, specialize
+from core.common.inductor import INLINE_AND_INDUCTOR, inductor, specialize
+from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
 from core.compilation.trace.tracing import TracedGraph, trace
 from core.errors import LoweringError, UsageError
 from tests.support import Block, refused

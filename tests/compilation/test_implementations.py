@@ -1,4 +1,4 @@
-"""core/compilation/lower_ops.py: which implementation a canonical op gets, and why not another."""
+"""core/compilation/implementations.py: which implementation a canonical op gets, and why not another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 import core.common.ops.canonical  # noqa: F401  # declares rms_norm
 from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.compilation.lower_ops import OpChoice, lower_ops
+from core.compilation.implementations import OpChoice, choose_implementations
 from core.errors import LoweringError
 from tests.support import refused
 
@@ -49,7 +49,7 @@ def run(module: fx.GraphModule, arguments: dict[str, Any]) -> Tensor:
 def test_without_implementations_the_reference_is_called(arguments: dict[str, Any]) -> None:
     module = graph(arguments)
     before = run(module, arguments)
-    assert lower_ops(module, ()) == (
+    assert choose_implementations(module, ()) == (
         OpChoice(op="core::attention", node="attention_default", implementation="reference"),
     )
     assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [ATTENTION.reference]
@@ -59,7 +59,7 @@ def test_without_implementations_the_reference_is_called(arguments: dict[str, An
 def test_an_implementation_that_applies_is_called(arguments: dict[str, Any]) -> None:
     module = graph(arguments, calls=2)
     before = run(module, arguments)
-    choices = lower_ops(module, [implementation(op="core::other"), implementation()])
+    choices = choose_implementations(module, [implementation(op="core::other"), implementation()])
     assert [(c.node, c.implementation, c.refused) for c in choices] == [
         ("attention_default", "acme_fast", ()),
         ("attention_default_1", "acme_fast", ()),
@@ -69,17 +69,17 @@ def test_an_implementation_that_applies_is_called(arguments: dict[str, Any]) -> 
 
 def test_the_first_that_applies_wins_and_refusals_are_kept(arguments: dict[str, Any]) -> None:
     candidates = [implementation("one", "no window"), implementation("two"), implementation("three", "unreached")]
-    (choice,) = lower_ops(graph(arguments), candidates)
+    (choice,) = choose_implementations(graph(arguments), candidates)
     assert choice.implementation == "two"
     assert choice.refused == (("one", "no window"),)
-    (choice,) = lower_ops(graph(arguments), candidates[::2])
+    (choice,) = choose_implementations(graph(arguments), candidates[::2])
     assert choice.implementation == "reference"
     assert choice.refused == (("one", "no window"), ("three", "unreached"))
 
 
 def test_the_condition_sees_every_argument_by_name(arguments: dict[str, Any]) -> None:
     calls: list[OpCall] = []
-    lower_ops(graph(arguments), [implementation(condition=lambda call: calls.append(call))])
+    choose_implementations(graph(arguments), [implementation(condition=lambda call: calls.append(call))])
     (call,) = calls
     assert call.op == "core::attention"
     assert call.args.keys() == {a.name for a in ATTENTION.overload._schema.arguments}
@@ -93,18 +93,18 @@ def test_a_raising_condition_is_blamed(arguments: dict[str, Any]) -> None:
 
     phrases = ("'acme_fast'", "core::attention", "AttributeError: no head size", "None or a reason")
     with refused(LoweringError, *phrases):
-        lower_ops(graph(arguments), [implementation(condition=condition)])
+        choose_implementations(graph(arguments), [implementation(condition=condition)])
 
 
 def test_a_node_without_metadata_is_refused(arguments: dict[str, Any]) -> None:
     with refused(LoweringError, "takes node 'query'", "no example value", "node.meta['example_value']"):
-        lower_ops(graph(arguments, examples=False), ())
+        choose_implementations(graph(arguments, examples=False), ())
 
 
 def test_other_ops_are_left_alone() -> None:
     module = fx.symbolic_trace(lambda x: torch.relu(x) + 1)
     before = module.code
-    assert lower_ops(module, [implementation()]) == ()
+    assert choose_implementations(module, [implementation()]) == ()
     assert module.code == before
 
 
@@ -117,6 +117,6 @@ def test_what_custom_op_makes_is_taken_as_the_op() -> None:
     module = fx.symbolic_trace(lambda x: torch.ops.core.rms_norm(x, None, 1e-5))
     for node in module.graph.nodes:
         node.meta["example_value"] = torch.ones(2, 4)
-    lower_ops(module, [made])
+    choose_implementations(module, [made])
     assert made.fn is torch.ops.core_tests.norm.default
     assert torch.equal(module(torch.ones(2, 4)), torch.ones(2, 4))

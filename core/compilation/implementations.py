@@ -1,4 +1,4 @@
-"""Lowering canonical ops: each call becomes the device's implementation if its condition holds.
+"""Choosing implementations: each call of a canonical op becomes the device's own if its condition holds.
 
 Else it becomes again what a lift made it from, and its reference where it was in the model from the start.
 """
@@ -42,7 +42,7 @@ class OpChoice:
         return asdict(self)
 
 
-def lower_ops(
+def choose_implementations(
     graph: fx.GraphModule, implementations: Sequence[OpImplementation], *, mark: Collection[str] = ()
 ) -> tuple[OpChoice, ...]:
     """Replace every canonical op in `graph`, in place; the first implementation whose condition holds wins.
@@ -55,7 +55,7 @@ def lower_ops(
         node = pending.pop()
         op = find_op(node.target) if node.op == "call_function" else None
         if op is not None:
-            choice, restored = _lower(node, op, [i for i in implementations if i.op == op.qualified_name])
+            choice, restored = _choose(node, op, [i for i in implementations if i.op == op.qualified_name])
             if op.qualified_name in mark and not restored:
                 node.meta[BREAK_POINT] = op.qualified_name
                 if choice.implementation == REFERENCE and op.eager is not None:
@@ -66,7 +66,7 @@ def lower_ops(
     return tuple(choices)
 
 
-def inline_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
+def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
     """Put back what lifts replaced by ops of which there is no implementation at all; return how many were put back.
 
     A pass of a later stage then finds it as the model wrote it.
@@ -84,8 +84,8 @@ def inline_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImpl
     return count
 
 
-def _lower(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> tuple[OpChoice, list[fx.Node]]:
-    """Lower one call; return what it became and, for the original nodes, these."""
+def _choose(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> tuple[OpChoice, list[fx.Node]]:
+    """Choose for one call; return what it became and, for the original nodes, these."""
     call = op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))
     refused: list[tuple[str, str]] = []
     chosen, restored = "", None
@@ -119,7 +119,7 @@ def _example(node: fx.Node) -> Any:
     value = node.meta.get("example_value", node.meta.get("val"))
     if value is None or not isinstance(value, (torch.Tensor, torch.SymInt, int, float)):
         raise LoweringError(
-            f"lowering a canonical op that takes node {node.name!r}",
+            f"choosing an implementation for what takes node {node.name!r}",
             found="the node has no example value",
             remedy="a pass that adds nodes must set node.meta['example_value']",
         )

@@ -1,4 +1,4 @@
-"""The lowerings every device can use: `inline`, generated Python, and `inductor`."""
+"""The lowering `inductor`, for devices that torch's own compiler makes kernels for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from core.common.graphs.weak import overlaps
-from core.common.lowering import FlatCallable, LoweringRequest, Lowerings
+from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
 from core.common.passes.writes import find_writes
 from core.errors import LoweringError
-
-
-def inline(request: LoweringRequest) -> FlatCallable:
-    """Return the graph's own generated Python: each op is one eager call, at any size the trace allows."""
-    request.graph.recompile()
-    return request.graph.forward  # the bound method: no nn.Module call around it
 
 
 def inductor(request: LoweringRequest) -> FlatCallable:
@@ -94,9 +88,6 @@ def specialize(graph: fx.GraphModule, examples: tuple[Any, ...]) -> tuple[fx.Gra
 def _replace(constants: Mapping[fx.Node, Any], node: fx.Node) -> Any:
     return constants.get(node, node)
 
-
-INLINE = Lowerings(available=MappingProxyType({"inline": inline}), default="inline", any_size=frozenset({"inline"}))
-"""What a device has that states nothing: every op goes through torch's dispatcher, where any backend can see it."""
 
 INLINE_AND_INDUCTOR = Lowerings(
     available=MappingProxyType({"inline": inline, "inductor": inductor}),
