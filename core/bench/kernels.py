@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.bench.rates import Rates, measure_rates
 from core.compilation.implementations import choose_implementations
-from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.explain.layers import OUTSIDE, compact, layer_of
 from core.explain.nodes import op_name, path_of

@@ -26,7 +26,7 @@ from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.bench.kernels import KernelProfile
-    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewrite.order import PassSwitches
     from core.engine.models.quantizing import Quantize
     from core.explain.explanation import Explanation
 

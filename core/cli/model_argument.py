@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from core.compilation.options import CompileOptions, Verify
-    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewrite.order import PassSwitches
     from core.device import Device
     from core.engine.models.checkpoint import Progress
     from core.engine.models.loading import LoadedModel

@@ -9,7 +9,7 @@ import typer
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewrite.order import PassSwitches
 
 WITH_PASS: Any = typer.Option(
     [], "--pass", metavar="NAME", help="Run this pass although the device finds it unprofitable; repeatable."
@@ -25,7 +25,7 @@ def pass_switches(with_pass: list[str], only_pass: list[str], no_pass: list[str]
 
     Whether the names exist is known only with the passes: `PassSwitches.select` and `PassManager` refuse others.
     """
-    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewrite.order import PassSwitches
 
     if no_passes and (with_pass or only_pass or no_pass):
         given = "--pass" if with_pass else "--only-pass" if only_pass else "--no-pass"

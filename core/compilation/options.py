@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from core.compilation.capture.guards import GuardValues
     from core.compilation.capture.untraced import OutputDims
-    from core.compilation.rewrite.switches import PassSwitches
+    from core.compilation.rewrite.order import PassSwitches
     from core.compilation.shared_trace import SharedTrace
     from core.device import Mode
 
@@ -90,7 +90,7 @@ class CompileOptions:
     @property
     def switches(self) -> PassSwitches:
         """What these options say of passes."""
-        from core.compilation.rewrite.switches import PassSwitches
+        from core.compilation.rewrite.order import PassSwitches
 
         return PassSwitches(only=self.passes, disable=self.disable_passes, enable=self.enable_passes)
 

@@ -16,8 +16,8 @@ from core._version import __version__
 from core.common.passes.declaration import Stage
 from core.compilation.implementations import OpChoice, choose_implementations
 from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewrite.snapshot import Snapshot
-from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter, device_passes
 from core.compilation.trace.traced import TracedGraph
 from core.device import Device

@@ -20,7 +20,7 @@ from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.rewrite import Site, fuse, near_miss
-from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.device import Device

@@ -124,7 +124,7 @@ class TracedPhase:
         rewritten = self._stages.rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)
         with _blaming(rewritten.passes):
             ops = choose_implementations(rewritten.traced.module, self._request.device.ops, mark=break_names)
-        num_breaks = mark_breaks(rewritten.traced.module, break_names)
+        num_breaks = mark_breaks(rewritten.traced.module, break_names) if break_names else 0
         report = TraceReport(
             phase=self.name,
             num_nodes=num_nodes,

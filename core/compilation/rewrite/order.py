@@ -1,8 +1,9 @@
-"""Which passes run, and in which order: the declared before/after, else as registered."""
+"""Which passes run, as the caller wants, and in which order: the declared before/after, else as registered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -10,6 +11,35 @@ from heapq import heappop, heappush
 from core.common.passes.context import check_analyses
 from core.common.passes.declaration import Pass
 from core.errors import PassError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSwitches:
+    """Passes to run and to leave out. only: their names, None for all. disable: names to leave out of these.
+
+    enable: names to run although the device finds them unprofitable; those of `only` count as such too.
+    """
+
+    only: tuple[str, ...] | None = None
+    disable: tuple[str, ...] = ()
+    enable: tuple[str, ...] = ()
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Every pass that was asked for by name."""
+        return (*(self.only or ()), *self.enable)
+
+    def select(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+        """Return the passes that run; raises `UsageError`, with the closest name, for one that is not there."""
+        return choose(passes, self.only, self.disable, self.enable)
+
+    def __str__(self) -> str:
+        if self.only == ():
+            return "no passes"
+        parts = ["all passes" if self.only is None else f"only {', '.join(self.only)}"]
+        if self.enable:
+            parts[0] += f", {', '.join(self.enable)} in any case"
+        return " without ".join([*parts, ", ".join(self.disable)] if self.disable else parts)
 
 
 def choose(

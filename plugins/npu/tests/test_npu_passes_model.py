@@ -13,7 +13,7 @@ from npu_rewriting import HALVES, kernels
 
 import core
 from core.common.numerics import judge
-from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.cli.passes import what_it_does
 from core.compilation.rewrite.manager import PassManager
-from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.compilation.trace.tracing import trace
 from core.errors import PassError

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from core.common.passes.declaration import Pass
-from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter, Rewritten
 from core.compilation.trace.tracing import trace
 from core.errors import PassError

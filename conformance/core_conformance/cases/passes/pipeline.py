@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from core.common.lowering import LoweringRequest
 from core.compilation.implementations import choose_implementations
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewrite.snapshot import Snapshot
-from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter, device_passes
 from core.device import Device
 from core.engine.check.graphs import phase_graphs

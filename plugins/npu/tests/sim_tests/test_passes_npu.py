@@ -19,7 +19,7 @@ from core.common.numerics import judge
 from core.common.passes.declaration import Pass
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.aten import to_aten
-from core.compilation.rewrite.switches import PassSwitches
+from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
