@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.compilation.cache.store import Damaged, Store, Untrusted, default_folder, differences, key_of
+from core.compilation.cache.store import Damaged, Store, Untrusted, default_folder, key_of
 
 FACTORS = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1"}}
 GRAPHS = {"phases": [{"phase": "main", "graphs": [{"nodes": [{"op": "placeholder", "name": "x"}]}]}]}
@@ -94,8 +94,7 @@ def test_the_nearest_entry_names_what_differs(tmp_path: Path) -> None:
     for factors in (FACTORS, far, other):
         store.write(key_of(factors), factors, GRAPHS)
     key, found = store.nearest({**FACTORS, "values": {"a": "9"}}) or ("", [])
-    assert (key, found) == (KEY, ["values: a: 1 -> 9"])
-    assert differences(far, FACTORS) == ["device: name: other -> acme", "values: a: 2 -> 1", "values: b: 3 -> (none)"]
+    assert (key, list(map(str, found))) == (KEY, ["values: a: 1 -> 9"])
 
 
 def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

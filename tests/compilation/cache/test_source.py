@@ -1,6 +1,4 @@
-"""core/compilation/cache/code.py: the digest of a package's source follows what is loaded, also when that is done
-again.
-"""
+"""core/compilation/cache/source.py: the digest of a package follows what is loaded, also when that is done again."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from tests.compilation.cache.cached_model import assert_miss, assert_warm, cache
 RELOADS = """
 import importlib, sys
 import core
-from core.compilation.cache.code import source_digest
+from core.compilation.cache.source import source_digest
 import reloaded.kernels
 
 def edit(number):
