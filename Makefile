@@ -25,12 +25,15 @@ TRITON_VENV ?= .venv-triton36
 TRITON_BIN := $(abspath $(TRITON_VENV))/bin
 TRITON_STAMP := $(TRITON_VENV)/.installed
 
-.PHONY: help run test check check-install test-gpu test-npu-sim test-triton36 clean
+.PHONY: help run test test-slow test-interpreter test-all check check-install test-gpu test-npu-sim test-triton36 clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run       core run --device auto      (ARGS='--device cpu --json' replaces the arguments)"
-	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest, WORKERS=0 for one process)"
+	@echo "make test      the tests that every change owes  (ARGS='-k word' adds arguments of pytest, WORKERS=0: one process)"
+	@echo "make test-slow  the tests marked slow: whole models, processes, compilers"
+	@echo "make test-interpreter  the tests of the CUDA kernels in Triton's interpreter"
+	@echo "make test-all  these three, the oldest Triton, and the simulated NPU"
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make check-install  install every extra from public wheels, on each tested Python that is here (tens of minutes;"
 	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; .ci/run calls it when the requirements changed)"
@@ -54,11 +57,26 @@ run: $(STAMP)
 	@echo "== core run $(or $(ARGS),--device auto)"
 	@"$(BIN)/core" run $(or $(ARGS),--device auto)
 
+PYTEST = OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --durations 20
+
 test: $(STAMP)
-	@echo "== pytest: core, its plugins"
-	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(ARGS)
+	@echo "== pytest: core, its plugins; not the tests marked slow or interpreter"
+	@$(PYTEST) --dist loadfile -m "not slow and not interpreter" $(ARGS)
 	@echo "== pytest: the example vendor, by its own configuration"
-	@cd examples/acme_device && "$(BIN)/python" -m pytest
+	@cd examples/acme_device && $(PYTEST) --dist loadfile -m "not slow"
+
+test-slow: $(STAMP)
+	@echo "== pytest: the tests marked slow"
+	@$(PYTEST) --dist worksteal -m "slow and not interpreter" $(ARGS)
+	@echo "== pytest: the example vendor, its tests marked slow"
+	@cd examples/acme_device && $(PYTEST) --dist worksteal -m slow
+
+test-interpreter: $(STAMP)
+	@echo "== pytest: the CUDA kernels in Triton's interpreter"
+	@$(PYTEST) --dist worksteal -m interpreter plugins/cuda $(ARGS)
+	@$(if $(ARGS),,"$(BIN)/python" tools/interpreted.py --note)
+
+test-all: test test-slow test-interpreter test-triton36 test-npu-sim
 
 check: $(STAMP)
 	@echo "== ruff check"

@@ -43,4 +43,4 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     used = _processor_s() - before
     if used > LIMIT_S and not any(item.get_closest_marker(mark) for mark in DEAR):
-        pytest.fail(f"took {used:.1f} s of processor time, and {LIMIT_S:g} is the limit: make it smaller, or mark it slow")
+        pytest.fail(f"took {used:.1f} s of processor time; the limit is {LIMIT_S:g}: make it smaller, or mark it slow")

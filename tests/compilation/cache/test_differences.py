@@ -1,4 +1,6 @@
-"""core/compilation/cache/differences.py: what differs is told in a few lines, and what the rest may follow from first."""
+"""core/compilation/cache/differences.py: what differs is told in a few lines, and what the rest may follow from
+first.
+"""
 
 from __future__ import annotations
 
