@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from sim import launch
+from simulator import launch
 
 __all__ = ["run"]
 

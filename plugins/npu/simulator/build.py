@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
-# plugins/npu/tests/sim -> the repository, whose .cache holds everything that can be made again.
-CACHE = Path(__file__).resolve().parents[4] / ".cache" / "npu-sim"
+# plugins/npu/simulator -> the repository, whose .cache holds everything that can be made again.
+CACHE = Path(__file__).resolve().parents[3] / ".cache" / "npu-sim"
 RUNTIME_LIBRARY = "libascendcl.so"
 KERNEL_LIBRARY = "libopapi.so"
 TOOLS = ("gcc", "nm", "readelf")

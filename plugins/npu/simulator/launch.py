@@ -1,7 +1,7 @@
 """Run a command under the simulated ACL runtime, building it first where needed.
 
-usage: python plugins/npu/tests/sim/launch.py [--devices N] [--schedule eager|lazy] [--poison] -- command…
-       python plugins/npu/tests/sim/launch.py --check    (build only; status 3 with the reason where it is impossible)
+usage: python plugins/npu/simulator/launch.py [--devices N] [--schedule eager|lazy] [--poison] -- command…
+       python plugins/npu/simulator/launch.py --check    (build only; status 3 with the reason where it is impossible)
 
 The command's Python must be the one that runs this file: the libraries are made for its torch_npu.
 """
@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
+PLUGIN = Path(__file__).resolve().parents[1]
 CANNOT_BUILD = 3
 
 
@@ -25,11 +25,11 @@ def environment(libraries: Path, devices: int = 1) -> dict[str, str]:
 
     return {
         "LD_LIBRARY_PATH": prepend(libraries, "LD_LIBRARY_PATH"),
-        "PYTHONPATH": prepend(TESTS, "PYTHONPATH"),
+        "PYTHONPATH": prepend(PLUGIN, "PYTHONPATH"),
         "ASCEND_HOME_PATH": str(libraries),
         "ASCEND_OPP_PATH": str(libraries / "opp"),
         "ASCEND_SIM_DEVICES": str(devices),
-        "ASCEND_SIM_KERNELS": "sim.kernels",
+        "ASCEND_SIM_KERNELS": "simulator.kernels",
         # One thread, unless the caller says otherwise: with a queue, ops would be issued from another one, and errors
         # would appear at later ops.
         "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", "0"),
@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(arguments)
     # As a script, this file's folder would come first on the path and hide modules behind its neighbours' names.
-    sys.path[0] = str(TESTS)
-    from sim.build import BuildError, build
+    sys.path[0] = str(PLUGIN)
+    from simulator.build import BuildError, build
 
     try:
         libraries = build()

@@ -19,7 +19,7 @@ def library() -> Any:
         found.ascend_sim_version.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise NotSimulatedError(
-            f"the simulated ACL runtime; found: {error}; to do: run under plugins/npu/tests/sim/launch.py"
+            f"the simulated ACL runtime; found: {error}; to do: run under plugins/npu/simulator/launch.py"
         ) from None
     found.ascend_sim_log_size.restype = ctypes.c_int64
     return found

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sim.library import library
+from simulator.library import library
 
 MAX_WORDS = 64
 MAX_DOUBLES = 8
@@ -105,7 +105,7 @@ def dtype_of(code: int) -> torch.dtype:
     try:
         return DTYPES[code]
     except KeyError:
-        raise NotImplementedError(f"aclDataType {code} has no dtype in sim/marshal.py") from None
+        raise NotImplementedError(f"aclDataType {code} has no dtype in simulator/marshal.py") from None
 
 
 def view_tensor(address: int | None) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
-from sim.library import NotSimulatedError, library
+from simulator.library import NotSimulatedError, library
 
 __all__ = [
     "CAPTURE",

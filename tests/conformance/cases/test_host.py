@@ -1,4 +1,4 @@
-"""core_conformance/cases/host.py: an honest plugin passes level 0, and each lie is found by the case it is about."""
+"""core_conformance/cases/host/: an honest plugin passes level 0, and each lie is found by the case it is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_conformance/large_sizes.py: implementations that are right on small shapes alone are rejected."""
+"""core_conformance/inputs/large_sizes.py: implementations that are right on small shapes alone are rejected."""
 
 from __future__ import annotations
 

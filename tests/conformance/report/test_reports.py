@@ -19,7 +19,7 @@ from core_conformance.case import AREAS, STATUSES, Measurement, Outcome
 from core_conformance.report.report import Report
 from core_conformance.report.write import check_targets, json_schema, load, to_json_text, write
 from core_conformance.runner.environment import environment
-from tests.conformance.reports_support import ENVIRONMENT, EVERY_STATUS, large, passing, report
+from tests.conformance.report.reports_support import ENVIRONMENT, EVERY_STATUS, large, passing, report
 from tests.support import refused
 
 Break = Callable[[dict[str, Any]], object]
@@ -152,7 +152,7 @@ def test_the_schema_knows_the_areas_and_statuses() -> None:
 
 
 def test_every_field_is_documented_and_in_the_schema() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
     section = text.partition("## core.conformance/1")[2].partition("\n## ")[0]
     document = strict(to_json_text(report()))
     case = document["cases"][3]

@@ -15,7 +15,7 @@ from core_conformance.case import STATUSES, Measurement, Outcome
 from core_conformance.report.html import to_badge, to_html
 from core_conformance.report.plots import RatioPlot, ratio_plot
 from core_conformance.report.report import Report
-from tests.conformance.reports_support import ENVIRONMENT, EVERY_STATUS, PLUGIN, large, passing, report
+from tests.conformance.report.reports_support import ENVIRONMENT, EVERY_STATUS, PLUGIN, large, passing, report
 
 HOSTILE = '</pre></title><script>alert(1)</script>" onclick="x \x1b[31mred\x07 \ud800 \x00'
 VOID = {"meta", "input", "br"}

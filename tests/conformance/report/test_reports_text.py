@@ -26,8 +26,8 @@ from core_conformance.report.terminal import to_text
 from core_conformance.rules.tolerances import KL_MEAN_FACTOR, T2_FACTOR
 from core_conformance.runner.progress import Progress
 from core_conformance.runner.protocol import CaseInfo
-from tests.conformance.reports_support import EVERY_STATUS, large, passing, report
-from tests.conformance.test_reports_page import HOSTILE, hostile
+from tests.conformance.report.reports_support import EVERY_STATUS, large, passing, report
+from tests.conformance.report.test_reports_page import HOSTILE, hostile
 
 
 def test_a_good_run_is_told_in_few_lines() -> None:

@@ -1,4 +1,4 @@
-"""core_conformance/codes.py on ops that end in codes: honest variants pass, each planted mistake fails."""
+"""core_conformance/rules/codes.py on ops that end in codes: honest variants pass, each planted mistake fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_conformance/codes.py: the rule for packed codes of 4 bits takes other roundings and rejects wrong codes."""
+"""core_conformance/rules/codes.py: for packed codes of 4 bits it takes other roundings and rejects wrong codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_conformance/expectations.py and selection.py: expected failures, declared limits, and files that are wrong."""
+"""core_conformance/rules/expectations.py, runner/selection.py: expected failures, declared limits, wrong files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_conformance/levels.py: what grants a level and what does not."""
+"""core_conformance/rules/levels.py: what grants a level and what does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""conformance/core_conformance/rules/sampling.py: which tokens of `core::sample` pass."""
+"""core_conformance/rules/sampling.py: which tokens of `core::sample` pass."""
 
 from __future__ import annotations
 

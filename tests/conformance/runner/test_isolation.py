@@ -1,4 +1,4 @@
-"""core_conformance/isolation.py: what a case can leave changed in torch is seen, named and put back."""
+"""core_conformance/runner/isolation.py: what a case can leave changed in torch is seen, named and put back."""
 
 from __future__ import annotations
 

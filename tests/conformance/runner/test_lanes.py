@@ -1,4 +1,4 @@
-"""core_conformance/lanes.py and scheduling.py: processes lost between and within cases, and cases spread over lanes."""
+"""core_conformance/runner/{lanes,scheduling}.py: processes lost between and within cases, cases spread over lanes."""
 
 from __future__ import annotations
 

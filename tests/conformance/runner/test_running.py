@@ -1,4 +1,4 @@
-"""core_conformance/running.py and what it runs on: every status, in worker processes and in this one."""
+"""core_conformance/runner/session.py and what it runs on: every status, in worker processes and in this one."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 /* aclnn: the preparation of a call (GetWorkspaceSize) and its launch.
  *
- * The arithmetic is not here. sim.marshal registers, for each kernel, a string of letters that says how its arguments
- * are passed; a launch hands the copied arguments to one Python function. */
+ * The arithmetic is not here. simulator.marshal registers, for each kernel, a string of letters that says how its
+ * arguments are passed; a launch hands the copied arguments to one Python function. */
 #include <dlfcn.h>
 
 #include "sim.h"
 
-/* ---- kernels known to sim.marshal */
+/* ---- kernels known to simulator.marshal */
 typedef struct {
     char name[MAX_NAME], spec[MAX_WORDS + MAX_DOUBLES + 1];
     bool checked;
@@ -124,7 +124,7 @@ aclError sim_prepare_call(const char *name, const int64_t *words, const double *
     if (!kernel) {
         sim_log("missing", name, -1, -1, 0);
         code = sim_fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
-                        "kernel %s has no handler in sim/kernels; its arguments look like \"%s\"", name, letters);
+                        "kernel %s has no handler in simulator/kernels; its arguments look like \"%s\"", name, letters);
         /* Without strictness its outputs stay as they were, which runtime.not_computed() tells. */
         if (!sim_setting("ASCEND_SIM_STRICT", 1)) code = 0;
         sim_unlock();
@@ -167,7 +167,8 @@ EXPORT long sim_launch(const char *name, Executor *executor, aclrtStream handle)
                            kernel->spec, letters));
         if (sim_setting("ASCEND_SIM_STRICT", 1))
             LEAVE(sim_fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
-                           "kernel %s has no handler in sim/kernels; its arguments look like \"%s\"", name, letters));
+                           "kernel %s has no handler in simulator/kernels; its arguments look like \"%s\"", name,
+                           letters));
         sim_log("not_computed", name, stream->id, stream->capture ? stream->capture->id : -1, 0);
         LEAVE(0);
     }

@@ -1,8 +1,8 @@
 /* ATB: operations as C++ objects made of a parameter struct, and functions Atb… that take arguments as aclnn's do.
  *
  * C++ classes without data are tables of functions; both are written here as they lie in memory (Itanium ABI), since
- * the build needs a C compiler only. The arithmetic is sim.marshal's as for aclnn: an operation is a kernel of three
- * arguments, the bytes of its parameters (P), its inputs and its outputs (L). */
+ * the build needs a C compiler only. The arithmetic is simulator.marshal's as for aclnn: an operation is a kernel of
+ * three arguments, the bytes of its parameters (P), its inputs and its outputs (L). */
 #include "sim.h"
 
 /* ---- what torch_npu and the library exchange */
@@ -213,7 +213,7 @@ EXPORT int destroy_operation(Operation *operation)
     return 0;
 }
 
-/* One for each struct of parameters; sim/atb.py reads its fields. length: of the struct's name; size: in bytes. */
+/* One for each struct of parameters; simulator/atb.py reads its fields. length: of the struct's name; size: in bytes. */
 #define CREATE(param, length, size)                                                                                    \
     EXPORT int create_##param(const void *parameters, Operation **operation)                                           \
         __asm__("_ZN3atb15CreateOperationINS_5infer" #length #param "ParamEEEiRKT_PPNS_9OperationE");                  \

@@ -22,7 +22,7 @@ static char letter_of(int64_t word)
 }
 
 /* A call ends with the addresses of two zeros of the caller: the workspace's size and the executor.
- * Letters as in sim.marshal; 0 stands for a zero or a null object, and floating point arguments do not show. */
+ * Letters as in simulator.marshal; 0 stands for a zero or a null object, and floating point arguments do not show. */
 void sim_guess(const int64_t *words, char *into, size_t room)
 {
     size_t length = 0;

@@ -10,7 +10,7 @@ int64_t sim_setting(const char *name, int64_t otherwise)
     return text && *text ? strtoll(text, NULL, 10) : otherwise;
 }
 
-/* ---- log: kept in memory, read by sim.runtime, which mirrors this structure */
+/* ---- log: kept in memory, read by simulator.runtime, which mirrors this structure */
 typedef struct {
     char kind[24];
     char name[MAX_NAME];

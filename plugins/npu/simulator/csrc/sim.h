@@ -37,7 +37,7 @@ enum {
 /* Their letters in specifications, in the same order. */
 #define OBJECT_LETTERS "TSABRLZP"
 
-/* ---- objects (objects.c): sim.marshal mirrors these structures */
+/* ---- objects (objects.c): simulator.marshal mirrors these structures */
 #define MAX_DIMS 8
 
 typedef struct SimTensor {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.kernels.norm import CODE_MAX
-from sim.marshal import kernel
+from simulator.bounds import demand
+from simulator.kernels.norm.rms_norm import CODE_MAX
+from simulator.marshal import kernel
 
 HALF = (torch.float16, torch.bfloat16)
 INT8 = 2

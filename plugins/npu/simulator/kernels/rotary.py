@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.marshal import kernel
+from simulator.bounds import demand
+from simulator.marshal import kernel
 
 HALF, INTERLEAVE = 0, 1
 BSND = 1

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sim import runtime
+
+from simulator import runtime
 
 FOLDER = Path(__file__).parent
 REASON = "needs torch_npu under the simulated ACL runtime: make test-npu-sim"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sim import runtime
 
 from core.compilation.report import ProgramReport
 from core.device import Device, Mode
@@ -18,6 +17,7 @@ from core.engine.models.quantizing import Quantize
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
+from simulator import runtime
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 

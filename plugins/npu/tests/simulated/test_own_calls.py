@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sim import runtime
 from torch import Tensor, nn
 
 import core
+from simulator import runtime
 
 HEADS, SIZE, PAGE, ROWS = 2, 64, 16, 3
 

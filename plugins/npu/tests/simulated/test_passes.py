@@ -11,7 +11,6 @@ import npu_library
 import pytest
 import torch
 from npu_rewriting import HALVES, check_codes, kernels
-from sim import runtime
 from torch import Tensor, nn
 
 import core
@@ -30,6 +29,7 @@ from core_npu.passes.norm.dynamic_quantize import FUSE_ADD_RMS_NORM_DYNAMIC_QUAN
 from core_npu.passes.norm.quantize import FUSE_ADD_RMS_NORM_QUANT
 from core_npu.passes.registry import PASSES, available
 from core_npu.passes.rotary.qk_norm import LIFT_QK_NORM_ROTARY
+from simulator import runtime
 from tests.support import cpu
 
 pytestmark = pytest.mark.npu_sim

@@ -48,7 +48,7 @@ def npu() -> torch.device:
         except (ImportError, OSError, RuntimeError) as error:
             pytest.skip(f"needs an ACL runtime: torch_npu cannot be imported ({str(error).splitlines()[0]})")
         if not torch_npu.npu.is_available():
-            pytest.skip("needs an NPU, or the simulated ACL runtime (plugins/npu/tests/sim/launch.py)")
+            pytest.skip("needs an NPU, or the simulated ACL runtime (plugins/npu/simulator/launch.py)")
     return torch.device("npu", 0)
 
 

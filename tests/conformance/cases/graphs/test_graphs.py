@@ -19,7 +19,7 @@ from core_conformance.cases.calls import collect as calls
 from core_conformance.cases.graphs import collect as graphs
 from core_conformance.cases.graphs import memory as graph_memory
 from core_conformance.cases.graphs.promises import GRAPHS, MODES
-from tests.conformance import faulty_backends as faulty
+from tests.conformance.cases.graphs import faulty_backends as faulty
 from tests.conformance.support import run_case
 from tests.recording import acme
 

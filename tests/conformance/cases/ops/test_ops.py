@@ -1,4 +1,4 @@
-"""core_conformance/cases/ops.py: honest implementations pass, each planted mistake fails for its own reason."""
+"""core_conformance/cases/ops/: honest implementations pass, each planted mistake fails for its own reason."""
 
 from __future__ import annotations
 

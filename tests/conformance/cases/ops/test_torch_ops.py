@@ -1,4 +1,6 @@
-"""core_conformance/cases/torch_ops.py: honest operators pass and wrong ones fail, also where the device is the host."""
+"""core_conformance/cases/ops/torch_ops.py: honest operators pass and wrong ones fail, also where the device is the
+host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""conformance/core_conformance/cases/passes/examples.py: where the models come from in which a pass has to match."""
+"""core_conformance/cases/passes/examples.py: where the models come from in which a pass has to match."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch._inductor.pattern_matcher import CallFunction, KeywordArg, Match
 
 from core.common.passes.declaration import Guards, Pass, PassResult
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
-from tests.conformance import wrong_passes as wrong
-from tests.conformance.pass_support import KINDS, cases, keep, of
+from tests.conformance.cases.passes import wrong_passes as wrong
+from tests.conformance.cases.passes.pass_support import KINDS, cases, keep, of
 from tests.support import cpu
 
 

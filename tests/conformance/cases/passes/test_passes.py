@@ -1,4 +1,4 @@
-"""conformance/core_conformance/cases/passes/collect.py: right passes get through, wrong ones fail in the case for
+"""core_conformance/cases/passes/collect.py: right passes get through, wrong ones fail in the case for
 that.
 """
 
@@ -19,8 +19,8 @@ from core.verify.bisect.bisection import injected
 from core.verify.planted import planted
 from core_conformance.cases.passes import collect as area
 from core_conformance.cases.passes.runs import CORPUS
-from tests.conformance import wrong_passes as wrong
-from tests.conformance.pass_support import KINDS, cases, failures, keep, of
+from tests.conformance.cases.passes import wrong_passes as wrong
+from tests.conformance.cases.passes.pass_support import KINDS, cases, failures, keep, of
 from tests.support import cpu
 
 NAMES = [declared.name for declared in COMMON_PASSES if declared.guards.world_size[0] == 1]

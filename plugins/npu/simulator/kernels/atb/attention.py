@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sim import atb
-from sim.bounds import demand
-from sim.marshal import kernel
+from simulator import atb
+from simulator.bounds import demand
+from simulator.marshal import kernel
 
 HALF = (torch.float16, torch.bfloat16)
 ONLINE = 3

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.kernels.atb_attention import HALF, attend, causal, lengths_of, paged
-from sim.marshal import kernel
+from simulator.bounds import demand
+from simulator.kernels.atb.attention import HALF, attend, causal, lengths_of, paged
+from simulator.marshal import kernel
 
 LATENT, ROTARY, NOPE, DOWN = 512, 64, 128, 1536
 """Features: of the latent, of what rotates, of a query head that does not, of the query's own latent."""

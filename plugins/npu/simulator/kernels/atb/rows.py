@@ -7,11 +7,11 @@ import itertools
 import torch
 from torch import Tensor
 
-from sim import atb
-from sim.bounds import demand
-from sim.kernels.atb_attention import lengths_of
-from sim.kernels.moe import largest
-from sim.marshal import kernel
+from simulator import atb
+from simulator.bounds import demand
+from simulator.kernels.atb.attention import lengths_of
+from simulator.kernels.moe.experts import largest
+from simulator.marshal import kernel
 
 INT8 = 2
 PLAIN_NORM, CODES = 1, 17

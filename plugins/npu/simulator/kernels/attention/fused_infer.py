@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.marshal import kernel
+from simulator.bounds import demand
+from simulator.marshal import kernel
 
 DEFAULT, ALL, UPPER_LEFT, LOWER_RIGHT, BAND = range(5)
 MASK_SIZE = 2048

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.kernels.atb_attention import lengths_of
-from sim.kernels.atb_rows import gathered, spans_of, stored
-from sim.marshal import kernel
+from simulator.bounds import demand
+from simulator.kernels.atb.attention import lengths_of
+from simulator.kernels.atb.rows import gathered, spans_of, stored
+from simulator.marshal import kernel
 
 
 @kernel("aclnnGatherPaKvCache", "TTTTTTTCb")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 # How a mask of fixed size stands for one of any size: 2 keeps the triangle of the first query and key, 3 that of the
 # last ones, 4 a band around the latter.

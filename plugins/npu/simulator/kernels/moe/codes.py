@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.kernels.moe import FLOATS
-from sim.marshal import kernel
+from simulator.bounds import demand
+from simulator.kernels.moe.experts import FLOATS
+from simulator.marshal import kernel
 
 CODE_MAX = 127.0
 DROP, SUMS, COUNTS = 1, 1, 2

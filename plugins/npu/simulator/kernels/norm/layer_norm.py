@@ -1,11 +1,11 @@
-"""Norms of torch itself that subtract a mean; root mean square norms are in norm.py."""
+"""Norms of torch itself that subtract a mean; root mean square norms are in rms_norm.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 
 def _layer_norm(

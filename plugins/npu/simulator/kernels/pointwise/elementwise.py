@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 Unary = Callable[[Tensor], Tensor]
 Binary = Callable[[Any, Any], Tensor]

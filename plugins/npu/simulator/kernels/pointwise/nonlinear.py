@@ -1,4 +1,4 @@
-"""The pointwise functions of torch.nn.functional; gated ones of two halves are in activation.py."""
+"""The pointwise functions of torch.nn.functional; gated ones of two halves are in gated.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 _PLAIN = {
     "Hardsigmoid": F.hardsigmoid,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.bounds import demand
-from sim.marshal import Stored, kernel
+from simulator.bounds import demand
+from simulator.marshal import Stored, kernel
 
 
 def in_tiles(plain: Tensor, shape: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 _REDUCTIONS = {1: "sum", 2: "prod", 3: "amax", 4: "amin"}
 

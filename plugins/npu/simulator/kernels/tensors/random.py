@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 _STEP = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: spreads neighbouring offsets over the seeds
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sim.marshal import kernel
+from simulator.marshal import kernel
 
 
 @kernel("aclnnCat", "LIT")

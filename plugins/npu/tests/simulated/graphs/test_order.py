@@ -38,7 +38,7 @@ print("right", [torch.equal(one.cpu(), other) for one, other in zip(results, wan
 
 
 def run(change: str) -> str:
-    from sim import launch
+    from simulator import launch
 
     command = [sys.executable, launch.__file__, "--schedule", "lazy", "--", sys.executable, "-W", "ignore", "-c"]
     done = subprocess.run(

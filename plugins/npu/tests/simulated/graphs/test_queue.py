@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sim.apart import run
+
+from simulator.apart import run
 
 PROGRAM = """
 import os
@@ -11,7 +12,7 @@ os.environ["TASK_QUEUE_ENABLE"] = "1"
 import torch, core
 from core.compilation.capture.inputs import InputSpec
 from core.errors import CoreError
-from sim import runtime
+from simulator import runtime
 
 class Model(torch.nn.Module):
     def forward(self, x):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sim import runtime
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
@@ -19,6 +18,7 @@ from core.errors import CaptureError, GraphResourcesError, UsageError
 from core.host.selection import select_device
 from core_npu.ops.attention import attention
 from core_npu.runner import NPUGraphBackend
+from simulator import runtime
 
 KEY, OTHER = GraphKey("decode", (4,)), GraphKey("decode", (2,))
 NO_STREAMS, NO_RESOURCES = 207008, 207005

@@ -9,9 +9,10 @@ import pytest
 import torch
 from npu_atb import Call, names, placed, run, sample
 from npu_kernel_cases import npu
-from sim import runtime
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from simulator import runtime
 
 pytestmark = pytest.mark.npu_sim
 

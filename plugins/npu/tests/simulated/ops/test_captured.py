@@ -9,13 +9,13 @@ import pytest
 import torch
 from npu_calls import Call, attention_call, tables
 from npu_kernel_cases import BY_NAME, copied, implementation, moved, npu, widened
-from sim import runtime
 
 from core.common.graphs.backend import GraphKey
 from core.common.numerics import Fp64Mode, judge
 from core.errors import UsageError
 from core.host.selection import select_device
 from core_npu.runner import NPUGraphBackend
+from simulator import runtime
 from tests.support import refused
 
 pytestmark = pytest.mark.npu_sim

@@ -16,7 +16,7 @@ import npu_tiles
 import pytest
 import torch
 from npu_kernel_cases import moved, npu
-from test_npu_fakes import SCHEMAS
+from npu_schemas import SCHEMAS
 
 from core.common.fakes import FakeOp, apply_fakes
 from core.common.fakes.schema import find_overload

@@ -147,7 +147,7 @@ def test_a_workspace_has_a_size_that_only_a_run_can_tell() -> None:
 def test_every_op_of_torch_npu_that_the_plugin_calls_is_compared() -> None:
     """By the text of the modules: no call is left out of the tests above because its branch was never taken."""
     named = set()
-    for path in Path(core_npu.ops.__file__).parent.glob("*.py"):
+    for path in Path(core_npu.ops.__file__).parent.rglob("*.py"):
         named |= set(re.findall(r"(?:npu|ops\.npu)\.(_?npu_[a-z0-9_]+)", path.read_text()))
     device, called = npu(), {"_npu_fused_infer_attention_score_get_max_workspace"}
     for name in OPS:
@@ -182,7 +182,7 @@ def test_defect_the_cast_of_a_storage_format_brings_no_fake() -> None:
     """`npu_format_cast`. Mended: the plugin's own is left out by itself, and can go."""
     program = "import torch_npu; from core.common.fakes import has_fake; print(has_fake('npu::npu_format_cast'))"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "False", "torch_npu brings the fake: remove it from core_npu/fakes.py, and this"
+    assert done.stdout.split()[-1] == "False", "torch_npu brings the fake: remove it from core_npu/fakes, and this"
 
 
 def test_defect_the_rotation_of_both_writes_its_arguments() -> None:

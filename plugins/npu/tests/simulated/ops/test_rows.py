@@ -88,7 +88,7 @@ def test_rows_of_zeros_have_the_smallest_scale_and_codes_of_zero() -> None:
 
 
 def test_gemma_adds_one_to_the_weight_in_its_kernel() -> None:
-    from sim import runtime
+    from simulator import runtime
 
     device = npu()
     call: Any = {"x": randn(4, 64, dtype=torch.bfloat16), "weight": randn(64, dtype=torch.bfloat16), "eps": 1e-6}

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sim import build, launch
+
+from simulator import build, launch
 
 
 def test_a_fresh_build_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +18,11 @@ def test_a_fresh_build_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (folder / build.RUNTIME_LIBRARY).is_file()
     monkeypatch.setenv("PATH", "")
     assert build.build() == folder, "no tool is needed for what is there"
+
+
+def test_builds_are_kept_in_the_repositorys_cache() -> None:
+    assert build.CACHE.parts[-2:] == (".cache", "npu-sim")
+    assert (build.CACHE.parents[1] / "pyproject.toml").is_file()
 
 
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

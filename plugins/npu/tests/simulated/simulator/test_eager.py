@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sim import runtime
 from torch import Tensor
+
+from simulator import runtime
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from sim import runtime
 from torch import Tensor
+
+from simulator import runtime
 
 NO_STREAMS = 207008
 NO_RESOURCES = 207005

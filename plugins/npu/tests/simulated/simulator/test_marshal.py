@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-import sim.kernels  # noqa: F401  (registers all of them)
 import torch
-from sim import atb, marshal, runtime
-from sim.library import library
+
+import simulator.kernels  # registers all of them
+from simulator import atb, marshal, runtime
+from simulator.library import library
 
 
 def made(function: str, *arguments: Any) -> int:
@@ -17,6 +20,13 @@ def made(function: str, *arguments: Any) -> int:
     create = getattr(library(), function)
     create.restype = ctypes.c_void_p
     return int(create(*arguments))
+
+
+def test_importing_the_kernels_imports_the_modules_of_every_family() -> None:
+    folder = Path(simulator.kernels.__file__).parent
+    files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py") if path.stem != "__init__"]
+    assert len({file.parent for file in files}) > 1, "families have folders"
+    assert [file for file in files if ".".join(("simulator.kernels", *file.parts)) not in sys.modules] == []
 
 
 def test_every_kind_of_argument_is_read_as_it_was_given() -> None:

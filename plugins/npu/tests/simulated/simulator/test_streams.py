@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import torch
-from sim import runtime
-from sim.apart import run
+
+from simulator import runtime
+from simulator.apart import run
 
 
 def test_events_order_streams_and_answer_queries() -> None:
@@ -81,8 +82,8 @@ def test_the_lazy_schedule_shows_a_missing_wait() -> None:
 
 FREED = """
 import torch
-from sim import runtime
-from sim.apart import run
+from simulator import runtime
+from simulator.apart import run
 x = torch.ones(64, device="npu")
 g = torch.npu.NPUGraph()
 with torch.npu.graph(g, stream=torch.npu.Stream()):
@@ -106,8 +107,8 @@ def test_a_graph_whose_input_was_freed_fails_its_replay() -> None:
 
 PERMISSIVE = """
 import torch
-from sim import runtime
-from sim.apart import run
+from simulator import runtime
+from simulator.apart import run
 torch.nn.functional.conv2d(torch.randn(1, 1, 4, 4).npu(), torch.randn(1, 1, 2, 2).npu())
 print("missing", dict(runtime.not_computed()))
 """
