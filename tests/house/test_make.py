@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = "plugins/npu/tests/sim_tests/test_sim_build.py"
-CHOOSE = ROOT / "scripts" / "choose_python.sh"
+FILE = "plugins/npu/tests/simulated/simulator/test_build.py"
+CHOOSE = ROOT / "tools" / "choose_python.sh"
 
 
 def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
