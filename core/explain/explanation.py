@@ -15,7 +15,7 @@ import core.common.ops.canonical  # noqa: F401  # declares the canonical ops tha
 from core._version import __version__
 from core.common.passes.declaration import Stage
 from core.compilation.lower_ops import OpChoice, lower_ops
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter, device_passes

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from core.common.passes.context import PassContext
 from core.common.passes.rewrite import Finder, Site
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.verify.codes import codes_among, judge_codes, outputs_among, quantisations
 from core.verify.verify import Verification, verify

@@ -16,9 +16,9 @@ from torch import fx
 from core.common.ops.declaration import find_op
 from core.common.ops.original import ORIGINAL, Original, node_arguments
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, PassResult
 from core.common.passes.effects import is_impure
 from core.common.passes.metadata import Memo
+from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.safety import Plan, plan_site
 from core.common.passes.sites import MADE_BY, Finder, Made, Site, near_miss, site_name
 from core.errors import PassError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
 
 if TYPE_CHECKING:
     from core.common.passes.context import PassContext

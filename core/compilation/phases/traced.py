@@ -32,7 +32,7 @@ from core.errors import CaptureError, CoreError, LoweringError, TraceError
 
 if TYPE_CHECKING:
     from core.compilation.options import CompileOptions
-    from core.compilation.rewrite.manager import PassReport
+    from core.compilation.rewrite.pass_report import PassReport
     from core.device import Device, Mode
 
 log = logging.getLogger("core.compilation.compile")

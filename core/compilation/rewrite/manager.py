@@ -26,10 +26,8 @@ from core.errors import PassError
 if TYPE_CHECKING:
     from torch import fx
 
+    from core.capabilities import Capabilities
     from core.common.passes.constants import Constants
-    from core.device import Capabilities
-
-__all__ = ["PassManager", "PassReport", "order"]
 
 log = logging.getLogger("core.passes")
 
@@ -163,7 +161,7 @@ class PassManager:
     def _run_one(self, declared: Pass, run: _Run) -> PassReport:
         start = time.perf_counter()
         context = self._context(declared, run)
-        skipped = self._unprofitable.get(declared.name) or declared.guards.refusal(context)
+        skipped = self._unprofitable.get(declared.name) or context.refusal()
         if skipped is not None:
             log.info("pass %s: skipped, %s", declared.name, skipped)
             return self._report(declared, PassResult(matched=0), start, skipped=skipped)

@@ -14,9 +14,9 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from core.capabilities import Capabilities, Mode
     from core.compilation.options import ModeChoice, Verify
     from core.compilation.report import ProgramReport
-    from core.device import Capabilities, Mode
     from core.engine.inspect.cache_codes import Rounding
     from core.engine.steps.sequence import Sequence as EngineSequence
     from core.engine.steps.step import Step, StepOutput

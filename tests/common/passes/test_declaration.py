@@ -194,7 +194,7 @@ CAPABLE = Capabilities(device_name="x", dtypes=frozenset({torch.float32}), extra
     ],
 )
 def test_guards_refuse_with_a_reason(guards: Guards, fields: dict[str, Any], reason: str | None) -> None:
-    assert guards.refusal(PassContext(module=traced(torch.sin, X), **fields)) == reason
+    assert PassContext(module=traced(torch.sin, X), guards=guards, **fields).refusal() == reason
 
 
 def test_callables_of_any_kind_can_be_identified() -> None:

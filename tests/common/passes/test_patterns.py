@@ -1,4 +1,4 @@
-"""core/common/passes/patterns.py and inductor.py: patterns of torch.fx and of Inductor, counted, named and right."""
+"""core/compilation/rewrite/: patterns of torch.fx and of Inductor, counted, named and right."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
 from core.compilation.rewrite.inductor import as_inductor_pass
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.mechanisms import apply_pass
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.errors import PassError
 from tests.common.passes.graphs import RMS, RmsNorm, Stack, calls, to_aten, traced, traced_graph

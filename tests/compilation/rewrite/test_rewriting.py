@@ -21,7 +21,7 @@ from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.errors import PassError, UsageError
 from tests.support import cpu, refused, rewrite
 

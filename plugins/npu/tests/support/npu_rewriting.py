@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from core.common.numerics import judge
 from core.common.passes.declaration import Pass
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.compilation.trace.tracing import trace

@@ -1,4 +1,4 @@
-"""core/common/fakes/declaration.py: when a declared fake is registered, and what is said of it."""
+"""core/common/fakes/registering.py: when a declared fake is registered, and what is said of it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_library_that_is_loaded_later_gets_its_fakes_at_the_next_compile(libra
 def test_an_op_without_a_fake_is_named_where_a_trace_meets_it(library: torch.library.Library) -> None:
     library.define("unfaked(Tensor x) -> Tensor")
     library.impl("unfaked", lambda x: x.clone(), "CPU")
-    with refused(TraceError, "the op fakes_test::unfaked has no fake kernel", "test_declaration.py", "docs/fakes.md"):
+    with refused(TraceError, "the op fakes_test::unfaked has no fake kernel", "test_registering.py", "docs/fakes.md"):
         core.compile(
             lambda x: torch.ops.fakes_test.unfaked(x) + 1,
             "cpu",
