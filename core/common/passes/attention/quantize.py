@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from core.common.node_meta import describe, set_value
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, GRANULARITIES, ROTARY_ATTENTION_QUANTIZE
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
@@ -34,7 +35,6 @@ _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     {ATTENTION.name: ATTENTION_QUANTIZE, ROTARY_ATTENTION.name: ROTARY_ATTENTION_QUANTIZE}
 )
 _VIEWS = frozenset({"view", "reshape", "flatten", "contiguous", "unsqueeze", "getitem", "squeeze"})
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +171,24 @@ class _Moved:
         with graph.inserting_before(node):
             rows = graph.call_method("flatten", (found.attention, 1))
         wide = view.value(found.attention)
-        _describe(rows, found.attention, wide.flatten(1))
+        describe(rows, found.attention, wide.flatten(1))
         moved = cls(found, rows, view.value(node), views)
         index = (0,) * found.lead
-        _set_value(node, tuple(value[index] if value.dim() else value for value in moved.value))
+        set_value(node, tuple(value[index] if value.dim() else value for value in moved.value))
         for position, member in sorted(results(node).items()):
             old = view.value(member)
             moved.results.append((member, old))
             if found.lead and old.dim():
                 with graph.inserting_after(member):
                     back = graph.call_function(operator.getitem, (member, (None,) * found.lead))
-                _describe(back, member, old)
+                describe(back, member, old)
                 _replace(member, back)
                 # What has the old shape has the old name: by it, verification compares with the value of before.
                 name = member.name
                 member._rename(f"{name}_rows")
                 back.name = name
                 moved.restored.append(back)
-            _set_value(member, view.value(node)[position])
+            set_value(member, view.value(node)[position])
         node.replace_input_with(found.quantize.x, rows)
         for each in reversed(found.views):
             graph.erase_node(each)
@@ -228,21 +228,12 @@ class _Moved:
             member.name = back.name
             graph.erase_node(back)
         for member, value in self.results:
-            _set_value(member, value)
-        _set_value(node, self.value)
+            set_value(member, value)
+        set_value(node, self.value)
 
 
 def _replace(member: fx.Node, back: fx.Node) -> None:
     member.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
-
-
-def _describe(node: fx.Node, like: fx.Node, value: Any) -> None:
-    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-    node.meta["example_value" if "example_value" in like.meta else "val"] = value
-
-
-def _set_value(node: fx.Node, value: Any) -> None:
-    node.meta["example_value" if "example_value" in node.meta else "val"] = value
 
 
 def run(context: PassContext) -> PassResult:

@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from core.common.node_meta import value_of
 from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, LOCAL_SHARD, REDUCE_SCATTER
 from core.common.ops.declaration import find_op
 from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
 from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core.common.passes import view
 from core.common.passes.collective.limits import call_of, divided_dim, refused_bytes, refused_group
-from core.common.passes.context import PassContext, value_of
+from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
 from core.common.passes.quantize.calls import name_results, results
-from core.common.passes.recipes import expression
 from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.passes.sizes import expression
 
 _SEVERAL = (ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
 _NORMS = (RMS_NORM, *_SEVERAL)

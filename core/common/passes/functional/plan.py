@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.effects import is_impure, value_of
+from core.common.node_meta import value_of
+from core.common.passes.effects import is_impure
 from core.common.passes.functional.memory import Area, Memory, same_layout
 from core.common.passes.functional.updates import (
     FUNCTIONALIZED,

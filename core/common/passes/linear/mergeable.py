@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from core.common.node_meta import value_of
 from core.common.ops.declaration import find_op
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core.common.passes import view
-from core.common.passes.context import value_of
 from core.common.passes.quantize.calls import arguments
 from core.common.passes.sites import site_name
 

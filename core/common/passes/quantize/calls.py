@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
+from core.common.node_meta import describe, value_of
 from core.common.ops.declaration import CanonicalOp, find_op
 from core.common.ops.quantize.symmetric import QUANTIZE
 from core.common.passes import view
 from core.common.passes.context import PassContext
-from core.common.passes.effects import value_of
 
 _OPTIONS = ("dtype", "granularity", "group_size")
 _BETWEEN = frozenset(
@@ -84,8 +84,7 @@ def name_results(context: PassContext, ops: Collection[CanonicalOp]) -> None:
 def _name_result(node: fx.Node, index: int, value: Any) -> None:
     with node.graph.inserting_after(node):
         member = node.graph.call_function(operator.getitem, (node, index))
-    member.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
-    member.meta["example_value" if "example_value" in node.meta else "val"] = value
+    describe(member, node, value)
 
 
 def behind(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

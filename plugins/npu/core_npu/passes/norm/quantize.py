@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from core.common.node_meta import set_value
 from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
@@ -147,7 +148,7 @@ def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype |
     made = context.constants.add(context.graph, name, zeros, like=like)
     if context.analyses is not None:  # they describe a graph without the new placeholder
         context.analyses.invalidate()
-    made.meta["example_value" if "example_value" in like.meta else "val"] = fake.new_empty(tuple(shape), dtype=dtype)
+    set_value(made, fake.new_empty(tuple(shape), dtype=dtype), like)
     return made
 
 
