@@ -18,7 +18,7 @@ from core.common.ops.linear.gated import LINEAR
 from core.common.passes import view
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.rewrite import Site, fuse, near_miss
 
 
@@ -100,8 +100,8 @@ ASYNC_TENSOR_PARALLEL = Pass(
     # After the linears have become a device's own, so that a pair that is put back has these.
     after=("lift_collectives", "sequence_parallel", "merge_linears", "lift_linear", "fuse_gated_linear"),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     params=MappingProxyType(
         {"least_bytes_of_2": 0, "least_bytes_of_4": 0, "least_bytes_of_8": 0, "least_bytes_of_16": 0}
     ),
+    traits=PassTraits(reads_content=False),
 )

@@ -20,7 +20,7 @@ from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUC
 from core.common.ops.declaration import CanonicalOp
 from core.common.passes import view
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.rewrite import Site, fuse, near_miss
 
 _OPS: Mapping[str, tuple[CanonicalOp, tuple[str, ...]]] = MappingProxyType(
@@ -129,4 +129,9 @@ def run(context: PassContext) -> PassResult:
     return result
 
 
-LIFT_COLLECTIVES = Pass(name="lift_collectives", run=run, guards=Guards(world_size=(2, None)), reads_content=False)
+LIFT_COLLECTIVES = Pass(
+    name="lift_collectives",
+    run=run,
+    guards=Guards(world_size=(2, None)),
+    traits=PassTraits(reads_content=False),
+)

@@ -28,7 +28,7 @@ from core.common.ops.quantize.symmetric import QUANTIZE
 from core.common.passes import view
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.quantize.calls import arguments, name_results, read_quantize, results
 from core.common.passes.rewrite import Site, fuse, near_miss
 
@@ -120,7 +120,6 @@ FUSE_ALL_REDUCE_NORM = Pass(
         *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize", "sequence_parallel"),
     ),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     # Kernels that exchange in one step send all to all, which pays less the more processes there are. An implementation
     # knows its own limits besides, and says so in its condition: the nodes that it does not take are put back.
     params=MappingProxyType(
@@ -130,4 +129,5 @@ FUSE_ALL_REDUCE_NORM = Pass(
             "most_bytes_of_8": 8 << 20,
         }
     ),
+    traits=PassTraits(reads_content=False),
 )

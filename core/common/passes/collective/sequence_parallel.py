@@ -26,7 +26,7 @@ from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANT
 from core.common.passes import view
 from core.common.passes.collective.limits import call_of, divided_dim, refused_bytes, refused_group
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.quantize.calls import name_results, results
 from core.common.passes.rewrite import Site, apply_sites, near_miss
 from core.common.passes.sizes import expression
@@ -236,9 +236,11 @@ SEQUENCE_PARALLEL = Pass(
         *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize"),
     ),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     params=MappingProxyType(
         {"least_bytes_of_2": 0, "least_bytes_of_4": 0, "least_bytes_of_8": 0, "least_bytes_of_16": 0}
     ),
-    on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
+    traits=PassTraits(
+        reads_content=False,
+        on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
+    ),
 )

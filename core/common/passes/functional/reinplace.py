@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.declaration import NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.functional.calls import renew_views, rewrite_updates
 from core.common.passes.functional.plan import plan_updates
 from core.common.passes.rewrite import remove_dead
@@ -73,7 +73,6 @@ FIX_FUNCTIONALIZATION = Pass(
     name="fix_functionalization",
     run=run,
     stage="functional",
-    closes=True,
     params={"move_readers": True},
-    reads_content=False,
+    traits=PassTraits(closes=True, reads_content=False),
 )

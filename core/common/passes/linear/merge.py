@@ -28,7 +28,7 @@ from core.common.node_meta import origin_of, set_value, value_of
 from core.common.passes.cleanup import LIFTS
 from core.common.passes.cleanup.relayout import Relayout
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.fresh import fresh, reread
 from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
 from core.common.passes.packing import Owners, Packing
@@ -268,5 +268,5 @@ MERGE_LINEARS = Pass(
     guards=Guards(constants=True),
     # Rows of a merged result begin at multiples of this, and so do the slices: kernels read in units of that size.
     params=MappingProxyType({"alignment_bytes": 16}),
-    reads_content=False,
+    traits=PassTraits(reads_content=False),
 )

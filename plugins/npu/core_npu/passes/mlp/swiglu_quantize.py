@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from core.common.passes import view
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import called, op, other_reader, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row
@@ -123,6 +123,6 @@ FUSE_SWIGLU_DYNAMIC_QUANT = Pass(
     after=("eliminate_common_subexpressions",),
     expect=expect,
     examples=examples,
-    codes=("npu::npu_dynamic_quant",),
     owner="npu",
+    traits=PassTraits(codes=("npu::npu_dynamic_quant",)),
 )

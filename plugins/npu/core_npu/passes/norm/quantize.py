@@ -17,7 +17,7 @@ from torch import fx
 from core.common.node_meta import set_value
 from core.common.passes import view
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.rewrite import Site, near_miss
 from core_npu.passes.calls import INT8, called, op, read
 from core_npu.passes.conditions import (
@@ -183,8 +183,8 @@ FUSE_ADD_RMS_NORM_QUANT = Pass(
     after=_AFTER,
     expect=expect_add,
     examples=static_norms_of_sums,
-    codes=("npu::npu_quantize",),
     owner="npu",
+    traits=PassTraits(codes=("npu::npu_quantize",)),
 )
 FUSE_RMS_NORM_QUANT = Pass(
     name="fuse_npu_rms_norm_quant",
@@ -192,7 +192,6 @@ FUSE_RMS_NORM_QUANT = Pass(
     guards=Guards(dtypes=CODES, constants=True),
     after=_AFTER,
     examples=static_norms,
-    reads_content=False,
-    codes=("npu::npu_quantize",),
     owner="npu",
+    traits=PassTraits(reads_content=False, codes=("npu::npu_quantize",)),
 )
