@@ -8,10 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.node_meta import value_of
-from core.common.passes.context import PassContext
-from core.common.passes.sizes import same_size, same_sizes
-from core.common.passes.writes import Writes
+from core.common.passes import PassContext, Writes, same_size, same_sizes, value_of
 
 _NEVER = -1
 _RESHAPING = frozenset(

@@ -12,14 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.collective.collectives import ALL_GATHER, REDUCE_SCATTER
-from core.common.ops.collective.linear import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from core.common.ops.linear.gated import LINEAR
-from core.common.passes import view
+from core.common.ops.canonical import ALL_GATHER, ALL_GATHER_LINEAR, LINEAR, LINEAR_REDUCE_SCATTER, REDUCE_SCATTER
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, fuse, near_miss, view
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
-from core.common.passes.rewrite import Site, fuse, near_miss
 
 
 class _Search:

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.node_meta import ORIGIN, set_value, value_key, value_of
+from core.common.node_meta import ORIGIN, value_key
+from core.common.passes import MADE_BY, same_size, set_value, site_name, value_of
 from core.common.passes.fresh import fresh
 from core.common.passes.functional.memory import Area, same_layout
 from core.common.passes.functional.plan import Plan
@@ -24,8 +25,6 @@ from core.common.passes.functional.updates import (
     wrapped_call,
 )
 from core.common.passes.metadata import NewGuard, fake_values
-from core.common.passes.sites import MADE_BY, site_name
-from core.common.passes.sizes import same_size
 
 aten = torch.ops.aten
 _KEPT = (*ORIGIN, "seq_nr", MADE_BY)

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.node_meta import value_of
-from core.common.passes.sizes import same_size
-from core.common.passes.writes import Writes
+from core.common.passes import Writes, same_size, value_of
 
 _OWNED = ("placeholder", "get_attr")
 

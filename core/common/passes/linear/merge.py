@@ -24,18 +24,29 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.node_meta import origin_of, set_value, value_of
-from core.common.passes.cleanup import LIFTS
+from core.common.node_meta import origin_of
+from core.common.passes import (
+    LIFTS,
+    MADE_BY,
+    Guards,
+    Made,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Refused,
+    Writes,
+    near_miss,
+    set_value,
+    site_name,
+    value_of,
+)
 from core.common.passes.cleanup.relayout import Relayout
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.fresh import fresh, reread
 from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
 from core.common.passes.packing import Owners, Packing
 from core.common.passes.recipes import recipe_of, signatures
-from core.common.passes.rewrite import near_miss, site_name
-from core.common.passes.sites import MADE_BY, Made, Refused
-from core.common.passes.writes import Writes
 
 _Key = tuple[str, int, torch.dtype, torch.dtype, torch.device, str]
 _KEY_NAMES = (

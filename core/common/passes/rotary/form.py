@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes import view
-from core.common.passes.declaration import NearMiss
+from core.common.passes import NearMiss, near_miss, view
 from core.common.passes.rotary.features import Column, Features, Table
 from core.common.passes.rotary.reader import MOVES, Reader
-from core.common.passes.sites import near_miss
 
 _MAX_STEPS = 32  # how far x is looked for from a sum of products
 

@@ -13,14 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.node_meta import describe
-from core.common.ops.norm.norms import RMS_NORM
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.ops.canonical import QK_NORM_ROTARY, RMS_NORM, ROTARY
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, apply_sites, describe, near_miss, view
 from core.common.passes.metadata import fake_values
-from core.common.passes.rewrite import Site, apply_sites, near_miss
 
 
 @dataclass(frozen=True, slots=True)

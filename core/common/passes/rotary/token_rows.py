@@ -15,8 +15,7 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.node_meta import describe
-from core.common.passes import view
+from core.common.passes import describe, view
 from core.common.passes.fresh import reread
 
 Layout = tuple[str, ...]

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from core.common.passes import view
-from core.common.passes.declaration import Guards, Pass, PassTraits
-from core.common.passes.patterns import InductorReplacement
+from core.common.passes import Guards, InductorReplacement, Pass, PassTraits, view
 from core_npu.passes.calls import op
 from core_npu.passes.conditions import HALVES, first_reason
 from core_npu.passes.streams import together

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss
 from core_npu.passes.calls import INT8, called, op, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement

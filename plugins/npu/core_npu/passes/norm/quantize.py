@@ -14,11 +14,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.node_meta import set_value
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    near_miss,
+    set_value,
+    view,
+)
 from core_npu.passes.calls import INT8, called, op, read
 from core_npu.passes.conditions import (
     CODES,

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
-from core.common.passes.rewrite import Site, near_miss
+from core.common.ops.rotary import QK_NORM_ROTARY
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss, view
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import HALVES, first_reason, not_row
 from core_npu.passes.norm.normed import NORM
