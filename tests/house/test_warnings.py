@@ -69,7 +69,7 @@ OURS = {
         "core_cuda.ops.norm.norms",
         "tests.host.test_host",
         "plugins.npu.tests.conftest",
-        "sim",
+        "simulator",
     ],
     "the example vendor": ["core_acme", "core_acme.ops", "core.host.selection", "tests.test_ops"],
     "a new plugin": ["core_wave", "core_wave.ops", "core.host.selection", "tests.test_ops"],

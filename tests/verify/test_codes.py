@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes.context import PassContext
+from core.common.passes.declaration import PassTraits
 from core.common.passes.rewrite import Finder, Site
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
@@ -130,7 +131,7 @@ def judged(
     whole = traced_graph(model, X.to(dtype))
     values = list(whole.values({"x": X.to(dtype)}))
     before = Snapshot(whole.module)
-    (report,) = PassManager([replace(fusion(find), codes=codes)], strict=True).run(whole.module)
+    (report,) = PassManager([replace(fusion(find), traits=PassTraits(codes=codes))], strict=True).run(whole.module)
     assert report.matched == 1 and report.codes == codes
     return verify(report, before.module(), whole.module, [values])
 
@@ -243,7 +244,7 @@ def test_codes_have_to_be_equal_where_there_is_no_fp64_run() -> None:
         elapsed_ms=0.0,
         sites=(),
         near_misses=(),
-        codes=CODES,
+        traits=PassTraits(codes=CODES),
     )
     after = graph(lambda x, scale: moved(quantize(x, scale), 1))
     found = verify(report, graph(QUANTIZE), after, [[X]])

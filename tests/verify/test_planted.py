@@ -92,7 +92,7 @@ def decode_of(model_type: str, dtype: torch.dtype = torch.float32) -> PhaseGraph
 
 def up_to(name: str) -> tuple[Pass, ...]:
     """Return the passes that run before the one of that name, and it."""
-    closing = [declared.name for declared in COMMON_PASSES if declared.closes and declared.name == name]
+    closing = [declared.name for declared in COMMON_PASSES if declared.traits.closes and declared.name == name]
     ordered = PassManager(COMMON_PASSES, enable=closing).passes
     return ordered[: [declared.name for declared in ordered].index(name) + 1]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.effects import value_of
+from core.common.node_meta import value_of
 
 ORIGINAL = "core_original"
 """Key of `node.meta` under which the node of an op holds its `Original`."""

@@ -8,20 +8,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from core.common.passes.effects import value_of
+from core.common.node_meta import value_of
 from core.common.passes.pass_guards import Guards, Scalar, Stage
-from core.common.passes.recipes import expression
+from core.common.passes.sizes import expression, same_size
 from core.common.passes.writes import find_writes
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from core.capabilities import Capabilities
     from core.common.passes.constants import Constants
-
-__all__ = ["ANALYSES", "Analyses", "PassContext", "check_analyses", "value_of"]
 
 
 def _order(module: fx.GraphModule) -> Mapping[fx.Node, int]:
@@ -117,12 +114,10 @@ class PassContext:
 
         Inputs of one declared dimension have symbols of their own, until an op of the model demands that they be equal.
         """
-        if len(left) != len(right):
-            return False
-        return all(self._same(a, b) for a, b in zip(left, right, strict=True))
+        return len(left) == len(right) and all(map(self._same, left, right))
 
     def _same(self, left: Any, right: Any) -> bool:
-        if left is right or statically_known_true(left == right):
+        if same_size(left, right):
             return True
         served = self.served(left)
         return served is not None and served == self.served(right)

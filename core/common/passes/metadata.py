@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from core.common.passes.effects import value_of
-from core.common.passes.recipes import Recipe, call_key, expression, flat, recipe_of
+from core.common.node_meta import value_of
+from core.common.passes.recipes import Recipe, call_key, flat, recipe_of
 from core.common.passes.sites import Refused, Site
+from core.common.passes.sizes import same_sizes
 from core.common.passes.writes import Writes
 
 Memo = dict[object, Any]
@@ -193,21 +193,12 @@ def _differs(old: Any, new: Any) -> str:
         return f"{new.dtype} where the graph has {old.dtype}"
     if new.device != old.device:
         return f"a tensor on {new.device} where the graph has {old.device}"
-    return "" if _same(old.shape, new.shape) else f"shape {tuple(new.shape)} where the graph has {tuple(old.shape)}"
+    if not same_sizes(old.shape, new.shape):
+        return f"shape {tuple(new.shape)} where the graph has {tuple(old.shape)}"
+    return ""
 
 
 def _same_layout(old: Tensor, new: Tensor) -> bool:
     """Tell whether two tensors of one shape lie alike in memory; the stride of a single element means nothing."""
     kept = [dim for dim, size in enumerate(old.shape) if type(size) is not int or size != 1]
-    return _same([old.stride(dim) for dim in kept], [new.stride(dim) for dim in kept])
-
-
-def _same(left: Any, right: Any) -> bool:
-    if len(left) != len(right):
-        return False
-    return all(_equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Tell whether two sizes are always equal; expressions first, since asking about symbols takes long."""
-    return a is b or bool(expression(a) == expression(b)) or statically_known_true(a == b)
+    return same_sizes([old.stride(dim) for dim in kept], [new.stride(dim) for dim in kept])

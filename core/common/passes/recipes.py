@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from core.common.passes.fresh import fresh, num_elements, reread
+from core.common.passes.sizes import expression
 
 _OWN = -1  # in place of the argument that a result is a view of: it has memory of its own
 _PLAIN = (int, float, bool, type(None))
@@ -142,11 +143,3 @@ def _signature(value: Any) -> object:
 def expressions(sizes: Sequence[Any]) -> tuple[Any, ...]:
     """Return sizes or strides such that equal ones are equal, and none is asked for its value."""
     return tuple(size if type(size) is int else expression(size) for size in sizes)
-
-
-def expression(size: Any) -> Any:
-    """Return a number itself, and of a symbolic one the expression: compared with another it adds no guard."""
-    if type(size) is int:
-        return size
-    found = getattr(getattr(size, "node", None), "expr", None)
-    return str(size) if found is None else found

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from core.common.node_meta import describe, set_value
 from core.common.ops.declaration import find_op
 from core.common.ops.original import ORIGINAL, Original, node_arguments
 from core.common.passes.context import PassContext
@@ -24,8 +25,6 @@ from core.common.passes.sites import MADE_BY, Finder, Made, Site, near_miss, sit
 from core.errors import PassError
 
 __all__ = ["Finder", "NearMiss", "Site", "apply_sites", "fuse", "near_miss", "remove_dead", "site_name"]
-
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 def fuse(context: PassContext, find: Finder) -> PassResult:
@@ -49,7 +48,7 @@ def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[Ne
     for plan in sorted(plans, key=lambda plan: plan.position):
         _insert(context, plan.site, plan.before, plan.values, replaced)
         for view, value in plan.views.items():
-            _set_value(view, view, value)
+            set_value(view, value)
     _erase(context.graph, plans)
     return PassResult(
         matched=len(plans),
@@ -155,19 +154,13 @@ def _inline(graph: fx.Graph, site: Site, args: Any, values: Mapping[str, Any], m
     given: Any = values.get("")
     for new, value in zip(found, given if len(found) > 1 else (given,), strict=True):
         if new.meta.get(MADE_BY) is made and value is not None:
-            _set_value(new, site.anchor, value)
+            set_value(new, value, site.anchor)
     return found
 
 
 def _describe(node: fx.Node, like: fx.Node, value: Any, made: Made) -> None:
-    node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
-    if value is not None:
-        _set_value(node, like, value)
+    describe(node, like, value)
     node.meta[MADE_BY] = made
-
-
-def _set_value(node: fx.Node, like: fx.Node, value: Any) -> None:
-    node.meta["val" if "val" in like.meta and "example_value" not in like.meta else "example_value"] = value
 
 
 def _erase(graph: fx.Graph, plans: Iterable[Plan]) -> None:

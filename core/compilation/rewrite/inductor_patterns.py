@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from core.common.node_meta import value_of
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.effects import value_of
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement
 from core.common.passes.sites import MADE_BY, Made, near_miss, site_name
 from core.errors import PassError

@@ -68,7 +68,9 @@ class PassManager:
         self._left_out = [(declared, cycles[declared.name]) for declared in chosen if declared.name in cycles]
         for declared, error in self._left_out:
             log.warning("%s\n  the model runs without pass %r of %s", error, declared.name, declared.owner)
-        self._unprofitable = {declared.name: declared.on_request for declared in chosen if declared.on_request}
+        self._unprofitable = {
+            declared.name: declared.traits.on_request for declared in chosen if declared.traits.on_request
+        }
         self._unprofitable |= getattr(capabilities, "unprofitable", {})
         for name in (*(only or ()), *enable):
             self._unprofitable.pop(name, None)
@@ -105,7 +107,11 @@ class PassManager:
         its owner when strict; otherwise what a failing pass did is undone.
         """
         run = _Run(graph, stage, tokens, tuple(sizes), constants, check, observe, Analyses(graph), [])
-        passes = [each for each in self.passes if each.stage == stage and (each.closes or form in (None, each.form))]
+        passes = [
+            each
+            for each in self.passes
+            if each.stage == stage and (each.traits.closes or form in (None, each.traits.form))
+        ]
         if refused is not None:
             return self._skip(passes, refused)
         with paused():  # passes make many small objects and keep them
@@ -167,11 +173,11 @@ class PassManager:
             return self._report(declared, PassResult(matched=0), start, skipped=skipped)
         before, num_constants = Snapshot(run.graph), run.num_constants
         if run.constants is not None:
-            run.constants.reads_content = declared.reads_content
+            run.constants.reads_content = declared.traits.reads_content
         expected: int | None = None
         try:
             expected = declared.expect(context) if callable(declared.expect) else declared.expect
-            for name in declared.requires:
+            for name in declared.traits.requires:
                 context.analysis(name)
             result = self._apply(declared, context, before, num_constants)
             changed = not before.is_current()
@@ -208,7 +214,7 @@ class PassManager:
         removed = remove_dead(context.graph)
         assert context.analyses is not None
         # Removing dead nodes changes positions and nothing else that an analysis tells.
-        context.analyses.invalidate(declared.preserves - ({"order"} if removed else set()))
+        context.analyses.invalidate(declared.traits.preserves - ({"order"} if removed else set()))
         return result
 
     def _check(self, report: PassReport, run: _Run, before: Snapshot, *, changed: bool) -> PassReport:
@@ -264,7 +270,7 @@ class PassManager:
             skipped=skipped,
             error=error,
             uuid=self._uuid(declared),
-            codes=declared.codes,
+            codes=declared.traits.codes,
         )
 
     def _position(self, name: str) -> int:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import core
 from core import InputSpec, Program
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Form, Pass, PassResult
+from core.common.passes.declaration import Form, Pass, PassResult, PassTraits
 from core.common.passes.effects import written_args
 from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION
 from core.common.passes.functional.updates import FUNCTIONALIZED
@@ -61,7 +61,7 @@ def seeing(seen: list[Any], name: str = "acme_look", form: Form = "v2", **fields
         assert all(n.target is aten.copy_.default and n.args[0].op == "placeholder" for n in writing)
         return PassResult(matched=1)
 
-    return Pass(name=name, run=run, stage="functional", form=form, owner="acme", **fields)
+    return Pass(name=name, run=run, stage="functional", owner="acme", traits=PassTraits(form=form), **fields)
 
 
 def compiled(*passes: Pass, model: nn.Module | None = None, **options: Any) -> Program:
@@ -205,7 +205,7 @@ def test_what_cannot_be_functional_runs_without_these_passes(caplog: pytest.LogC
 
 def test_declarations_that_make_no_sense() -> None:
     with refused(PassError, "its form is 'v1'", "stage='functional'"):
-        Pass(name="odd", run=lambda context: PassResult(matched=0), stage="aten", form="v1")
+        Pass(name="odd", run=lambda context: PassResult(matched=0), stage="aten", traits=PassTraits(form="v1"))
     with refused(UsageError, "choosing pass 'fix_functionalisation'", "did you mean 'fix_functionalization'"):
         compiled(passes=("fix_functionalisation",))
 

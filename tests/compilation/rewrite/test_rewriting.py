@@ -77,7 +77,7 @@ def test_passes_are_chosen_by_name() -> None:
         chosen: [p.name for p in compiled(device, passes=chosen).report().traces[0].passes]
         for chosen in (None, (), ("other",), ("other", "acme_pass"))
     }
-    common = [declared.name for declared in COMMON_PASSES if not declared.closes]
+    common = [declared.name for declared in COMMON_PASSES if not declared.traits.closes]
     assert sorted(names.pop(None)) == sorted([*common, "acme_pass", "other"])
     assert names == {(): [], ("other",): ["other"], ("other", "acme_pass"): ["acme_pass", "other"]}
     kept = compiled(device, disable_passes=(*common, "other")).report().traces[0].passes

@@ -16,25 +16,38 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.ops.attention.paged import ATTENTION
-from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, GRANULARITIES, ROTARY_ATTENTION_QUANTIZE
-from core.common.ops.attention.rotary import ROTARY_ATTENTION
-from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.quantize.symmetric import QUANTIZE
-from core.common.passes import view
+from core.common.ops.attention import GRANULARITIES
+from core.common.ops.canonical import (
+    ATTENTION,
+    ATTENTION_QUANTIZE,
+    QUANTIZE,
+    ROTARY_ATTENTION,
+    ROTARY_ATTENTION_QUANTIZE,
+)
+from core.common.passes import (
+    LIFTS,
+    CanonicalOp,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    Site,
+    Writes,
+    apply_sites,
+    calls,
+    describe,
+    find_op,
+    near_miss,
+    set_value,
+    view,
+)
 from core.common.passes.attention.quantize_examples import examples
-from core.common.passes.cleanup import LIFTS
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.quantize.calls import Quantize, arguments, behind, name_results, read_quantize, results
-from core.common.passes.rewrite import Site, apply_sites, near_miss
-from core.common.passes.writes import Writes
+from core.common.passes.quantize.calls import Quantize, behind, name_results, read_quantize
 
 _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     {ATTENTION.name: ATTENTION_QUANTIZE, ROTARY_ATTENTION.name: ROTARY_ATTENTION_QUANTIZE}
 )
 _VIEWS = frozenset({"view", "reshape", "flatten", "contiguous", "unsqueeze", "getitem", "squeeze"})
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,7 @@ def _refusal(attention: fx.Node, quantize: Quantize, views: tuple[fx.Node, ...])
             return f"{others[0]} reads {each} too"
     if not _is_rows(attention, quantize.x):
         return f"what it quantises are no rows of all heads of a token, but {view.shape(quantize.x)}"
-    further = [user for user in quantize.node.users if user not in results(quantize.node).values()]
+    further = [user for user in quantize.node.users if user not in calls.results(quantize.node).values()]
     return f"{further[0]} reads a result of {quantize.node} a second time" if further else ""
 
 
@@ -171,24 +184,24 @@ class _Moved:
         with graph.inserting_before(node):
             rows = graph.call_method("flatten", (found.attention, 1))
         wide = view.value(found.attention)
-        _describe(rows, found.attention, wide.flatten(1))
+        describe(rows, found.attention, wide.flatten(1))
         moved = cls(found, rows, view.value(node), views)
         index = (0,) * found.lead
-        _set_value(node, tuple(value[index] if value.dim() else value for value in moved.value))
-        for position, member in sorted(results(node).items()):
+        set_value(node, tuple(value[index] if value.dim() else value for value in moved.value))
+        for position, member in sorted(calls.results(node).items()):
             old = view.value(member)
             moved.results.append((member, old))
             if found.lead and old.dim():
                 with graph.inserting_after(member):
                     back = graph.call_function(operator.getitem, (member, (None,) * found.lead))
-                _describe(back, member, old)
+                describe(back, member, old)
                 _replace(member, back)
                 # What has the old shape has the old name: by it, verification compares with the value of before.
                 name = member.name
                 member._rename(f"{name}_rows")
                 back.name = name
                 moved.restored.append(back)
-            _set_value(member, view.value(node)[position])
+            set_value(member, view.value(node)[position])
         node.replace_input_with(found.quantize.x, rows)
         for each in reversed(found.views):
             graph.erase_node(each)
@@ -198,7 +211,11 @@ class _Moved:
         """Return the site of an attention, its rows and their codes."""
         op, fused, quantize = find_op(self.found.attention.target), _fused(self.found.attention), self.found.quantize
         assert op is not None and fused is not None  # the finder has seen it
-        given: dict[str, Any] = {**arguments(self.found.attention, op), **quantize.options, "out_scale": quantize.scale}
+        given: dict[str, Any] = {
+            **calls.arguments(self.found.attention, op),
+            **quantize.options,
+            "out_scale": quantize.scale,
+        }
         given.pop("group_size", None)
         positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
         outputs = tuple(member for member, _ in self.results)
@@ -228,21 +245,12 @@ class _Moved:
             member.name = back.name
             graph.erase_node(back)
         for member, value in self.results:
-            _set_value(member, value)
-        _set_value(node, self.value)
+            set_value(member, value)
+        set_value(node, self.value)
 
 
 def _replace(member: fx.Node, back: fx.Node) -> None:
     member.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
-
-
-def _describe(node: fx.Node, like: fx.Node, value: Any) -> None:
-    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-    node.meta["example_value" if "example_value" in like.meta else "val"] = value
-
-
-def _set_value(node: fx.Node, value: Any) -> None:
-    node.meta["example_value" if "example_value" in node.meta else "val"] = value
 
 
 def run(context: PassContext) -> PassResult:

@@ -16,12 +16,20 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
-from core.common.ops.declaration import CanonicalOp
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
+from core.common.passes import (
+    CanonicalOp,
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    fuse,
+    near_miss,
+    view,
+)
 
 _OPS: Mapping[str, tuple[CanonicalOp, tuple[str, ...]]] = MappingProxyType(
     {
@@ -129,4 +137,9 @@ def run(context: PassContext) -> PassResult:
     return result
 
 
-LIFT_COLLECTIVES = Pass(name="lift_collectives", run=run, guards=Guards(world_size=(2, None)), reads_content=False)
+LIFT_COLLECTIVES = Pass(
+    name="lift_collectives",
+    run=run,
+    guards=Guards(world_size=(2, None)),
+    traits=PassTraits(reads_content=False),
+)

@@ -18,17 +18,34 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, LOCAL_SHARD, REDUCE_SCATTER
-from core.common.ops.declaration import find_op
-from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
-from core.common.passes import view
+from core.common.ops.canonical import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_QUANTIZE,
+    ALL_GATHER,
+    ALL_REDUCE,
+    LOCAL_SHARD,
+    REDUCE_SCATTER,
+    RMS_NORM,
+    RMS_NORM_QUANTIZE,
+)
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    apply_sites,
+    calls,
+    expression,
+    find_op,
+    near_miss,
+    value_of,
+    view,
+)
 from core.common.passes.collective.limits import call_of, divided_dim, refused_bytes, refused_group
-from core.common.passes.context import PassContext, value_of
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.quantize.calls import name_results, results
-from core.common.passes.recipes import expression
-from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.passes.quantize.calls import name_results
 
 _SEVERAL = (ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
 _NORMS = (RMS_NORM, *_SEVERAL)
@@ -54,7 +71,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if isinstance(dim, str):
         return near_miss(node, dim)
     op = find_op(norm.target)
-    found = results(norm)
+    found = calls.results(norm)
     outputs = tuple(found[index] for index in sorted(found)) if op in _SEVERAL else (norm,)
     split = _Split(norm, {**given, "reduced": reduced["x"]}, group, dim)
     inputs = dict.fromkeys(value for value in split.given.values() if isinstance(value, fx.Node) and value is not node)
@@ -102,7 +119,7 @@ def _refusal(norm: fx.Node, given: Mapping[str, Any]) -> str:
         return ""
     if not view.same_shape(given["x"], given["residual"]):
         return f"{given['x']} and {given['residual']} differ in shape"
-    found = results(norm)
+    found = calls.results(norm)
     total = found[max(found)]
     whole = [user.name for user in total.users if not _adds_part(user, total)]
     return f"{', '.join(whole)} reads the whole sum {total} too" if whole else ""
@@ -235,9 +252,11 @@ SEQUENCE_PARALLEL = Pass(
         *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize"),
     ),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     params=MappingProxyType(
         {"least_bytes_of_2": 0, "least_bytes_of_4": 0, "least_bytes_of_8": 0, "least_bytes_of_16": 0}
     ),
-    on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
+    traits=PassTraits(
+        reads_content=False,
+        on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
+    ),
 )

@@ -14,14 +14,19 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.ops.attention.paged import ATTENTION
-from core.common.ops.attention.rotary import ROTARY_ATTENTION
-from core.common.ops.declaration import find_op
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.ops.canonical import ATTENTION, QK_NORM_ROTARY, ROTARY, ROTARY_ATTENTION, ROTARY_SINGLE
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    Site,
+    apply_sites,
+    find_op,
+    near_miss,
+    view,
+)
 from core.common.passes.rotary.attention_examples import examples
 from core.common.passes.rotary.token_rows import LAYOUTS, ROWS, Layout, Views, follow, table_index
 

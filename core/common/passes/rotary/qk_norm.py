@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.norm.norms import RMS_NORM
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.ops.canonical import QK_NORM_ROTARY, RMS_NORM, ROTARY
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, apply_sites, describe, near_miss, view
 from core.common.passes.metadata import fake_values
-from core.common.passes.rewrite import Site, apply_sites, near_miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +150,7 @@ def _transposed(node: fx.Node, moves: Sequence[fx.Node], like: fx.Node) -> fx.No
         dims = (view.operand(move, 1, "dim0"), view.operand(move, 2, "dim1"))
         made = node.graph.call_method("transpose", (node, *dims))
         value = fake_values(torch.Tensor.transpose, (view.value(node), *dims), {})[""]
-        made.meta.update({key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta})
-        made.meta["example_value" if "example_value" in like.meta else "val"] = value
+        describe(made, like, value)
         node = made
     return node
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes import view
+from core.common.passes import describe, view
 from core.common.passes.fresh import reread
 
 Layout = tuple[str, ...]
@@ -25,7 +25,6 @@ LAYOUTS: Mapping[int, tuple[Layout, ...]] = MappingProxyType(
 )
 """Rank of a query or key -> what its dimensions may be."""
 ROWS: Layout = ("t", "h", "d")
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 def follow(layout: Layout, views: Sequence[fx.Node]) -> Layout | None:
@@ -140,8 +139,7 @@ class Views:
             else:
                 index = made.index if len(made.index) > 1 else made.index[0]
                 node = graph.call_function(operator.getitem, (x, index))
-        node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
-        node.meta["example_value" if "example_value" in x.meta else "val"] = made.value
+        describe(node, like, made.value)
         self.made.append(node)
         return node
 
