@@ -28,7 +28,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "rows": ("1", "sample", "argmax"),
     "attention": (),
-    "prefill": ("8b", "1b"),
+    "prefill": ("8b", "1b", "gemma"),
     "moe": ("qwen3", "route"),
     "rotary": ("8b", "1b", "qwen"),
 }
