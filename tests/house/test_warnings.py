@@ -105,5 +105,5 @@ def test_every_module_of_the_repository_counts_as_ours() -> None:
     for folder in (ROOT / path for path in options["pythonpath"]):
         names |= {path.stem for path in folder.glob("*.py")}
         names |= {path.parent.name for path in folder.glob("[a-z]*/*.py")}
-    assert {"core", "conftest", "tests", "sim", "sim_tests", "core_acme", "fake_npu"} <= names
+    assert {"core", "conftest", "tests", "simulator", "core_acme", "fake_npu", "interpreted"} <= names
     assert sorted(name for name in names if not any(re.match(pattern, name) for pattern in patterns)) == []

@@ -244,7 +244,7 @@ def test_codes_have_to_be_equal_where_there_is_no_fp64_run() -> None:
         elapsed_ms=0.0,
         sites=(),
         near_misses=(),
-        traits=PassTraits(codes=CODES),
+        codes=CODES,
     )
     after = graph(lambda x, scale: moved(quantize(x, scale), 1))
     found = verify(report, graph(QUANTIZE), after, [[X]])

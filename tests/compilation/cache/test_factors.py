@@ -205,19 +205,19 @@ def test_the_source_of_core_and_of_the_plugin_is_a_factor(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("made_cache")
 def test_a_miss_names_the_other_checkout_and_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.compilation.cache import factors
-    from core.compilation.cache import program_cache as caching
+    from core import errors
+    from core.compilation.cache import factors, program_cache
     from core.compilation.cache.differences import Place
     from core.compilation.cache.source import source_place
 
     own = source_place("core")
-    assert own.folder == str(Path(caching.__file__).parent)
-    assert own.files.keys() >= {"caching.py", "common/cache/source.py"}
+    assert own.folder == str(Path(errors.__file__).parent)
+    assert own.files.keys() >= {"device.py", "compilation/cache/source.py"}
     digest = factors.source_digest
     monkeypatch.setattr(factors, "source_digest", lambda package: digest(package) + "x" * (package == "core"))
-    other = Place("/other/core", {**own.files, "caching.py": "edited"})
-    monkeypatch.setattr(caching, "source_place", {"core": other}.get)
-    said = f"source: core: that entry is of {own.folder}, 1 file differs: caching.py"
+    other = Place("/other/core", {**own.files, "device.py": "edited"})
+    monkeypatch.setattr(program_cache, "source_place", {"core": other}.get)
+    said = f"source: core: that entry is of {own.folder}, 1 file differs: device.py"
     assert look().reason.endswith(said) and look().reason.startswith("1 factors differ from ")
 
 
