@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from core.common.node_meta import describe, value_of
-from core.common.passes.viewed import Viewed, ends, insert
+from core.common.passes.viewed import Step, Viewed, ends, insert
 
 ORIGINAL = "core_original"
 """Key of `node.meta` under which the node of an op holds its `Original`."""
@@ -121,7 +121,19 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
             _give_back(output, Viewed(copies[result.node], result.steps), describe_view)
     for output in dict.fromkeys((*(output for output, _ in outputs), node)):
         node.graph.erase_node(output)
+    for seen, now in zip(original.inputs, current, strict=True):
+        _erase_views(now, seen.steps)
     return made
+
+
+def _erase_views(node: fx.Node, steps: Sequence[Step]) -> None:
+    """Erase the views by which the op saw an input, as far as nothing else reads them."""
+    for step in reversed(steps):
+        if node.users or not step.is_made(node):
+            return
+        source, _ = node.args[0], node.graph.erase_node(node)
+        assert isinstance(source, fx.Node)  # what the node is a view of
+        node = source
 
 
 def _give_back(output: fx.Node, result: Viewed, describe_view: Callable[[fx.Node, Any], None]) -> None:
