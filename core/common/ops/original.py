@@ -5,14 +5,15 @@ A lift thereby costs a device nothing at run time and changes no bit of its resu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from core.common.node_meta import value_of
+from core.common.node_meta import describe, value_of
+from core.common.passes.viewed import Step, Viewed, ends, insert
 
 ORIGINAL = "core_original"
 """Key of `node.meta` under which the node of an op holds its `Original`."""
@@ -33,26 +34,27 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """The nodes that an op replaced, in order. inputs: the op's node arguments then; results: what its outputs replace.
+    """The nodes that an op replaced, in order. inputs: what the op takes, in the order of its arguments.
 
-    literals: the op's other arguments then; one that has changed since makes the original worthless.
+    results: what each of its outputs is, None for one that nothing reads. literals: the op's other arguments then; one
+    that has changed since makes the original worthless.
     """
 
     records: tuple[_Record, ...]
-    inputs: tuple[fx.Node, ...]
+    inputs: tuple[Viewed, ...]
     literals: str
-    results: tuple[fx.Node, ...]
+    results: tuple[Viewed | None, ...]
 
     @classmethod
     def of(
-        cls, interior: Sequence[fx.Node], op: fx.Node, inputs: Sequence[fx.Node], results: tuple[fx.Node, ...]
+        cls, interior: Sequence[fx.Node], op: fx.Node, inputs: Sequence[Viewed], results: tuple[Viewed | None, ...]
     ) -> Original | None:
-        """Record the interior (in graph order) of a site that becomes `op`; inputs: its arguments before the rewrite.
+        """Record the interior (in graph order) of a site that becomes `op`; inputs: what it takes.
 
         What the interior reads besides may be placeholders, and sizes computed from any of these. None where it reads
         more: it could not be put back.
         """
-        sizes = missing_sizes(interior, inputs)
+        sizes = missing_sizes(interior, [each.node for each in inputs])
         if sizes is None:
             return None
         return cls(tuple(map(_record, (*sizes, *interior))), tuple(inputs), _literals(op), results)
@@ -97,24 +99,53 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
     if original is None or original.literals != _literals(node):
         return None
     current = node_arguments(node.args, node.kwargs)
-    outputs = _outputs(node, len(original.results))
-    copies: dict[fx.Node, fx.Node] = dict(zip(original.inputs, current, strict=True))
+    outputs = _outputs(node, original.results)
+    copies = {seen.node: now for seen, now in zip(original.inputs, current, strict=True)}
     if outputs is None or not _find_placeholders(original, node.graph, copies):
         return None
-    made = []
+    made: list[fx.Node] = []
+
+    def describe_view(new: fx.Node, value: Any) -> None:
+        describe(new, node, value)
+        made.append(new)
+
     with node.graph.inserting_before(node):
+        for seen, now in zip(original.inputs, current, strict=True):
+            copies[seen.node] = insert(Viewed(now, seen.way_back), describe_view)
         for record in original.records:
             args, kwargs = fx.map_arg((record.args, dict(record.kwargs)), copies.__getitem__)
             copies[record.node] = node.graph.create_node(record.op, record.target, args, kwargs, record.name)
             copies[record.node].meta = dict(record.meta)
             made.append(copies[record.node])
-    for old, result in zip(outputs, original.results, strict=True):
-        for each in old:
-            each.replace_all_uses_with(copies[result])
-            if each is not node:
-                node.graph.erase_node(each)
-    node.graph.erase_node(node)
+        for output, result in outputs:
+            _give_back(output, Viewed(copies[result.node], result.steps), describe_view)
+    for output in dict.fromkeys((*(output for output, _ in outputs), node)):
+        node.graph.erase_node(output)
+    for seen, now in zip(original.inputs, current, strict=True):
+        _erase_views(now, seen.steps)
     return made
+
+
+def _erase_views(node: fx.Node, steps: Sequence[Step]) -> None:
+    """Erase the views by which the op saw an input, as far as nothing else reads them."""
+    for step in reversed(steps):
+        if node.users or not step.is_made(node):
+            return
+        source, _ = node.args[0], node.graph.erase_node(node)
+        assert isinstance(source, fx.Node)  # what the node is a view of
+        node = source
+
+
+def _give_back(output: fx.Node, result: Viewed, describe_view: Callable[[fx.Node, Any], None]) -> None:
+    """Let what was made of an op's output read the old node again, and all else that reads it the old node's view."""
+    for end in ends(output, result.way_back):
+        end.replace_all_uses_with(result.node)
+        while end is not output and not end.users:
+            source, _ = end.args[0], end.graph.erase_node(end)
+            assert isinstance(source, fx.Node)  # what the end is a view of
+            end = source
+    if output.users:
+        output.replace_all_uses_with(insert(result, describe_view))
 
 
 def _find_placeholders(original: Original, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> bool:
@@ -128,16 +159,17 @@ def _find_placeholders(original: Original, graph: fx.Graph, copies: dict[fx.Node
     return all(node in copies for node in free.values())
 
 
-def _outputs(node: fx.Node, count: int) -> list[list[fx.Node]] | None:
-    """Return for each output of the op the nodes that stand for it; None where one is read in another way."""
-    if count == 1:
-        return [[node]]
-    found: list[list[fx.Node]] = [[] for _ in range(count)]
+def _outputs(node: fx.Node, results: Sequence[Viewed | None]) -> list[tuple[fx.Node, Viewed]] | None:
+    """Return the nodes that stand for outputs of the op, each with what it was; None where one is read otherwise."""
+    if len(results) == 1:
+        return [(node, results[0])] if results[0] is not None else None
+    found: list[tuple[fx.Node, Viewed]] = []
     for user in node.users:
         index = user.args[1] if getattr(user.target, "__name__", "") == "getitem" and len(user.args) == 2 else None
-        if not isinstance(index, int) or not 0 <= index < count:
+        result = results[index] if isinstance(index, int) and 0 <= index < len(results) else None
+        if result is None:
             return None
-        found[index].append(user)
+        found.append((user, result))
     return found
 
 

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from core.common.passes.sizes import expression as expression
     from core.common.passes.sizes import same_size as same_size
     from core.common.passes.sizes import same_sizes as same_sizes
+    from core.common.passes.viewed import Index as Index
+    from core.common.passes.viewed import Swap as Swap
+    from core.common.passes.viewed import Viewed as Viewed
     from core.common.passes.writes import Writes as Writes
 
 _MODULES = {
@@ -60,6 +63,7 @@ _MODULES = {
     "core.common.passes.rewrite": ("apply_sites", "fuse", "remove_dead"),
     "core.common.passes.sites": ("MADE_BY", "Finder", "Made", "Refused", "Site", "near_miss", "site_name"),
     "core.common.passes.sizes": ("expression", "same_size", "same_sizes"),
+    "core.common.passes.viewed": ("Index", "Swap", "Viewed"),
     "core.common.passes.writes": ("Writes",),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.declaration import CanonicalOp
+from core.common.ops.declaration import CanonicalOp, find_op
 
 
 def arguments(node: fx.Node, op: CanonicalOp) -> dict[str, Any]:
@@ -16,6 +16,14 @@ def arguments(node: fx.Node, op: CanonicalOp) -> dict[str, Any]:
     defaults = {a.name: a.default_value for a in op.overload._schema.arguments if a.has_default_value()}
     # By repr, so that False is not 0 and a node is compared with nothing.
     return {k: v for k, v in bound.items() if k not in defaults or repr(v) != repr(defaults[k])}
+
+
+def outputs(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """Return the node of each result of an op's call, None where nothing reads it: what `Site.outputs` wants."""
+    op = find_op(node.target)
+    count = 1 if op is None else len(op.overload._schema.returns)
+    found = results(node)
+    return (node,) if count == 1 else tuple(found.get(index) for index in range(count))
 
 
 def results(node: fx.Node) -> dict[int, fx.Node]:

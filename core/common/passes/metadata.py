@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from core.common.node_meta import value_of
 from core.common.passes.recipes import Recipe, call_key, flat, recipe_of
-from core.common.passes.sites import Refused, Site
+from core.common.passes.sites import Refused, Site, later_readers
 from core.common.passes.sizes import same_sizes
+from core.common.passes.viewed import mapped, through
 from core.common.passes.writes import Writes
 
 Memo = dict[object, Any]
@@ -36,29 +37,31 @@ class Values:
 
         Where they agree the old values are kept: views of the result go on sharing memory with it.
         """
-        olds = [value_of(node) for node in self.site.replaced]
-        kept = {"": olds[0] if len(olds) == 1 else tuple(olds)}
+        results = self.site.results
+        olds = [None if each is None else each.value for each in results]
         if not _can_run([value_of(node) for node in self.site.inputs]):
-            return kept, {}
-        args, kwargs = fx.map_arg((self.site.args, dict(self.site.kwargs)), value_of)
+            return _given(olds), {}
+        args, kwargs = mapped(self.site.args, self.site.kwargs, lambda seen: seen.value)
         inlined = isinstance(self.site.target, fx.GraphModule)
         try:
             values = fake_values(self.site.target, args, kwargs) if inlined else {"": self._like_others(args, kwargs)}
         except NewGuard as error:
             raise Refused(self.site.anchor, f"the new op {error}") from error
         news = _members(values[""], len(olds))
-        for node, old, new in zip(self.site.replaced, olds, news, strict=True):
+        for result, old, new in zip(results, olds, news, strict=True):
             reason = _differs(old, new)
-            if reason:
-                raise Refused(node, f"the new op gives {reason}")
+            if result is not None and reason:
+                raise Refused(result.node, f"the new op gives {reason}")
+        olds = [new if result is None else old for result, old, new in zip(results, olds, news, strict=True)]
         pairs = zip(olds, news, strict=True)
         if all(isinstance(old, Tensor) and _same_layout(old, new) for old, new in pairs):
-            return values | kept, {}
+            return values | _given(olds), {}
         if not inlined:  # what is like others belongs to another site
             values = {"": self._own(self.site.target, args, kwargs)}
         views: dict[fx.Node, Any] = {}
-        for node, old, new in zip(self.site.replaced, olds, _members(values[""], len(olds)), strict=True):
-            views |= self._new_views(node, old, new)
+        for result, old, new in zip(results, olds, _members(values[""], len(olds)), strict=True):
+            if result is not None and isinstance(old, Tensor) and not _same_layout(old, new):
+                views |= self._new_views(result.node, through(new, result.way_back))
         return values, views
 
     def _like_others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -82,10 +85,8 @@ class Values:
         known: tuple[Any, Recipe | None] = self.memo[key]
         return known
 
-    def _new_views(self, node: fx.Node, old: Any, new: Any) -> Mapping[fx.Node, Any]:
+    def _new_views(self, node: fx.Node, new: Any) -> Mapping[fx.Node, Any]:
         """Where the strides change, run the views of the result on the new ones: a view may be impossible there."""
-        if not isinstance(old, Tensor) or _same_layout(old, new):
-            return {}
         known: dict[fx.Node, Any] = {node: new}
         for user in self._views(node):
             args, kwargs = fx.map_arg((user.args, dict(user.kwargs)), lambda n: known.get(n, value_of(n)))
@@ -99,7 +100,7 @@ class Values:
 
     def _views(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield what is computed from the node without copying, in graph order; the site itself left out."""
-        keys, seen = self.writes.of(node), set(node.users)
+        keys, seen = self.writes.of(node), {*node.users, *(user for user, _ in later_readers(self.site, self.order))}
         waiting = [(self.order[user], user) for user in seen]
         heapq.heapify(waiting)
         while waiting:
@@ -177,6 +178,11 @@ def _can_run(values: list[Any]) -> bool:
         return False
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _given(values: list[Any]) -> dict[str, Any]:
+    """Return the values of an op's outputs as those of its call."""
+    return {"": values[0] if len(values) == 1 else tuple(values)}
 
 
 def _members(value: Any, count: int) -> tuple[Any, ...]:

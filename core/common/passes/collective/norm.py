@@ -41,7 +41,7 @@ from core.common.passes import (
     view,
 )
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
-from core.common.passes.quantize.calls import name_results, read_quantize
+from core.common.passes.quantize.calls import read_quantize
 
 _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     {
@@ -51,7 +51,6 @@ _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     }
 )
 """Name of what follows an all-reduce -> the op that is both."""
-_SEVERAL = (ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE, QUANTIZE, QUANTIZE_FP4)
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -81,13 +80,12 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     return _quantized(node, norm, given) if op is ADD_RMS_NORM else _site(_FUSED[op.name], given, (node, norm))
 
 
-def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site:
+def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site | None:
     """Return the site of a norm whose result may be read by a quantisation alone."""
-    found = calls.results(norm)
-    normed, total = found[0], found[1]
-    last = view.only_user(normed)
+    normed, total = calls.outputs(norm)
+    last = view.only_user(normed) if normed is not None else None
     op = find_op(last.target) if last is not None else None
-    interior = (node, norm, normed)
+    interior = (node, norm, *filter(None, (normed,)))
     if last is not None and op is QUANTIZE:
         quantize = read_quantize(last)
         if quantize is not None and quantize.x is normed and not quantize.unknown:
@@ -100,26 +98,30 @@ def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site:
 
 
 def _site(
-    fused: CanonicalOp, given: dict[str, Any], interior: tuple[fx.Node, ...], *, further: tuple[fx.Node, ...] = ()
-) -> Site:
+    fused: CanonicalOp,
+    given: dict[str, Any],
+    interior: tuple[fx.Node, ...],
+    *,
+    further: tuple[fx.Node | None, ...] = (),
+) -> Site | None:
     """Return the site of an op whose results are those of the last node of its interior, and further ones."""
     positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
-    last = interior[-1]
-    found = calls.results(last) if find_op(last.target) in _SEVERAL else {0: last}
-    outputs = (*(found[index] for index in sorted(found)), *further)
+    outputs = (*calls.outputs(interior[-1]), *further)
+    anchor = next(filter(None, outputs), None)
+    if anchor is None:  # nothing reads what the norm gives
+        return None
     return Site(
-        anchor=outputs[0],
+        anchor=anchor,
         target=fused.overload,
         args=tuple(given.get(name) for name in positional),
         kwargs={name: value for name, value in given.items() if name not in positional},
-        interior=(*interior, *outputs),
+        interior=interior,
         outputs=outputs,
     )
 
 
 def run(context: PassContext) -> PassResult:
     """Fuse every all-reduce with the norm of its sum."""
-    name_results(context, _SEVERAL)
     return fuse(context, find)
 
 

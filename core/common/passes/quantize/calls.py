@@ -1,16 +1,15 @@
-"""Reading `core.quantize` and ops of several results from a graph, for the fusions that end in codes."""
+"""Reading `core.quantize` from a graph, for the fusions that end in codes."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from core.common.ops.quantize import QUANTIZE
-from core.common.passes import CanonicalOp, PassContext, calls, describe, find_op, value_of, view
+from core.common.passes import calls, find_op, view
 
 _OPTIONS = ("dtype", "granularity", "group_size")
 _BETWEEN = frozenset(
@@ -40,31 +39,6 @@ def read_quantize(node: fx.Node) -> Quantize | None:
     x, scale = given.pop("x"), given.pop("scale", None)
     options = {name: given.pop(name) for name in _OPTIONS if name in given}
     return Quantize(node, x, scale, options, tuple(given)) if isinstance(x, fx.Node) else None
-
-
-def name_results(context: PassContext, ops: Collection[CanonicalOp]) -> None:
-    """Give each result of these ops' calls a node, also where nothing reads it: a site names all that it replaces.
-
-    What nothing reads after the pass either goes with all that is dead.
-    """
-    made = False
-    for node in list(context.graph.nodes):
-        values = value_of(node) if find_op(node.target) in ops else None
-        if not isinstance(values, (tuple, list)):
-            continue
-        known = calls.results(node)
-        for index in range(len(values)):
-            if index not in known:
-                _name_result(node, index, values[index])
-                made = True
-    if made and context.analyses is not None:
-        context.analyses.invalidate()
-
-
-def _name_result(node: fx.Node, index: int, value: Any) -> None:
-    with node.graph.inserting_after(node):
-        member = node.graph.call_function(operator.getitem, (node, index))
-    describe(member, node, value)
 
 
 def behind(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -20,7 +20,6 @@ from core.common.ops.canonical import (
     GATED_ACTIVATION,
     GATED_ACTIVATION_FUSED,
     GATED_ACTIVATION_QUANTIZE,
-    QUANTIZE,
     RMS_NORM,
     RMS_NORM_QUANTIZE,
 )
@@ -40,7 +39,7 @@ from core.common.passes import (
     view,
 )
 from core.common.passes.quantize import examples
-from core.common.passes.quantize.calls import Quantize, behind, name_results, read_quantize
+from core.common.passes.quantize.calls import Quantize, behind, read_quantize
 
 _SEVERAL = (ADD_RMS_NORM,)
 """Ops of several results, of which the first is the one to be quantised."""
@@ -93,27 +92,28 @@ class _Fusion:
         others = [user for user in value.users if user is not quantize.node]
         return f"{others[0]} reads {value} too" if others else ""
 
-    def _site(self, quantize: Quantize, value: fx.Node, call: fx.Node) -> Site:
+    def _site(self, quantize: Quantize, value: fx.Node, call: fx.Node) -> Site | None:
         op = find_op(call.target)
         assert op is not None  # the search has seen it
         given: dict[str, Any] = {**calls.arguments(call, op), "scale": quantize.scale, **quantize.options}
         if "gate_up" in given:
             given["gate"] = given.pop("gate_up")
         positional = [a.name for a in self.fused.overload._schema.arguments if not a.kwarg_only]
-        codes, further = calls.results(quantize.node), calls.results(call) if op in _SEVERAL else {}
-        outputs = (codes[0], codes[1], *(further[index] for index in sorted(further) if index))
+        outputs = (*calls.outputs(quantize.node), *calls.outputs(call)[1:])
+        anchor = next(filter(None, outputs), None)
+        if anchor is None:  # nothing reads the codes
+            return None
         return Site(
-            anchor=codes[0],
+            anchor=anchor,
             target=self.fused.overload,
             args=tuple(given.pop(name, None) for name in positional),
             kwargs=given,
-            interior=(call, value, quantize.node, *outputs),
+            interior=(call, value, quantize.node),
             outputs=outputs,
         )
 
     def run(self, context: PassContext) -> PassResult:
         """Fuse every such op."""
-        name_results(context, (QUANTIZE, *_SEVERAL))
         return fuse(context, self.find)
 
     def expect(self, context: PassContext) -> int | None:

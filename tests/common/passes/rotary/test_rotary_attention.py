@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -52,6 +53,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 def calls(module: fx.GraphModule, target: object = ROTARY_ATTENTION.overload) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.target is target]
+
+
+def targets(module: fx.GraphModule) -> Counter[str]:
+    return Counter(str(node.target) for node in module.graph.nodes if node.op.startswith("call_"))
 
 
 def same(one: Run, other: Run) -> bool:
@@ -161,6 +166,9 @@ def test_an_implementation_that_refuses_gives_the_models_own_nodes_back(model: s
     assert chosen["core::rotary_attention"] == "original" and chosen["core::attention"] == "eager reference"
     cut = [node.meta[BREAK_POINT] for node in module.graph.nodes if BREAK_POINT in node.meta]
     assert cut == ["core::attention"] * 2
+    plain = Snapshot(found.before).module()  # type: ignore[arg-type]  # the pass has run
+    lower_ops(plain, (), mark=(ATTENTION.qualified_name,))
+    assert targets(module) == targets(plain)  # no view is left of what the op would have had
     for one, other in zip(found.runs(found.before), found.runs(module), strict=True):
         # Attention by sequence rounds otherwise than all of it at once.
         torch.testing.assert_close(other.outputs[0], one.outputs[0], rtol=1e-4, atol=1e-5)
