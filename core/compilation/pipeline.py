@@ -358,9 +358,9 @@ class Pipeline:
         account = self.account
         stages = self.stages if buffers is not None else None
         any_traced = any(mode in self.traced_modes for mode in account.modes.values())
-        lowering = (
-            self.device.lowerings.resolve(self.options.lowering)[0] if any_traced or self.traced_modes else "none"
-        )
+        lowerings, wanted = self.device.lowerings, self.options.lowering
+        lowering = lowerings.resolve(wanted)[0] if any_traced or self.traced_modes else "none"
+        unasked = lowerings.notes(wanted) if any_traced else ()
         return ProgramReport(
             device=self.device.name,
             plugin=str(self.device.plugin),
@@ -373,7 +373,7 @@ class Pipeline:
             num_kernels=account.kernels.total,
             cache=stages.cache.report if stages is not None and stages.cache is not None else CacheReport(),
             dropped=dict(account.dropped),
-            notes=(*account.notes, *(stages.untraced.notes if stages is not None else ())),
+            notes=(*unasked, *account.notes, *(stages.untraced.notes if stages is not None else ())),
         )
 
 

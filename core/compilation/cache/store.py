@@ -181,8 +181,10 @@ class Store:
     def keep_kernels(self) -> None:
         """Have this process's compilers of kernels keep theirs here too, where the environment names no other place.
 
-        What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so.
+        What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so
+        in one line per reason.
         """
+        refused: dict[str, list[str]] = {}
         for name, variable in KERNEL_FOLDERS.items():
             folder = self.kernels[name]
             if variable in os.environ:
@@ -192,9 +194,12 @@ class Store:
                     _make_private(each)
                     _refuse_foreign(each)
             except (OSError, Untrusted) as reason:
-                log.warning("compile cache: not used for kernels of %s: %s", name, reason)
+                refused.setdefault(str(reason), []).append(name)
             else:
                 os.environ[variable] = str(folder)
+        for text, names in refused.items():
+            hint = "CORE_CACHE_DIR may name another folder"
+            log.warning("compile cache: not used for kernels of %s: %s; %s", ", ".join(names), text, hint)
 
     def kernel_bytes(self) -> dict[str, int]:
         """Return the bytes that each compiler of kernels keeps here."""

@@ -129,6 +129,19 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
 
 
+def test_a_home_that_can_not_be_written_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").write_text("where nobody can make a folder, not even root")
+    Store(tmp_path / "home" / "core").keep_kernels()
+    (line,) = caplog.messages
+    assert line.startswith("compile cache: not used for kernels of triton, inductor: ") and str(tmp_path) in line
+    assert line.endswith("; CORE_CACHE_DIR may name another folder")
+    assert "TRITON_CACHE_DIR" not in os.environ and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
 def test_folders_are_the_users_own_whatever_the_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/own/place")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
