@@ -181,7 +181,7 @@ def test_the_collector_rests_from_the_first_trace_to_the_last_capture(monkeypatc
         enabled.append(gc.isenabled())
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr("core.compilation.phases.traced.trace", watched)
+    monkeypatch.setattr("core.compilation.phases.tracer.trace", watched)
     compiled().close()
     assert enabled and not any(enabled) and gc.isenabled()
     with refused(TraceError, "as one graph"):

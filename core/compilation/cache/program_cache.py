@@ -18,7 +18,7 @@ from core.compilation.cache.differences import Places, each_line, explain
 from core.compilation.cache.digests import changed_contents, encode_contents
 from core.compilation.cache.inventory import Inventory
 from core.compilation.cache.literals import Targets
-from core.compilation.cache.program_factors import Subject, factors_of, plugin_packages, runtime_packages
+from core.compilation.cache.program_factors import factors_of, plugin_packages, runtime_packages
 from core.compilation.cache.reports import decode_report, encode_report
 from core.compilation.cache.source import source_place
 from core.compilation.cache.store import SOURCE, Damaged, Store, Untrusted, key_of
@@ -27,6 +27,8 @@ from core.compilation.report import CacheReport, TraceReport
 from core.compilation.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
+    from core.common.passes.declaration import Pass
+    from core.compilation.request import CompileRequest
     from core.device import Mode
 
 log = logging.getLogger("core.cache")
@@ -49,19 +51,19 @@ class CachedGraph:
 class ProgramCache:
     """The entry of one program. Tells what it did by `report`; nothing that fails here fails the compile."""
 
-    def __init__(self, subject: Subject) -> None:
-        """Read the factors off the program and look for its entry."""
-        self._table = subject.table
-        self._packages = plugin_packages(subject.device)
-        self._whole = self._packages | runtime_packages(subject.device)
-        self._targets = Targets(subject.device.ops, self._packages)
+    def __init__(self, request: CompileRequest, passes: Sequence[Pass]) -> None:
+        """Read the factors off the program and look for its entry. passes: those that may run, in order."""
+        self._table = request.table
+        self._packages = plugin_packages(request.device)
+        self._whole = self._packages | runtime_packages(request.device)
+        self._targets = Targets(request.device.ops, self._packages)
         self._store = Store.of_user()
         self._made: dict[tuple[str, str], list[CachedGraph]] = {}
         self._found: dict[tuple[str, str], list[CachedGraph]] = {}
         self.report = CacheReport(state="miss", folder=str(self._store.folder))
         try:
-            self._inventory = Inventory(subject.models, whole=self._whole)
-            self._factors = factors_of(subject, self._inventory, self._packages)
+            self._inventory = Inventory(request.models, whole=self._whole)
+            self._factors = factors_of(request, passes, self._inventory, self._packages)
         except Exception as error:  # what a model holds may fail in any way when it is looked at
             self._refuse(f"the model can't be read: {type(error).__name__}: {error}")
             return
