@@ -75,7 +75,7 @@ NPU_TESTS = $(if $(filter plugins/% ./plugins/% $(CURDIR)/plugins/%,$(ARGS)),,pl
 
 test-npu-sim: $(NPU_STAMP)
 	@echo "== pytest -m npu_sim: torch_npu on the simulated runtime"
-	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/tests/sim/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
+	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/simulator/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
 		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(NPU_TESTS) $(ARGS)
 
 clean:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = "plugins/npu/tests/sim_tests/test_sim_build.py"
+FILE = "plugins/npu/tests/simulated/simulator/test_build.py"
 
 
 @pytest.mark.parametrize(

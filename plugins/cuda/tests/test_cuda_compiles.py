@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = Path(__file__).parent / "support"
 SHARED = 227 * 1024
 """Bytes of a block at most, at capability 9.0."""
 SPILLS = 64
@@ -39,7 +39,7 @@ def compiled(family: str) -> list[dict[str, Any]]:
     """Return what each kernel of a family takes, compiled in a process without the interpreter."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "plugins/cuda"), str(ROOT)])}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "tools/compile_cuda_kernels.py", str(HERE / f"calls_{family}.py"), *CALLS[family]]
+    command = [sys.executable, "tools/compile_cuda_kernels.py", str(SUPPORT / f"calls_{family}.py"), *CALLS[family]]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]

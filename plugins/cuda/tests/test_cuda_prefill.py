@@ -1,4 +1,4 @@
-"""plugins/cuda/core_cuda/ops/{prefill_attention,prefill_kernel,cache_write}.py."""
+"""core_cuda/ops/attention/{prefill,prefill_kernel,cache_write}.py."""
 
 from __future__ import annotations
 
