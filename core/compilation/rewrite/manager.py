@@ -14,6 +14,7 @@ import torch
 from core.common.collector import paused
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Form, Pass, PassResult, Stage
+from core.common.passes.identity import Known, describing_once
 from core.common.passes.metadata import ASKS
 from core.common.passes.rewrite import remove_dead
 from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
@@ -82,6 +83,7 @@ class PassManager:
         self._dump_dir = dump_dir
         self._num_runs = 0
         self._uuids: dict[str, str] = {}
+        self._described: Known = {}
 
     def run(
         self,
@@ -143,7 +145,8 @@ class PassManager:
 
     def _uuid(self, declared: Pass) -> str:
         if declared.name not in self._uuids:
-            self._uuids[declared.name] = declared.uuid()
+            with describing_once(self._described):
+                self._uuids[declared.name] = declared.uuid()
         return self._uuids[declared.name]
 
     def _context(self, declared: Pass, run: _Run) -> PassContext:
