@@ -100,7 +100,9 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
         return None
     current = node_arguments(node.args, node.kwargs)
     outputs = _outputs(node, original.results)
-    copies = {seen.node: now for seen, now in zip(original.inputs, current, strict=True)}
+    inputs = list(zip(original.inputs, current, strict=True))
+    # What the op takes as it is needs no view to be had again.
+    copies = {seen.node: now for seen, now in sorted(inputs, key=lambda each: not each[0].steps)}
     if outputs is None or not _find_placeholders(original, node.graph, copies):
         return None
     made: list[fx.Node] = []
@@ -110,8 +112,9 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
         made.append(new)
 
     with node.graph.inserting_before(node):
-        for seen, now in zip(original.inputs, current, strict=True):
-            copies[seen.node] = insert(Viewed(now, seen.way_back), describe_view)
+        for seen, now in inputs:
+            if copies[seen.node] is now:
+                copies[seen.node] = insert(Viewed(now, seen.way_back), describe_view)
         for record in original.records:
             args, kwargs = fx.map_arg((record.args, dict(record.kwargs)), copies.__getitem__)
             copies[record.node] = node.graph.create_node(record.op, record.target, args, kwargs, record.name)
@@ -121,7 +124,7 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
             _give_back(output, Viewed(copies[result.node], result.steps), describe_view)
     for output in dict.fromkeys((*(output for output, _ in outputs), node)):
         node.graph.erase_node(output)
-    for seen, now in zip(original.inputs, current, strict=True):
+    for now, seen in {now: seen for seen, now in inputs}.items():
         _erase_views(now, seen.steps)
     return made
 

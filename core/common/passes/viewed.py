@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
 
 from core.common.node_meta import value_of
 from core.common.passes.fresh import reread
@@ -127,7 +128,7 @@ def through(value: Any, steps: Sequence[Step]) -> Any:
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call, by position and by name; they may hold nodes, and themselves be views of nodes."""
+"""The arguments of a call, by position and by name; they may hold nodes and views of nodes."""
 
 
 def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Viewed, ...]:
@@ -140,10 +141,11 @@ def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Viewed
 def mapped(args: tuple[Any, ...], kwargs: Mapping[str, Any], make: Callable[[Viewed], Any]) -> Call:
     """Return a call's arguments with what `make` gives in the place of each node, and of each view among them."""
 
-    def each(value: Any) -> Any:
-        return make(value) if isinstance(value, Viewed) else fx.map_arg(value, lambda node: make(Viewed(node)))
+    def each(leaf: Any) -> Any:
+        return make(viewed(leaf)) if isinstance(leaf, (fx.Node, Viewed)) else leaf
 
-    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+    found: Any = map_aggregate((args, dict(kwargs)), each)
+    return found  # type: ignore[no-any-return]  # as the arguments were
 
 
 def insert(seen: Viewed, describe: Callable[[fx.Node, Any], object]) -> fx.Node:

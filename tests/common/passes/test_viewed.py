@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.node_meta import value_of
-from core.common.ops.norm import RMS_NORM
+from core.common.ops.norm import ADD_RMS_NORM, RMS_NORM
 from core.common.passes import Index, NearMiss, PassContext, Site, Swap, Viewed, view
 from core.common.passes.viewed import Step, ends, insert
 from core.compilation.lower_ops import lower_ops
@@ -192,3 +192,30 @@ def test_a_refused_site_leaves_every_node_as_it_was() -> None:
     text = to_text(graph.module)
     result = fused(graph.module, late)
     assert result.matched == 0 and the_miss(result).reason and to_text(graph.module) == text
+
+
+@pytest.mark.parametrize("steps", [(), (Index((0,)),)], ids=["as it is", "through one view"])
+def test_an_input_that_the_op_takes_several_times_is_put_back_once(steps: tuple[Step, ...]) -> None:
+    """Twice alike, and a third time through another view."""
+
+    def find_several(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+        if view.kind(node) != "rms_norm":
+            return None
+        x, _, _, eps = node.args
+        rows, row = Viewed(x, steps), Viewed(x, (Index((0, 0)),))
+        return Site(
+            anchor=node,
+            target=ADD_RMS_NORM.overload,
+            args=(rows, rows, row, eps),
+            interior=(node,),
+            outputs=(Viewed(node, steps), None),
+        )
+
+    def model(x: Tensor) -> Tensor:
+        return F.rms_norm(x.sin(), (SIZE,), None, 1e-5)
+
+    graph = trace(lambda x: model(x), {"x": X[:, 0, :1]})
+    before = listed(graph.module)
+    assert fused(graph.module, find_several).matched == 1
+    lower_ops(graph.module, ())
+    assert listed(graph.module) == before
