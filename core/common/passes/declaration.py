@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from core.common.passes.identity import fingerprint
+from core.common.passes.identity import fingerprint, fingerprints
 from core.errors import PassError
 
 if TYPE_CHECKING:
@@ -178,7 +178,13 @@ class Pass:
 
     def uuid(self) -> str:
         """Return a digest of what the pass does: its code, parameters, guards and the torch version."""
+        return fingerprint(*self._steered_by())
+
+    def _steered_by(self) -> tuple[object, ...]:
         stage = self.stage if self.form == "v2" else f"{self.stage} {self.form}"
-        return fingerprint(
-            self.name, self.mechanism, stage, self.run, self.patterns, self.params, self.guards, self.expect
-        )
+        return (self.name, self.mechanism, stage, self.run, self.patterns, self.params, self.guards, self.expect)
+
+
+def uuids(passes: Iterable[Pass]) -> list[str]:
+    """Return the uuid of each pass. Passes share most of their code: asked one by one, they take ten times as long."""
+    return fingerprints(declared._steered_by() for declared in passes)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+
+_CONSTANTS = (str, int, float, bool, complex, bytes, torch.dtype, torch.device)
 
 
 def fingerprint(*parts: object) -> str:
@@ -18,93 +20,146 @@ def fingerprint(*parts: object) -> str:
 
     Bytecode, not source: comments and layout are no part of what runs, and reading sources takes ten times as long.
     """
-    texts: list[str] = []
-    _describe(parts, set(), texts)
-    digest = hashlib.sha256(f"torch {torch.__version__} python {sys.version_info[:2]}".encode())
-    digest.update("".join(f"{text}\0" for text in texts).encode())
-    return digest.hexdigest()
+    return fingerprints([parts])[0]
 
 
-# The functions below append to `out` what they describe: generators within generators would hand each text up through
-# every level, and code that calls code goes deep.
+def fingerprints(many: Iterable[tuple[object, ...]]) -> list[str]:
+    """Return the fingerprint of each of many parts. What several of them reach, as passes do, is read once for all."""
+    reader = _Reader()
+    return [reader.digest(parts) for parts in many]
 
 
-def _describe(value: object, seen: set[int], out: list[str]) -> None:
-    if value is None or isinstance(value, (str, int, float, bool, complex, bytes, torch.dtype, torch.device)):
-        out.append(repr(value))
-    elif isinstance(value, (types.FunctionType, types.MethodType, partial, type)):
-        _describe_code(value, seen, out)
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            _describe(key, seen, out)
-            _describe(value[key], seen, out)
-    elif isinstance(value, (set, frozenset)):
+class _Node:
+    """A function, class or object, described once. uses: the nodes that its description names, in order."""
+
+    __slots__ = ("digest", "out", "uses", "value")
+
+    def __init__(self, value: object) -> None:
+        self.value = value  # held, so that nobody else gets its id
+        self.digest = b""
+        self.out: list[str] = []
+        self.uses: list[_Node] = []
+
+    def close(self) -> bytes:
+        self.digest = hashlib.sha256("".join(f"{text}\0" for text in self.out).encode()).digest()
+        self.out.clear()
+        return self.digest
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._nodes: dict[int, _Node] = {}
+
+    def digest(self, parts: tuple[object, ...]) -> str:
+        """Return a digest of all nodes that the parts reach."""
+        start = _Node(parts)
+        self._describe(parts, start)
+        start.close()
+        found = hashlib.sha256(f"torch {torch.__version__} python {sys.version_info[:2]}".encode())
+        seen: set[_Node] = set()
+        ahead = [start]
+        while ahead:
+            node = ahead.pop()
+            if node not in seen:
+                seen.add(node)
+                found.update(node.digest or self._read(node))
+                ahead += reversed(node.uses)
+        return found.hexdigest()
+
+    def _name(self, value: object, into: _Node, label: str) -> None:
+        """Write a label of what has a node of its own, and note that the node is used."""
+        into.out.append(label)
+        node = self._nodes.get(id(value))
+        if node is None:
+            node = self._nodes[id(value)] = _Node(value)
+        into.uses.append(node)
+
+    def _describe(self, value: object, into: _Node) -> None:
+        out = into.out
+        if value is None or isinstance(value, _CONSTANTS):
+            out.append(repr(value))
+        elif isinstance(value, (types.FunctionType, type)):
+            self._name(value, into, f"{value.__module__}.{value.__qualname__}")
+        elif isinstance(value, partial):
+            self._describe((value.func, value.args, value.keywords), into)
+        elif isinstance(value, types.MethodType):
+            self._describe((value.__func__, value.__self__), into)
+        elif isinstance(value, (tuple, list)):
+            out.append(f"[{len(value)}")
+            for item in value:
+                self._describe(item, into)
+        elif isinstance(value, Mapping):
+            out.append(f"{{{len(value)}")
+            for key in sorted(value, key=repr):
+                self._describe(key, into)
+                self._describe(value[key], into)
+        elif isinstance(value, (set, frozenset)):
+            self._describe_set(value, into)
+        elif isinstance(value, types.ModuleType):
+            out.append(value.__name__)
+        elif isinstance(value, types.BuiltinFunctionType):
+            out.append(f"{value.__module__}.{value.__qualname__}")  # its text would hold an address
+        elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            out.append(str(value))
+        else:
+            self._name(value, into, f"{type(value).__module__}.{type(value).__qualname__}")
+
+    def _describe_set(self, value: set[object] | frozenset[object], into: _Node) -> None:
         # Sets are in hash order, which differs between processes.
-        items: list[list[str]] = [[] for _ in value]
-        for item, texts in zip(value, items, strict=True):
-            _describe(item, seen, texts)
-        out.extend(sorted("\0".join(texts) for texts in items))
-    elif isinstance(value, (tuple, list)):
-        out.append(f"[{len(value)}")
-        for item in value:
-            _describe(item, seen, out)
-    elif id(value) not in seen:
-        seen.add(id(value))
-        _describe_object(value, seen, out)
+        items = [_Node(item) for item in value]
+        for item in items:
+            self._describe(item.value, item)
+        into.out.append(f"{{{len(items)}")
+        for item in sorted(items, key=lambda item: (item.out, [_shown(each.value) for each in item.uses])):
+            into.out += item.out
+            into.uses += item.uses
 
+    def _read(self, node: _Node) -> bytes:
+        value: Any = node.value
+        if isinstance(value, types.FunctionType):
+            self._read_code(value, [value], node)
+        elif isinstance(value, type):
+            self._read_code(value, _methods(value), node)
+        elif is_dataclass(value):
+            self._describe((type(value), [getattr(value, item.name) for item in fields(value)]), node)
+        elif callable(value) and _package(type(value)) != "torch":
+            self._describe((type(value), vars(value) if hasattr(value, "__dict__") else None), node)
+        # Other objects have no state to describe (tensors, modules, torch's own): their type, which is told, counts.
+        return node.close()
 
-def _describe_object(value: object, seen: set[int], out: list[str]) -> None:
-    if isinstance(value, types.ModuleType):
-        out.append(value.__name__)
-    elif isinstance(value, types.BuiltinFunctionType):
-        out.append(f"{value.__module__}.{value.__qualname__}")  # its text would hold an address
-    elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        out.append(str(value))
-    elif is_dataclass(value):
-        _describe_code(type(value), seen, out)
-        for item in fields(value):
-            _describe(getattr(value, item.name), seen, out)
-    else:
-        # Objects without a describable state (tensors, modules, torch's own) count by type.
-        out.append(f"{type(value).__module__}.{type(value).__qualname__}")
-        if callable(value) and _package(type(value)) != "torch":
-            _describe_code(type(value), seen, out)
-            _describe(vars(value) if hasattr(value, "__dict__") else None, seen, out)
-
-
-def _describe_code(value: Any, seen: set[int], out: list[str]) -> None:
-    if isinstance(value, partial):
-        _describe((value.func, value.args, value.keywords), seen, out)
-    elif isinstance(value, types.MethodType):
-        _describe((value.__func__, value.__self__), seen, out)
-    elif id(value) not in seen:
-        seen.add(id(value))
-        out.append(f"{value.__module__}.{value.__qualname__}")
-        if _package(value) in sys.stdlib_module_names or _package(value) == "torch":
+    def _read_code(self, owner: Any, functions: Iterable[types.FunctionType], node: _Node) -> None:
+        package = _package(owner)
+        if package in sys.stdlib_module_names or package == "torch":
             return
-        functions = [value] if isinstance(value, types.FunctionType) else _methods(value)
         for function in functions:
-            out.append(function.__qualname__)
-            _describe_function(function, _package(value), seen, out)
-        if isinstance(value, type):
-            _describe(_attributes(value), seen, out)
+            node.out.append(function.__qualname__)
+            self._read_function(function, package, node)
+        if isinstance(owner, type):
+            self._describe(_attributes(owner), node)
+
+    def _read_function(self, function: types.FunctionType, package: str, node: _Node) -> None:
+        text, names = bytecode(function.__code__)
+        node.out.append(text)
+        self._describe((function.__defaults__, function.__kwdefaults__), node)
+        for cell in function.__closure__ or ():
+            try:
+                self._describe(cell.cell_contents, node)
+            except ValueError:  # an empty cell: a name that is bound later
+                node.out.append("empty")
+        for name in names:
+            used = function.__globals__.get(name)
+            if isinstance(used, (types.FunctionType, type)) and _package(used) != package:
+                node.out.append(f"{used.__module__}.{used.__qualname__}")
+            elif used is not None and not isinstance(used, types.ModuleType):
+                self._describe(used, node)
 
 
-def _describe_function(function: types.FunctionType, package: str, seen: set[int], out: list[str]) -> None:
-    text, names = bytecode(function.__code__)
-    out.append(text)
-    _describe((function.__defaults__, function.__kwdefaults__), seen, out)
-    for cell in function.__closure__ or ():
-        try:
-            _describe(cell.cell_contents, seen, out)
-        except ValueError:  # an empty cell: a name that is bound later
-            out.append("empty")
-    for name in names:
-        used = function.__globals__.get(name)
-        if isinstance(used, (types.FunctionType, type)) and _package(used) != package:
-            out.append(f"{used.__module__}.{used.__qualname__}")
-        elif used is not None and not isinstance(used, types.ModuleType):
-            _describe(used, seen, out)
+def _shown(value: object) -> str:
+    """Return what tells apart two members of a set that go by the same name."""
+    if isinstance(value, types.FunctionType):
+        return bytecode(value.__code__)[0]
+    state = [getattr(value, item.name) for item in fields(value)] if is_dataclass(value) else []
+    return repr([each for each in state if isinstance(each, _CONSTANTS)])
 
 
 def _attributes(owner: type) -> Mapping[str, object]:

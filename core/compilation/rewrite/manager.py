@@ -13,7 +13,7 @@ import torch
 
 from core.common.collector import paused
 from core.common.passes.context import Analyses, PassContext
-from core.common.passes.declaration import Form, Pass, PassResult, Stage
+from core.common.passes.declaration import Form, Pass, PassResult, Stage, uuids
 from core.common.passes.metadata import ASKS
 from core.common.passes.rewrite import remove_dead
 from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
@@ -138,8 +138,9 @@ class PassManager:
         return tuple(self._uuid(declared) for declared in self.passes if stage in (None, declared.stage))
 
     def _uuid(self, declared: Pass) -> str:
-        if declared.name not in self._uuids:
-            self._uuids[declared.name] = declared.uuid()
+        if not self._uuids:
+            known = (*self.passes, *(left_out for left_out, _ in self._left_out))
+            self._uuids = {each.name: uuid for each, uuid in zip(known, uuids(known), strict=True)}
         return self._uuids[declared.name]
 
     def _context(self, declared: Pass, run: _Run) -> PassContext:

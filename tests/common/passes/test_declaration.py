@@ -9,15 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from core.common.passes import identity
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, uuids
 from core.common.passes.patterns import Replacement
+from core.common.passes.standard import COMMON_PASSES
 from core.device import Capabilities
 from core.errors import PassError
 from tests.common.passes.graphs import traced
@@ -147,11 +149,38 @@ def test_helpers_classes_and_constants_of_the_module_count(tmp_path: Path) -> No
     assert loaded(tmp_path, unused=2).DECLARED.uuid() == plain
 
 
+def of_a_set(context: PassContext) -> PassResult:
+    return PassResult(matched=len({nothing, of_a_set, "a", "b"} & AMONG))
+
+
+AMONG = frozenset({nothing, of_a_set, NearMiss(site="n", reason="a"), NearMiss(site="n", reason="b"), "a", "b"})
+IN_A_SET = Pass(name="b", run=of_a_set)
+
+
+@pytest.mark.slow
 def test_the_uuid_is_the_same_in_another_process() -> None:
-    code = "from tests.common.passes.test_declaration import BASE; print(BASE.uuid())"
+    code = "from tests.common.passes.test_declaration import *; print(BASE.uuid(), IN_A_SET.uuid())"
     command = [sys.executable, "-W", "ignore", "-c", code]
     run = subprocess.run(command, cwd=ROOT, env={"PYTHONHASHSEED": "7"}, check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == BASE.uuid()
+    assert run.stdout.split() == [BASE.uuid(), IN_A_SET.uuid()]
+
+
+def test_uuids_of_many_are_those_of_each_and_read_shared_code_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[CodeType] = []
+
+    def bytecode(code: CodeType) -> Any:
+        read.append(code)
+        return plain(code)
+
+    plain = identity.bytecode
+    monkeypatch.setattr(identity, "bytecode", bytecode)
+    alone = [declared.uuid() for declared in COMMON_PASSES]
+    assert len(set(alone)) == len(alone)
+    one_by_one = len(read)
+    read.clear()
+    assert uuids(COMMON_PASSES) == alone
+    assert len(read) < one_by_one / 4
+    assert uuids(COMMON_PASSES[::-1]) == alone[::-1]
 
 
 X = torch.ones(2, 8)
