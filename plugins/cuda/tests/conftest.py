@@ -12,7 +12,9 @@ import torch
 INTERPRETER, GPU = "interpreter", "gpu"
 
 
-@pytest.fixture(params=[INTERPRETER, pytest.param(GPU, marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param(INTERPRETER, marks=pytest.mark.interpreter), pytest.param(GPU, marks=pytest.mark.gpu)]
+)
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Yield the device on whose tensors the kernels run: the host's, in Triton's interpreter, and a GPU's."""
     pytest.importorskip("triton", reason="needs triton")

@@ -45,6 +45,7 @@ def compiled(family: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("family", CALLS)
 def test_kernels_compile_and_fit(family: str) -> None:
     found = compiled(family)

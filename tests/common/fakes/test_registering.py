@@ -80,6 +80,7 @@ def test_a_second_registration_is_no_error() -> None:
     assert tuple(faked("copy_of", 2, 3).shape) == (2, 3)
 
 
+@pytest.mark.slow
 def test_a_library_that_is_loaded_later_gets_its_fakes_at_the_next_compile(library: torch.library.Library) -> None:
     fake = FakeOp(op="fakes_test::later", rule=like("x"))
     declared = apply_fakes([fake])

@@ -171,6 +171,7 @@ def test_helpers_classes_and_constants_of_the_module_count(tmp_path: Path) -> No
     assert loaded(tmp_path, unused=2).DECLARED.uuid() == plain
 
 
+@pytest.mark.slow
 def test_the_uuid_is_the_same_in_another_process() -> None:
     code = "from tests.common.passes.test_declaration import BASE; print(BASE.uuid())"
     command = [sys.executable, "-W", "ignore", "-c", code]

@@ -185,7 +185,9 @@ def inductor_rms(dtype: torch.dtype, **fields: Any) -> Pass:
     return Pass(name="inductor_rms", mechanism="inductor", stage="aten", patterns=(pattern,), owner="acme")
 
 
-@pytest.mark.parametrize(("dtype", "num_layers"), [(torch.bfloat16, 32), (torch.float32, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "num_layers"), [pytest.param(torch.bfloat16, 32, marks=pytest.mark.slow), (torch.float32, 2)]
+)
 def test_inductor_patterns_find_every_norm_of_an_aten_graph(dtype: torch.dtype, num_layers: int) -> None:
     model = Stack(num_layers).to(dtype)
     module = to_aten(model, X.to(dtype))

@@ -54,6 +54,7 @@ def test_weights_and_caches_are_counted_once_by_dtype() -> None:
     assert json.loads(json.dumps(found.to_json()))["phases"][0]["sizes"] == [4, 8]
 
 
+@pytest.mark.slow
 def test_entries_of_one_model_look_different() -> None:
     made = [
         summary_of(Model()),

@@ -122,6 +122,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [*((model, F32) for model in MODELS), *((model, BF16) for model in ("llama", "gemma3_text"))],

@@ -239,6 +239,7 @@ def test_a_device_without_the_op_keeps_its_graph() -> None:
 # Tiny models on the engine's paged cache.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 @pytest.mark.parametrize(
     ("model", "layout", "count", "dtype"),
