@@ -15,7 +15,7 @@ from torch import fx
 from core.common.node_meta import value_of
 from core.common.ops.declaration import CanonicalOp, find_op
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.common.ops.original import restore
+from core.common.passes.original import restore
 from core.errors import LoweringError
 
 BREAK_POINT = "break_point"

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from core.common.passes.sites import Site as Site
     from core.common.passes.sites import near_miss as near_miss
     from core.common.passes.sites import site_name as site_name
-    from core.common.passes.sizes import expression as expression
-    from core.common.passes.sizes import same_size as same_size
-    from core.common.passes.sizes import same_sizes as same_sizes
+    from core.common.passes.values.sizes import expression as expression
+    from core.common.passes.values.sizes import same_size as same_size
+    from core.common.passes.values.sizes import same_sizes as same_sizes
     from core.common.passes.viewed import Index as Index
     from core.common.passes.viewed import Swap as Swap
     from core.common.passes.viewed import Viewed as Viewed
@@ -62,7 +62,7 @@ _MODULES = {
     "core.common.passes.patterns": ("InductorGraphPattern", "InductorReplacement", "Replacement"),
     "core.common.passes.rewrite": ("apply_sites", "fuse", "remove_dead"),
     "core.common.passes.sites": ("MADE_BY", "Finder", "Made", "Refused", "Site", "near_miss", "site_name"),
-    "core.common.passes.sizes": ("expression", "same_size", "same_sizes"),
+    "core.common.passes.values.sizes": ("expression", "same_size", "same_sizes"),
     "core.common.passes.viewed": ("Index", "Swap", "Viewed"),
     "core.common.passes.writes": ("Writes",),
 }

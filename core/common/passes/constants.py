@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.node_meta import set_value, value_of
-from core.common.passes.fresh import fresh
+from core.common.passes.values.fresh import fresh
 
 if TYPE_CHECKING:
     from core.common.passes.packing import Packing

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.node_meta import value_of
 from core.common.passes.pass_guards import Guards, Scalar, Stage
-from core.common.passes.sizes import expression, same_size
+from core.common.passes.values.sizes import expression, same_size
 from core.common.passes.writes import find_writes
 from core.errors import UsageError
 

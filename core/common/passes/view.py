@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from core.common.node_meta import value_of
-from core.common.passes.sizes import same_sizes as same_sizes
+from core.common.passes.values.sizes import same_sizes as same_sizes
 
 Operand = Any
 """A node, a Python number, or another literal of the graph."""

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 
 from core.common.node_meta import value_of
-from core.common.passes.fresh import reread
-from core.common.passes.sizes import same_sizes
+from core.common.passes.values.fresh import reread
+from core.common.passes.values.sizes import same_sizes
 from core.common.passes.view import kind, operand
 
 

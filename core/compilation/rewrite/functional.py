@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from core.common.passes.declaration import Form
 from core.common.passes.functional.memory import Area, same_layout
-from core.common.passes.sizes import same_size
+from core.common.passes.values.sizes import same_size
 from core.errors import TraceError
 
 

@@ -39,7 +39,12 @@ def compiled(family: str) -> list[dict[str, Any]]:
     """Return what each kernel of a family takes, compiled in a process without the interpreter."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "plugins/cuda"), str(ROOT)])}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "tools/compile_cuda_kernels.py", str(SUPPORT / f"calls_{family}.py"), *CALLS[family]]
+    command = [
+        sys.executable,
+        "tools/cuda/compile_cuda_kernels.py",
+        str(SUPPORT / f"calls_{family}.py"),
+        *CALLS[family],
+    ]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]

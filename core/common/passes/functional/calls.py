@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.node_meta import ORIGIN, value_key
 from core.common.passes import MADE_BY, same_size, set_value, site_name, value_of
-from core.common.passes.fresh import fresh
 from core.common.passes.functional.memory import Area, same_layout
 from core.common.passes.functional.plan import Plan
 from core.common.passes.functional.updates import (
@@ -24,7 +23,8 @@ from core.common.passes.functional.updates import (
     view_call,
     wrapped_call,
 )
-from core.common.passes.metadata import NewGuard, fake_values
+from core.common.passes.values.fresh import fresh
+from core.common.passes.values.metadata import NewGuard, fake_values
 
 aten = torch.ops.aten
 _KEPT = (*ORIGIN, "seq_nr", MADE_BY)

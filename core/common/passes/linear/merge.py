@@ -43,10 +43,10 @@ from core.common.passes import (
     value_of,
 )
 from core.common.passes.cleanup.relayout import Relayout
-from core.common.passes.fresh import fresh, reread
 from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
 from core.common.passes.packing import Owners, Packing
-from core.common.passes.recipes import recipe_of, signatures
+from core.common.passes.values.fresh import fresh, reread
+from core.common.passes.values.recipes import recipe_of, signatures
 
 _Key = tuple[str, int, torch.dtype, torch.dtype, torch.device, str]
 _KEY_NAMES = (

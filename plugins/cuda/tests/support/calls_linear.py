@@ -1,4 +1,4 @@
-"""Products with few rows at the sizes of models of 1 and 8 B parameters, for tools/compile_cuda_kernels.py."""
+"""Products with few rows at the sizes of models of 1 and 8 B parameters, for tools/cuda/compile_cuda_kernels.py."""
 
 from __future__ import annotations
 

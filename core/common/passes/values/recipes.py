@@ -11,8 +11,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from core.common.passes.fresh import fresh, num_elements, reread
-from core.common.passes.sizes import expression
+from core.common.passes.values.fresh import fresh, num_elements, reread
+from core.common.passes.values.sizes import expression
 
 _OWN = -1  # in place of the argument that a result is a view of: it has memory of its own
 _PLAIN = (int, float, bool, type(None))

@@ -1,4 +1,4 @@
-"""core/common/ops/original.py: a lifted op that no device implements becomes again what it was made from."""
+"""core/common/passes/original.py: a lifted op that no device implements becomes again what it was made from."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.original import ORIGINAL
 from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.common.passes.original import ORIGINAL
 from core.compilation.lower_ops import lower_ops
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.trace.traced import TracedGraph

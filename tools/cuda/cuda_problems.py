@@ -1,4 +1,6 @@
-"""What `tools/tune_cuda.py` tunes: an op at one size each, with its data, its candidates, and what they compute."""
+"""What `tools/cuda/tune_cuda.py` tunes: an op at one size each, with its data, its candidates, and what they
+compute.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
 from torch import Tensor
 from torch.nn import functional
 
 from core.bench.presets import PRESETS
-from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
 
 COUNTS = ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 1024), (1, 8192))
 """Sequences and positions of decode."""

@@ -1,6 +1,6 @@
 """Choose configurations of the CUDA plugin's linear layers where they run: in a decoder layer, between other kernels.
 
-    python tools/tune_cuda_layers.py [--presets llama-1b,llama-8b] [--batch 1,8,64] [--keep 5]
+    python tools/cuda/tune_cuda_layers.py [--presets llama-1b,llama-8b] [--batch 1,8,64] [--keep 5]
 
 A kernel that starts while the one before it still runs is not as fast in a layer as among its like. So the best few
 configurations that `tune_cuda.py` finds for each layer's products are tried in whole decoder layers of decode, on
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import typer
-from torch import Tensor
-
-from core.bench.presets import PRESETS
 from cuda_calls import paged, randn
 from cuda_problems import Linear
 from cuda_timing import require_gpu, time_us
+from torch import Tensor
 from tune_cuda import compile_one, distinct, keep, ranked
+
+from core.bench.presets import PRESETS
 
 LAYERS = 4
 CONTEXT = 1024

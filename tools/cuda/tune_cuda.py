@@ -1,6 +1,6 @@
 """Measure how the CUDA plugin's kernels are best configured on this GPU, and write what won as data of the plugin.
 
-    python tools/tune_cuda.py [--presets llama-1b,llama-8b] [--only linear] [--rows 1,2,4,8,16,32,64,128]
+    python tools/cuda/tune_cuda.py [--presets llama-1b,llama-8b] [--only linear] [--rows 1,2,4,8,16,32,64,128]
 
 For the linear layers of these shapes at every number of rows, and for their attention in decode and prefill, all
 candidates (and cuBLAS for linears) are timed in graphs whose calls go through more memory than the L2 cache holds, and
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import typer
-
 from cuda_problems import Problem, problems
 from cuda_timing import num_sets, relative_error, require_gpu, time_us
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from core.common.node_meta import value_of
-from core.common.passes.recipes import Recipe, call_key, flat, recipe_of
 from core.common.passes.sites import Refused, Site, later_readers
-from core.common.passes.sizes import same_sizes
+from core.common.passes.values.recipes import Recipe, call_key, flat, recipe_of
+from core.common.passes.values.sizes import same_sizes
 from core.common.passes.viewed import mapped, through
 from core.common.passes.writes import Writes
 

@@ -1,6 +1,6 @@
 """Compile the plugin's kernels for a GPU that need not be there, and print what each one takes of it.
 
-    python tools/compile_cuda_kernels.py [--capability 90] FILE.py [NAME …]
+    python tools/cuda/compile_cuda_kernels.py [--capability 90] FILE.py [NAME …]
 
 FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose shapes
 and dtypes decide what is compiled; nothing is launched. Prints a JSON line per compiled kernel: call, kernel,

@@ -1,6 +1,6 @@
 """Time the CUDA plugin's kernels against torch's and FlashInfer's at the sizes of well-known models.
 
-    python tools/bench_cuda_kernels.py [--out kernels.json] [--only attention]
+    python tools/cuda/bench_cuda_kernels.py [--out kernels.json] [--only attention]
 
 Each line: op, size, microseconds of each way, the bytes that any of them must move over the bandwidth of a copy on this
 device (the floor), and the error against torch. Ways that need a plan on the host show what that takes apart.
@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import typer
-from torch.nn import functional
-
 from cuda_calls import DTYPE, PAGE, dense, moved_bytes, paged, randn
 from cuda_timing import copy_bandwidth, num_sets, relative_error, require_gpu, time_us
+from torch.nn import functional
 
 Ways = Mapping[str, Callable[[Any], Any]]
 
