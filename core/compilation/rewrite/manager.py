@@ -15,8 +15,8 @@ from core.common.collector import paused
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Form, Pass, PassResult, Stage
 from core.common.passes.identity import Known, describing_once
+from core.common.passes.metadata import ASKS
 from core.common.passes.rewrite import remove_dead
-from core.common.passes.values.metadata import ASKS
 from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
 from core.compilation.rewrite.mechanisms import apply_pass
 from core.compilation.rewrite.order import choose, order, order_without_cycles, predecessors

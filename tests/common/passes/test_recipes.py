@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.standard import COMMON_PASSES
-from core.common.passes.values.metadata import NewGuard, fake_values
 from core.common.passes.values.recipes import call_key, expressions, flat, memory, recipe_of
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewriting import bound_constants

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes import Refused, value_of
-from core.common.passes.values.metadata import fake_values
+from core.common.passes.metadata import fake_values
 from core.common.passes.values.recipes import Recipe, call_key, flat, memory, recipe_of, signatures
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
 from core.common.passes import CanonicalOp, PassContext, find_op, view
-from core.common.passes.values.metadata import ASKS
+from core.common.passes.metadata import ASKS
 
 _LIMIT = re.compile(r"(most|least)_bytes_of_(\d+)")
 

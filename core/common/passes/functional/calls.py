@@ -23,8 +23,8 @@ from core.common.passes.functional.updates import (
     view_call,
     wrapped_call,
 )
+from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.values.fresh import fresh
-from core.common.passes.values.metadata import NewGuard, fake_values
 
 aten = torch.ops.aten
 _KEPT = (*ORIGIN, "seq_nr", MADE_BY)
