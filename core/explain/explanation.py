@@ -108,7 +108,7 @@ class PhaseExplanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What the passes do to a model's graphs on a device; for a terminal by `str`, and as JSON or one HTML page.
+    """What the passes do to a model's graphs on a device; text.py shows it in a terminal, html.py as a page.
 
     model: facts about the model by name, the first one its title. left_out: passes that the switches leave out.
     """
@@ -138,17 +138,6 @@ class Explanation:
             "left_out": list(self.left_out),
             "phases": [phase.to_json(nodes=nodes) for phase in self.phases],
         }
-
-    def __str__(self) -> str:
-        from core.explain.text import to_text
-
-        return to_text(self)
-
-    def to_html(self) -> str:
-        """Return one page that needs nothing else: neither files nor a network."""
-        from core.explain.html import to_html
-
-        return to_html(self)
 
 
 def explain(

@@ -6,7 +6,8 @@ import math
 import random
 
 from core.device import PluginInfo
-from core_conformance.case import AREAS, MAX_LEVEL, Measurement, Outcome, Status
+from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.outcome import Measurement, Outcome, Status
 from core_conformance.report.report import Environment, Report
 from core_conformance.rules.levels import reached
 

@@ -10,7 +10,7 @@ import pytest
 
 from core.device import PluginInfo
 from core.errors import UsageError
-from core_conformance.case import Outcome, Status
+from core_conformance.outcome import Outcome, Status
 from core_conformance.rules.expectations import Expectation, Expectations
 from core_conformance.runner.protocol import CaseInfo, Collected
 from core_conformance.runner.selection import Rules

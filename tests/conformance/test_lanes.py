@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.errors import DeviceUnavailableError
-from core_conformance.case import Outcome
+from core_conformance.outcome import Outcome
 from core_conformance.runner import lanes
 from core_conformance.runner.lanes import WORKER, ProcessLane
 from core_conformance.runner.protocol import CaseInfo, WorkerOptions
@@ -26,7 +26,7 @@ LIGHT = """
 import os, signal, sys, threading, time
 from pathlib import Path
 from core.host.workers.channel import serve_requests
-from core_conformance.case import Outcome
+from core_conformance.outcome import Outcome
 from core_conformance.runner.protocol import CaseInfo, Collected, WorkerOptions
 
 options = WorkerOptions.from_argument(sys.argv[1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core_conformance.case import AREAS, MAX_LEVEL, STATUSES, Outcome, Status
+from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.outcome import STATUSES, Outcome, Status
 from core_conformance.rules.expectations import Expectations
 from core_conformance.rules.levels import reached
 from core_conformance.runner.protocol import CaseInfo, Collected

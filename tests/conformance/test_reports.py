@@ -15,7 +15,8 @@ import pytest
 
 from core.errors import UsageError
 from core.host.selection import select_device
-from core_conformance.case import AREAS, STATUSES, Measurement, Outcome
+from core_conformance.case import AREAS
+from core_conformance.outcome import STATUSES, Measurement, Outcome
 from core_conformance.report.report import Report
 from core_conformance.report.write import check_targets, json_schema, load, to_json_text, write
 from core_conformance.runner.environment import environment

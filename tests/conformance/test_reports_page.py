@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from core_conformance.case import STATUSES, Measurement, Outcome
+from core_conformance.outcome import STATUSES, Measurement, Outcome
 from core_conformance.report.html import to_badge, to_html
 from core_conformance.report.plots import RatioPlot, ratio_plot
 from core_conformance.report.report import Report

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from core_conformance.case import STATUSES, Outcome
+from core_conformance.outcome import STATUSES, Outcome
 from core_conformance.report.junit import to_junit
 from core_conformance.report.overview import (
     CRITERIA,

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from core.errors import DeviceUnavailableError, UnknownDeviceError, UsageError
-from core_conformance.case import AREAS, Outcome
+from core_conformance.case import AREAS
+from core_conformance.outcome import Outcome
 from core_conformance.report.report import Report
 from core_conformance.runner.lanes import LocalLane
 from core_conformance.runner.protocol import CaseInfo, Collected, SuiteModules, WorkerOptions

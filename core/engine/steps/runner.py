@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, get_args
@@ -199,11 +198,6 @@ def _is_size(value: object, least: int) -> bool:
 
 def _refusal(name: str, value: object, found: str) -> UsageError:
     return UsageError(f"{name}={value!r}", found=found, remedy=f"make the EngineConfig with another {name}")
-
-
-def accepted_arguments(model: Any) -> frozenset[str]:
-    """Return the names of the parameters that the model's forward declares itself."""
-    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def powers(first: int, last: int, factor: int) -> tuple[int, ...]:

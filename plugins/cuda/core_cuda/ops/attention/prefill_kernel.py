@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from core_cuda.ops.attention.cache_write import write_rows
+from core_cuda.ops.cache_write import write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
 
