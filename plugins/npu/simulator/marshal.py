@@ -247,7 +247,6 @@ def registered() -> dict[str, str]:
     return {name: spec for name, (spec, _) in _KERNELS.items()}
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _launch(name: bytes, address: int) -> int:
     # No collection may run in here: a finalizer that waits for a stream would wait for the kernel it interrupts.
     collecting = gc.isenabled()
@@ -283,4 +282,6 @@ def _compute(name: str, address: int) -> None:
         library().ascend_sim_set_shape(ctypes.c_void_p(executor.words[word]), sizes, len(shape))
 
 
-library().ascend_sim_set_handler(_launch)
+# A name of its own keeps it: C holds its address and no reference.
+_HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_launch)
+library().ascend_sim_set_handler(_HANDLER)

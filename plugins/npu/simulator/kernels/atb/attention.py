@@ -96,8 +96,8 @@ def self_attention(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> N
     demand(tensors[0].dtype in HALF and not param.quant_type and not param.clamp_type, f"query {tensors[0].dtype}")
     if param.calc_type == atb.PREFIX_ENCODER:
         demand(param.mask_type == atb.COMPRESSED_SELF, f"mask {param.mask_type} of a prefix is not simulated")
-        query, keys, values, table, mask, queries, lengths = tensors
-        check_triangle(mask, 128)
+        query, keys, values, table, triangle, queries, lengths = tensors
+        check_triangle(triangle, 128)
         demand(keys.shape[1] == 128, f"pages of {keys.shape[1]}")
         each = list(zip(lengths_of(queries), lengths_of(lengths), strict=True))
         demand(all((long - short) % 128 == 0 for short, long in each), f"prefixes of {each}")

@@ -6,6 +6,7 @@ The bounds that CANN documents for Atlas A2 and A3 are held: a call beyond them 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,8 +126,8 @@ _HEAD = "TLLTTAA" + "T" * 15 + "TA"
 _TAIL = "IDIICIIIIIbIITT"
 
 
-def _score(arguments: tuple[object, ...], ropes: int) -> None:
-    query, (key,), (value,), pse, mask, ends, lengths = arguments[:7]  # type: ignore[misc]
+def _score(arguments: tuple[Any, ...], ropes: int) -> None:
+    query, (key,), (value,), pse, mask, ends, lengths = arguments[:7]
     quantisation, table, padding = arguments[7:14], arguments[14], arguments[15:17]
     rest, options = arguments[17 : 24 + ropes], arguments[24 + ropes :]
     heads, scale, before, behind, layout, kv_heads, sparse_mode, _precise, page, _mode, wants_lse, *_, out, _lse = (
@@ -134,29 +135,29 @@ def _score(arguments: tuple[object, ...], ropes: int) -> None:
     )
     demand(all(each is None for each in (pse, *quantisation, *padding, *rest)) and not wants_lse, "not simulated")
     _run(
-        query,  # type: ignore[arg-type]
+        query,
         key,
         value,
-        mask,  # type: ignore[arg-type]
-        ends,  # type: ignore[arg-type]
-        lengths,  # type: ignore[arg-type]
-        table,  # type: ignore[arg-type]
-        (heads, scale, before, behind, layout, kv_heads, sparse_mode, page),  # type: ignore[arg-type]
-        out,  # type: ignore[arg-type]
+        mask,
+        ends,
+        lengths,
+        table,
+        (heads, scale, before, behind, layout, kv_heads, sparse_mode, page),
+        out,
     )
 
 
 @kernel("aclnnFusedInferAttentionScoreV2", _HEAD + _TAIL)
-def score_v2(*arguments: object) -> None:
+def score_v2(*arguments: Any) -> None:
     _score(arguments, ropes=0)
 
 
 @kernel("aclnnFusedInferAttentionScoreV3", _HEAD + "TTT" + _TAIL)
-def score_v3(*arguments: object) -> None:
+def score_v3(*arguments: Any) -> None:
     _score(arguments, ropes=3)
 
 
 @kernel("aclnnFusedInferAttentionScoreV4", _HEAD + "TTTTT" + "IDIICIIIIIbIIITT")
-def score_v4(*arguments: object) -> None:
+def score_v4(*arguments: Any) -> None:
     """The kernel of the op's second version; its further arguments are of codes and sinks."""
     _score(arguments, ropes=5)

@@ -21,11 +21,10 @@ def _heads_first(x: Tensor, layout: str, num_heads: int) -> Tensor:
         return x
     if layout == "BSND":
         return x.transpose(1, 2)
-    if layout == "BSH":
-        return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    if layout == "SBH":
-        return x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
-    raise NotImplementedError(f"attention of layout {layout!r}")
+    if layout not in ("BSH", "SBH"):
+        raise NotImplementedError(f"attention of layout {layout!r}")
+    heads: Tensor = x.unflatten(-1, (num_heads, -1))
+    return heads.transpose(1, 2) if layout == "BSH" else heads.permute(1, 2, 0, 3)
 
 
 def allowed(num_queries: int, num_keys: int, mode: int, before: int, after: int) -> Tensor:

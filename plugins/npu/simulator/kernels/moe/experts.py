@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -136,9 +138,9 @@ def _grouped(
     out: list[Tensor],
 ) -> None:
     """Multiply rows of one tensor, group by group, by matrices of one tensor."""
-    options = (bias, scale, offset, antiquant_scale, antiquant_offset, per_token)
-    options += (activation_input, activation_scale, activation_offset)
-    demand(not any(options) and act_type == 0, "not simulated")
+    codes = (scale, offset, antiquant_scale, antiquant_offset, per_token)
+    activation = (activation_input, activation_scale, activation_offset)
+    demand(not any((bias, *codes, *activation)) and act_type == 0, "not simulated")
     demand(len(x) == len(weight) == len(out) == 1 and split_item in (2, 3) and group_type == 0, "not simulated")
     (rows,), (matrices,), (result,) = x, weight, out
     demand(rows.dtype == matrices.dtype == result.dtype and rows.dtype in FLOATS, f"rows of {rows.dtype}")
@@ -155,16 +157,16 @@ def _grouped(
 
 
 @kernel("aclnnGroupedMatmulV4", "LLLLLLLLTLLLIIIILLL")
-def grouped_matmul_v4(*arguments: object) -> None:
+def grouped_matmul_v4(*arguments: Any) -> None:
     *given, out, _activated, _dynamic = arguments
-    _grouped(*given, out)  # type: ignore[arg-type]
+    _grouped(*(*given, out))
 
 
 @kernel("aclnnGroupedMatmulV5", "LLLLLLLLTLLLIIIIALLL")
-def grouped_matmul_v5(*arguments: object) -> None:
+def grouped_matmul_v5(*arguments: Any) -> None:
     *given, tuning, out, _activated, _dynamic = arguments
     demand(not tuning, "not simulated")
-    _grouped(*given, out)  # type: ignore[arg-type]
+    _grouped(*(*given, out))
 
 
 def _finalize(
@@ -188,12 +190,12 @@ def _finalize(
 
 
 @kernel("aclnnMoeFinalizeRoutingV2", "TTTTTTTIT")
-def finalize_routing_v2(*arguments: object) -> None:
-    _finalize(*arguments)  # type: ignore[arg-type]
+def finalize_routing_v2(*arguments: Any) -> None:
+    _finalize(*arguments)
 
 
 @kernel("aclnnMoeFinalizeRoutingV4", "TTTTTTTTTTTIAAAIT")
-def finalize_routing_v4(*arguments: object) -> None:
+def finalize_routing_v4(*arguments: Any) -> None:
     common, extras, mode, ranges, out = arguments[:7], arguments[7:11], arguments[11], arguments[12:15], arguments[16]
     demand(not any(each is not None for each in (*extras, *ranges)) and arguments[15] == 1, "not simulated")
-    _finalize(*common, mode, out)  # type: ignore[arg-type]
+    _finalize(*(*common, mode, out))

@@ -8,6 +8,10 @@ from torch import Tensor
 from simulator.marshal import kernel
 
 
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
 def _layer_norm(
     x: Tensor,
     shape: list[int],
@@ -19,8 +23,7 @@ def _layer_norm(
     rstd: Tensor | None,
 ) -> None:
     # In float32 throughout, rounded once: weights of another dtype than x are allowed.
-    wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias)]
-    result, found_mean, found_rstd = torch.native_layer_norm(wide[0], shape, wide[1], wide[2], eps)
+    result, found_mean, found_rstd = torch.native_layer_norm(x.float(), shape, _wide(weight), _wide(bias), eps)
     out.copy_(result)
     if mean is not None and mean.numel():
         mean.copy_(found_mean.view(mean.shape))
@@ -47,7 +50,7 @@ def _group_norm(
     mean: Tensor,
     rstd: Tensor,
 ) -> None:
-    wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias)]
-    found = torch.native_group_norm(wide[0].contiguous(), wide[1], wide[2], batch, channels, size, groups, eps)
+    rows = x.float().contiguous()
+    found = torch.native_group_norm(rows, _wide(weight), _wide(bias), batch, channels, size, groups, eps)
     for target, result in zip((out, mean, rstd), found, strict=True):
         target.copy_(result.view(target.shape))

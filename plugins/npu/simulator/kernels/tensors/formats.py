@@ -14,7 +14,8 @@ def in_tiles(plain: Tensor, shape: list[int]) -> Tensor:
     columns, rows, height, width = shape[-4:]
     padded = torch.zeros(*plain.shape[:-2], rows * height, columns * width, dtype=plain.dtype)
     padded[..., : plain.shape[-2], : plain.shape[-1]] = plain
-    return padded.unflatten(-1, (columns, width)).unflatten(-3, (rows, height)).movedim(-2, -4)
+    tiles: Tensor = padded.unflatten(-1, (columns, width)).unflatten(-3, (rows, height)).movedim(-2, -4)
+    return tiles
 
 
 def from_tiles(tiles: Tensor, size: list[int]) -> Tensor:

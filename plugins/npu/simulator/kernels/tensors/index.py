@@ -32,17 +32,15 @@ def _take(x: Tensor, index: Tensor, out: Tensor) -> None:
     out.copy_(x.take(index.long()))
 
 
-def _is_absent(index: Tensor | None) -> bool:
-    return index is None or (index.numel() == 0 and index.dim() == 1)
-
-
-def _as_index(index: Tensor) -> Tensor:
+def _position(index: Tensor | None) -> Any:
+    # torch_npu stands an empty tensor for a dimension that is not indexed.
+    if index is None or (index.numel() == 0 and index.dim() == 1):
+        return slice(None)
     return index if index.dtype in (torch.bool, torch.uint8) else index.long()
 
 
 def _positions(indices: list[Tensor | None]) -> tuple[Any, ...]:
-    # torch_npu stands an empty tensor for a dimension that is not indexed.
-    return tuple(slice(None) if _is_absent(index) else _as_index(index) for index in indices)
+    return tuple(_position(index) for index in indices)
 
 
 @kernel("aclnnIndex", "TLT")
