@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import (
-    CALIBRATION,
-    DTYPE,
-    KV_CACHE_DTYPE,
-    QUANTIZE,
-    check_choice,
-    check_options,
-    parse_dtype,
-    parse_modes,
-)
+from core.cli.model_argument import CALIBRATION, DTYPE, KV_CACHE_DTYPE, QUANTIZE, check_options, parse_modes
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.engine.models.resolve import check_choice, parse_dtype
 
 if TYPE_CHECKING:
     from core.compilation.compile import Progress

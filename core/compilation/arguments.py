@@ -12,16 +12,12 @@ from torch import Tensor
 
 from core.common.ops.declaration import declared_ops
 from core.compilation.capture.inputs import BucketTable, InputSpec
-from core.compilation.options import Verify
 from core.compilation.trace.state import model_tensors
 from core.device import Device, Mode
 from core.errors import PluginError, UsageError
 
 if TYPE_CHECKING:
-    from core.compilation.options import ModeChoice
-
-Examples = Mapping[str, Sequence[Mapping[str, Tensor]]]
-"""Input sets per phase, on which passes are verified; each a full set of the declared inputs by name."""
+    from core.compilation.options import CompileOptions, Examples, ModeChoice
 
 
 def models_per_phase(
@@ -184,16 +180,13 @@ def check_ops(device: Device) -> None:
         )
 
 
-def examples_per_phase(
-    examples: Examples | Sequence[Mapping[str, Tensor]] | None,
-    inputs: Mapping[str, InputSpec],
-    modes: Mapping[str, Mode],
-    verify: Verify,
-) -> Examples:
-    """Return the example inputs of each phase, checked against their declaration.
+def examples_per_phase(options: CompileOptions, inputs: Mapping[str, InputSpec], modes: Mapping[str, Mode]) -> Examples:
+    """Return the example inputs of each phase, each a full set of the declared inputs by name.
 
-    Raises `UsageError` where they don't fit it, or where there are none for a phase that is to be verified.
+    modes: the first choice of each phase. Raises `UsageError` where a set does not fit its declaration, or where there
+    is none for a phase that is to be verified.
     """
+    examples, verify = options.examples, options.verify
     form = "a list of input sets, or one list per phase, each set a mapping of all inputs by name"
     if examples is not None and not isinstance(examples, (Mapping, Sequence)):
         raise _wrong("examples", examples, form)

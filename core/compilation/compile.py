@@ -9,13 +9,13 @@ from torch import Tensor
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.fakes import apply_late
-from core.compilation.arguments import Examples
 from core.compilation.capture.guards import GuardValues
-from core.compilation.capture.inputs import Buckets, BucketTable, InputSpec
+from core.compilation.capture.inputs import Buckets, InputSpec
 from core.compilation.capture.untraced import OutputDims
-from core.compilation.options import CompileOptions, Verify
-from core.compilation.pipeline import Models, Pipeline, Progress
+from core.compilation.options import CompileOptions, Progress, Verify
+from core.compilation.pipeline import make_program
 from core.compilation.program import Program
+from core.compilation.request import CompileRequest, Models
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device, Mode
 from core.errors import UsageError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "capture", "compile"]
 
 Guards = GuardValues | Mapping[str, GuardValues]
-AnyExamples = Examples | Sequence[Mapping[str, Tensor]]
+AnyExamples = Mapping[str, Sequence[Mapping[str, Tensor]]] | Sequence[Mapping[str, Tensor]]
 UNTRACED: tuple[Mode, ...] = ("segmented", "full", "compile", "off")
 
 
@@ -82,6 +82,14 @@ def compile(
     `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and `CaptureError`.
     """
     options = CompileOptions(
+        guards=guards,
+        outputs=outputs,
+        bound=bound,
+        reset=reset,
+        examples=examples,
+        shared=shared,
+        cache=cache,
+        progress=progress,
         mode=mode,
         lowering=lowering,
         passes=passes,
@@ -93,22 +101,9 @@ def compile(
         debug=debug,
         verify=verify,
     )
-    table = BucketTable.build(inputs, buckets, guards)
     device = _device(device)
     apply_late(device.fakes)  # a library may have been loaded since the device was selected
-    pipeline = Pipeline(
-        model,
-        device,
-        inputs,
-        table,
-        options,
-        bound=bound,
-        reset=reset,
-        outputs=outputs,
-        shared=shared,
-        cache=cache,
-    )
-    return pipeline.run(examples, progress)
+    return make_program(CompileRequest.of(model, device, inputs, buckets, options))
 
 
 def capture(
@@ -142,13 +137,19 @@ def capture(
     device = _device(device)
     preferred = next(m for m in UNTRACED if m == "off" or m in device.capabilities.modes)
     options = CompileOptions(
-        mode=preferred if mode is None else mode, passes=(), eager=eager, strict=strict, debug=debug
+        mode=preferred if mode is None else mode,
+        passes=(),
+        eager=eager,
+        strict=strict,
+        debug=debug,
+        guards=guards,
+        outputs=outputs,
+        bound=bound,
+        reset=reset,
+        examples=examples,
+        progress=progress,
     )
-    table = BucketTable.build(inputs, buckets, guards)
-    pipeline = Pipeline(
-        function, device, inputs, table, options, bound=bound, reset=reset, traced=False, outputs=outputs
-    )
-    return pipeline.run(examples, progress)
+    return make_program(CompileRequest.of(function, device, inputs, buckets, options, traced=False))
 
 
 def _device(device: str | Device) -> Device:

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from core.common.graphs.backend import GraphKey, Guards
+from core.compilation.calls import Calls, CapturedBucket, wrong_dtype
 from core.compilation.capture.buffers import Staging, StaticBuffers, check_mirrors
 from core.compilation.capture.host_arguments import step_of_call
-from core.compilation.capture.inputs import BucketTable, InputSpec
-from core.compilation.capture.plan import Cropper, Plan, make_plan
-from core.compilation.capture.runner import GraphRunner
-from core.compilation.report import ProgramReport
-from core.compilation.trace.traced import OutputTree
-from core.device import Device, Mode
-from core.errors import CaptureError, CoreError, UsageError
+from core.errors import CaptureError, UsageError
+
+if TYPE_CHECKING:
+    from core.common.graphs.backend import GraphKey
+    from core.compilation.capture.plan import Plan
+    from core.compilation.capture.runner import GraphRunner
+    from core.compilation.report import ProgramReport
+    from core.compilation.request import CompileRequest
 
 log = logging.getLogger("core.compilation.program")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapturedBucket:
-    """One key's static input views, how to rebuild the model's output, and how to cut padding off it.
-
-    values: everything that the captured graph reads; kept, because a graph of the device holds addresses only.
-    """
-
-    key: GraphKey
-    inputs: Mapping[str, Tensor]
-    output: OutputTree
-    cropper: Cropper
-    views_of_inputs: tuple[int, ...] = ()
-    values: tuple[Any, ...] = ()
-
-
-FEWER_GRAPHS = "declare fewer buckets, or free other programs of the process; every graph takes streams of the device"
 MAX_PLANS = 4096
 """Plans kept, one per combination of input shapes; beyond that all are dropped and made anew as they are needed."""
 
@@ -55,44 +38,31 @@ class Program:
 
     def __init__(
         self,
-        *,
-        device: Device,
-        models: Mapping[str, Callable[..., Any]],
-        modes: Mapping[str, Mode],
-        inputs: Mapping[str, InputSpec],
-        table: BucketTable,
-        buffers: StaticBuffers | None,
-        runner: GraphRunner,
-        captured: Mapping[GraphKey, CapturedBucket],
+        request: CompileRequest,
         report: ProgramReport,
-        strict: bool = False,
-        bound: Mapping[str, Tensor] | None = None,
-        dropped: Mapping[GraphKey, str] | None = None,
+        *,
+        runner: GraphRunner,
+        buffers: StaticBuffers | None = None,
+        captured: Mapping[GraphKey, CapturedBucket] | None = None,
     ) -> None:
-        """dropped: buckets that could not be captured while others were, each with the reason; larger ones serve."""
-        self.device = device
-        self._models = dict(models)
-        self._modes = dict(modes)
-        self._inputs = dict(inputs)
-        self._table = table
-        self._dropped = dict(dropped or {})
-        self._captured_table = table.without(self._dropped)
-        self._updates = device.capabilities.update
+        """report: of the compile. buffers, captured: None where all phases run eagerly."""
+        self.device = request.device
+        self._models = dict(request.models)
+        self._calls = Calls(request, report.modes, captured or {}, report.dropped)
+        self._updates = request.device.capabilities.update
         self._buffers = buffers
         self._runner = runner
-        self._captured = dict(captured)
         self._report = report
-        self._strict = strict
         self._plans: dict[tuple[Any, ...], Plan | str] = {}
         # A program with one phase needs no phase in its calls.
-        self._only_phase = next(iter(table.phases)) if len(table.phases) == 1 else None
-        self._bound = dict(bound or {})
+        self._only_phase = next(iter(request.table.phases)) if len(request.table.phases) == 1 else None
+        self._bound = self._calls.bound
         self._closed = False
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """All captured keys."""
-        return tuple(self._captured)
+        return tuple(self._calls.captured)
 
     def report(self) -> ProgramReport:
         """Return what the compile did and cost, and what was replayed, run eagerly and compiled since."""
@@ -118,15 +88,17 @@ class Program:
 
         guards: the phase's guards by name. Raises `UsageError` for a phase or guard that the program does not have.
         """
-        key = self._captured_table.find(self._phase(phase), sizes, self._table.check_guards(phase, guards or {}))
-        return key if key in self._captured else None
+        calls = self._calls
+        key = calls.captured_table.find(self._phase(phase), sizes, calls.table.check_guards(phase, guards or {}))
+        return key if key in calls.captured else None
 
     def stand_in(
         self, phase: str, sizes: Mapping[str, int], guards: Mapping[str, Hashable] | None = None
     ) -> GraphKey | None:
         """Return the dropped bucket in whose place `bucket` gives another; its replays go to `count_stand_in`."""
-        wanted = self._table.find(self._phase(phase), sizes, self._table.check_guards(phase, guards or {}))
-        return wanted if wanted in self._dropped else None
+        calls = self._calls
+        wanted = calls.table.find(self._phase(phase), sizes, calls.table.check_guards(phase, guards or {}))
+        return wanted if wanted in calls.dropped else None
 
     def count_stand_in(self, wanted: GraphKey, used: GraphKey) -> None:
         """Count a replay of `used` in place of a dropped bucket."""
@@ -162,7 +134,7 @@ class Program:
         the bucket's shapes, valid until the next replay of any key; an output that is a view of an input (a cast to its
         own dtype is one) until any bucket's inputs are written. A key that was not captured is refused.
         """
-        bucket = self._captured.get(key) or self._bucket(key)
+        bucket = self._calls.captured.get(key) or self._bucket(key)
         outputs = self._runner.replay(key, step)
         return bucket.output.rebuild(outputs, bucket.inputs)
 
@@ -196,11 +168,11 @@ class Program:
                 signature += tuple((name, value, type(value)) for name, value in guards.items())  # 1 is no True
             plan = self._plans.get(signature)
         except (AttributeError, TypeError):
-            raise self._wrong_call(phase, inputs, guards) from None
+            raise self._calls.wrong(phase, inputs, guards) from None
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[signature] = self._plan(self._phase(phase), guards or {}, inputs)
+            plan = self._plans[signature] = self._calls.plan(self._phase(phase), guards or {}, inputs)
         if isinstance(plan, str):
             return self._run_eager(self._phase(phase), guards or {}, inputs, plan)
         if self._updates and step is None:
@@ -208,12 +180,12 @@ class Program:
         for name, buffer, dtype in plan.copies:
             tensor = inputs[name]
             if tensor.dtype is not dtype:
-                raise self._wrong_dtype(name, tensor, dtype)
+                raise wrong_dtype(name, tensor, dtype)
             buffer.copy_(tensor.detach() if tensor.requires_grad else tensor)
         for tail, value in plan.fills:
             tail.copy_(value) if isinstance(value, Tensor) else tail.fill_(value)
         if self._bound:
-            self._check_bound(plan.key, inputs)
+            self._calls.check_bound(plan.key, inputs)
         if plan.wanted is not None:
             self.count_stand_in(plan.wanted, plan.key)
         outputs: Any = self._runner.replay(plan.key, step)
@@ -230,11 +202,10 @@ class Program:
     def close(self) -> None:
         """Drop all captured graphs and return their memory; the program can't be called afterwards."""
         self._runner.cleanup()
-        self._captured.clear()
+        self._calls.close()
         self._plans.clear()
         self._models = {}
         self._buffers = None
-        self._bound = {}
         self._closed = True
         self.device.parts.empty_cache()
 
@@ -250,45 +221,24 @@ class Program:
         if self._closed:
             raise CaptureError("calling a program", found="it was closed", remedy="compile it again")
         if phase is not None and not isinstance(phase, str):
-            raise self._wrong_call(phase, {})
+            raise self._calls.wrong(phase, {})
         phase = phase if phase is not None else self._only_phase
-        if phase is None or phase not in self._table.phases:
+        if phase is None or phase not in self._calls.table.phases:
             raise UsageError(
                 f"phase {phase!r}",
-                found=f"the program has: {', '.join(self._table.phases)}",
+                found=f"the program has: {', '.join(self._calls.table.phases)}",
                 remedy="pass one of these as the first argument",
             )
         return phase
 
     def _host_step(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
-        names, sizes = self._runner.host_arguments(key), self._table.sizes(key)
-        return step_of_call(key, names, inputs, specs=self._inputs, sizes=sizes) if names else None
-
-    def _check_names(self, inputs: Mapping[str, Tensor]) -> None:
-        if not self._inputs.keys() - self._bound.keys() <= inputs.keys() <= self._inputs.keys():
-            raise UsageError(
-                f"inputs {sorted(inputs)}",
-                found=f"the program declares {sorted(self._inputs)}",
-                remedy="pass exactly the declared inputs, by name",
-            )
-
-    def _check_bound(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> None:
-        """Refuse another tensor in place of one whose memory the graphs read; a bound input need not be given."""
-        for name in self._bound.keys() & inputs.keys():
-            bound = self._bound[name]
-            if inputs[name].data_ptr() != bound.data_ptr():
-                raise CaptureError(
-                    f"input {name!r} at {inputs[name].data_ptr():#x}",
-                    found=f"it is bound: {key} reads the tensor at {bound.data_ptr():#x} that was given at compile",
-                    remedy="write into that tensor in place, or leave the input out of the call",
-                )
+        names, sizes = self._runner.host_arguments(key), self._calls.table.sizes(key)
+        return step_of_call(key, names, inputs, specs=self._calls.inputs, sizes=sizes) if names else None
 
     def _run_eager(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor], reason: str) -> Any:
         """Run the model as it is. reason: why, where that is not what the phase's mode says."""
-        sizes = self._measure(inputs)
-        for name, tensor in inputs.items():
-            if tensor.dtype is not self._inputs[name].dtype:
-                raise self._wrong_dtype(name, tensor, self._inputs[name].dtype)
+        sizes = self._calls.measure(inputs)
+        self._calls.check_dtypes(inputs)
         if reason:
             if reason not in self._runner.fallbacks:
                 log.warning("%s runs eagerly with %s: %s", phase, sizes, reason)
@@ -300,99 +250,9 @@ class Program:
         self._runner.compiles.raise_pending()
         return result
 
-    def _measure(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-        self._check_names(inputs)
-        sizes: dict[str, int] = {}
-        for name, tensor in inputs.items():
-            self._inputs[name].measure(name, tensor.shape, sizes)
-        return sizes
-
-    def _plan(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor]) -> Plan | str:
-        """Return the plan of a call; "" where the phase's mode is "off"; the reason where there is no graph for it."""
-        sizes = self._measure(inputs)
-        values = self._table.check_guards(phase, guards)
-        if self._modes[phase] == "off":
-            return ""
-        try:
-            return self._captured_plan(phase, values, sizes, inputs)
-        except CaptureError as error:
-            if self._strict:
-                raise
-            return f"{phase}: {error.found}"  # what was asked holds the sizes, of which there may be many
-
-    def _captured_plan(
-        self, phase: str, guards: Guards, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
-    ) -> Plan:
-        wanted = self._table.find(phase, sizes, guards)
-        key = self._captured_table.find(phase, sizes, guards)
-        if key is None:
-            asked = f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards))
-            if wanted is not None:
-                raise CaptureError(
-                    asked, found=f"its buckets could not be captured: {self._dropped[wanted]}", remedy=FEWER_GRAPHS
-                )
-            alike = [known for known in self._table.phases[phase] if known.guards == guards]
-            if not alike:
-                given = ", ".join(f"{name} = {value}" for name, value in guards)
-                raise CaptureError(
-                    asked,
-                    found=f"not captured with {given}; captured are: {', '.join(map(str, self._captured))}",
-                    remedy="compile with this value too: guards={name: (value, …)}",
-                )
-            raise CaptureError(
-                asked,
-                found=f"no bucket is that large; the largest is {alike[-1]}",
-                remedy="compile with a larger bucket, or split the batch",
-            )
-        bucket = self._bucket(key)
-        return make_plan(
-            key,
-            {**self._bound, **inputs},
-            specs=self._inputs,
-            buffers=bucket.inputs,
-            output=bucket.output,
-            cropper=bucket.cropper,
-            views_of_inputs=bucket.views_of_inputs,
-            wanted=wanted if wanted != key else None,
-        )
-
     def _bucket(self, key: GraphKey) -> CapturedBucket:
         if self._closed:
             raise CaptureError(f"replaying {key}", found="it was closed", remedy="compile it again")
-        if key not in self._captured:
+        if key not in self._calls.captured:
             raise self._runner.not_captured(key)
-        return self._captured[key]
-
-    def _wrong_call(self, phase: object, inputs: Mapping[str, Any], guards: object = None) -> CoreError:
-        """Return the error for arguments that are no tensors by name."""
-        if phase is not None and not isinstance(phase, str):
-            return UsageError(
-                f"calling a program with a {type(phase).__name__} in first place",
-                found="the first argument names the phase; inputs go by name",
-                remedy=f"call it like program({', '.join(f'{name}=…' for name in self._inputs)})",
-            )
-        self._check_names(inputs)
-        wrong = [(n, v) for n, v in inputs.items() if not isinstance(v, Tensor)]
-        if not wrong and not isinstance(guards, Mapping):
-            return UsageError(
-                f"calling a program with guards={guards!r}",
-                found=f"a {type(guards).__name__}",
-                remedy="give a mapping: guards={name: value}",
-            )
-        if not wrong:
-            return UsageError(
-                "calling a program with guards", found="a value that can't be hashed", remedy="pass plain values"
-            )
-        return self._wrong_dtype(*wrong[0], self._inputs[wrong[0][0]].dtype)
-
-    @staticmethod
-    def _wrong_dtype(name: str, found: object, wanted: torch.dtype) -> UsageError:
-        if not isinstance(found, Tensor):
-            return UsageError(
-                f"input {name!r}", found=f"a {type(found).__name__}", remedy=f"pass a torch tensor of {wanted}"
-            )
-        return UsageError(
-            f"input {name!r} of {found.dtype}",
-            found=f"the program declares {wanted}",
-            remedy="convert it first; a silent cast could change results",
-        )
+        return self._calls.captured[key]

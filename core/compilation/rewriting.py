@@ -15,7 +15,8 @@ from core.common.passes.declaration import Pass, Stage
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.lower_ops import inline_unimplemented
 from core.compilation.options import Verify
-from core.compilation.rewrite.manager import Check, PassManager, PassReport
+from core.compilation.rewrite.manager import Check, PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.stages import later_stages
 from core.compilation.rewrite.switches import PassSwitches
 from core.compilation.trace.traced import ConstantSlot, TracedGraph

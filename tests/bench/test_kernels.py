@@ -148,6 +148,7 @@ def test_layers_that_run_the_same_are_one_and_the_rest_stands_apart() -> None:
     assert len(list(tables(document))) == 1 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_real_profile_has_a_row_for_each_op_of_a_layer(phase: str) -> None:
     loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
@@ -172,6 +173,7 @@ def test_a_real_profile_has_a_row_for_each_op_of_a_layer(phase: str) -> None:
     assert loaded.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None:
     loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
     moved_by = {}
@@ -201,6 +203,7 @@ def test_sizes_that_are_refused() -> None:
         profile_phase(loaded, cpu(), "verify", rates=RATES)
 
 
+@pytest.mark.slow
 def test_the_command_shows_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "measure_rates", lambda *_: RATES)
     asked = ["explain", "llama", "--device", "cpu", "--phase", "decode", "--kernels", "--context", "12", "--batch", "2"]

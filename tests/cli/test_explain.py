@@ -33,6 +33,7 @@ def core_register_passes(context):
 """
 
 
+@pytest.mark.slow
 def test_the_tables_tell_passes_layers_and_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "llama", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
@@ -43,6 +44,7 @@ def test_the_tables_tell_passes_layers_and_ops(capsys: pytest.CaptureFixture[str
     assert "prefill" not in out
 
 
+@pytest.mark.slow
 def test_the_document_has_the_documented_fields_and_the_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

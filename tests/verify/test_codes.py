@@ -14,7 +14,8 @@ from torch import Tensor, fx
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import PassTraits
 from core.common.passes.rewrite import Finder, Site
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.verify.codes import codes_among, judge_codes, outputs_among, quantisations
 from core.verify.verify import Verification, verify
@@ -243,7 +244,7 @@ def test_codes_have_to_be_equal_where_there_is_no_fp64_run() -> None:
         elapsed_ms=0.0,
         sites=(),
         near_misses=(),
-        traits=PassTraits(codes=CODES),
+        codes=CODES,
     )
     after = graph(lambda x, scale: moved(quantize(x, scale), 1))
     found = verify(report, graph(QUANTIZE), after, [[X]])

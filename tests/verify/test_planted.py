@@ -19,7 +19,8 @@ from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.lower_ops import inline_unimplemented
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.stages import later_stages
 from core.compilation.rewriting import bound_constants

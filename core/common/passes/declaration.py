@@ -1,4 +1,4 @@
-"""The declaration of a graph pass and the result every pass returns."""
+"""The declaration of a graph pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from core.common.passes.identity import fingerprint
+from core.common.passes.pass_guards import Form, Guards, Scalar, Stage
+from core.common.passes.results import NearMiss, PassResult
 from core.errors import PassError
 
 if TYPE_CHECKING:
@@ -19,105 +21,26 @@ if TYPE_CHECKING:
     Pattern: TypeAlias = Replacement | InductorReplacement | InductorGraphPattern
     Example: TypeAlias = tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
 
+__all__ = [
+    "Example",
+    "Examples",
+    "Expect",
+    "Form",
+    "Guards",
+    "Mechanism",
+    "NearMiss",
+    "Pass",
+    "PassFunction",
+    "PassResult",
+    "Pattern",
+    "Scalar",
+    "Stage",
+]
+
 Mechanism = Literal["graph", "replace_pattern", "inductor"]
-Stage = Literal["torch", "functional", "aten"]
-Form = Literal["v1", "v2"]
-Scalar = str | int | float | bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NearMiss:
-    """A place that almost matched. site: module path or node name. reason: what failed. node: where it failed.
-
-    claimant: the pass that made the node, where another pass wanted to replace it without being ordered after it.
-    """
-
-    site: str
-    reason: str
-    node: str = ""
-    claimant: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassResult:
-    """What one pass did to one graph; `matched` is the number of rewritten sites, each named in `sites`."""
-
-    matched: int
-    sites: tuple[str, ...] = ()
-    near_misses: tuple[NearMiss, ...] = ()
-
-
 PassFunction = Callable[["PassContext"], PassResult]
 Expect = Callable[["PassContext"], "int | None"] | int | None
 Examples = Callable[[], "Iterable[Example]"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Guards:
-    """What must hold for a pass to run; asked once per graph, and a refused pass reports the reason.
-
-    dtypes: a graph without a value of one of these is skipped, and `fuse` leaves sites of other dtypes alone.
-    min_rank: likewise, for the rank. capabilities: keys of `Capabilities.extra` with the value each must have.
-    world_size, tokens: inclusive ranges; an upper end of None is open. A pass with a token range is skipped where the
-    caller does not say how many tokens the graph serves. constants: the pass reads the tensors bound to the graph's
-    placeholders, and is skipped where the caller does not give them. implements: names of canonical ops, all of which
-    the device must bring an implementation of; skipped too where the caller does not say which it brings.
-    """
-
-    dtypes: frozenset[torch.dtype] | None = None
-    min_rank: int = 0
-    capabilities: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
-    world_size: tuple[int, int | None] = (1, None)
-    tokens: tuple[int, int | None] | None = None
-    constants: bool = False
-    implements: frozenset[str] = frozenset()
-
-    def refusal(self, context: PassContext) -> str | None:
-        """Return why the pass must not run on this graph, or None if it may."""
-        extra: Mapping[str, object] = getattr(context.capabilities, "extra", {})
-        for key, wanted in self.capabilities.items():
-            if extra.get(key) != wanted:
-                return f"the device's capability {key!r} is {extra.get(key)!r}, needed is {wanted!r}"
-        if not _within(context.world_size, self.world_size):
-            return f"world size {context.world_size} is outside {_text(self.world_size)}"
-        if self.tokens is not None:
-            if context.tokens is None:
-                return f"made for {_text(self.tokens)} tokens, and how many this graph serves is unknown"
-            if not all(_within(bound, self.tokens) for bound in context.tokens):
-                return f"the graph serves {_text(context.tokens)} tokens, outside {_text(self.tokens)}"
-        missing = sorted(self.implements - (context.implemented or frozenset()))
-        if missing:
-            unknown = "" if context.implemented is not None else ", as far as is known"
-            return f"the device does not implement {' or '.join(missing)}{unknown}"
-        if self.constants and context.constants is None:
-            return "it reads the graph's weights, and these are not given"
-        return self._no_value(context)
-
-    def _no_value(self, context: PassContext) -> str | None:
-        if self.dtypes is None and self.min_rank == 0:
-            return None
-        # Sizes are values too, and say nothing of a dtype.
-        if any(self.refuses_value(value) is None for value in context.values() if hasattr(value, "dtype")):
-            return None
-        wanted = [] if self.dtypes is None else sorted(map(str, self.dtypes))
-        return f"no value in the graph has {' or '.join(wanted) or 'any dtype'} and rank {self.min_rank} or more"
-
-    def refuses_value(self, value: object) -> str | None:
-        """Return why a site of this value is none for the pass, or None; values that are no tensors are not judged."""
-        dtype, rank = getattr(value, "dtype", None), getattr(value, "ndim", None)
-        if dtype is None or rank is None:
-            return None
-        if self.dtypes is not None and dtype not in self.dtypes:
-            return f"dtype {dtype} is none of {', '.join(sorted(map(str, self.dtypes)))}"
-        return f"rank {rank} is below {self.min_rank}" if rank < self.min_rank else None
-
-
-def _within(value: int, bounds: tuple[int, int | None]) -> bool:
-    return bounds[0] <= value and (bounds[1] is None or value <= bounds[1])
-
-
-def _text(bounds: tuple[int, int | None]) -> str:
-    return f"{bounds[0]}..{'' if bounds[1] is None else bounds[1]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

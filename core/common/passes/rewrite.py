@@ -18,9 +18,9 @@ from core.common.node_meta import describe, set_value
 from core.common.ops.declaration import find_op
 from core.common.ops.original import ORIGINAL, Original
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, PassResult
 from core.common.passes.effects import is_impure
 from core.common.passes.metadata import Memo
+from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.safety import Plan, plan_site
 from core.common.passes.sites import MADE_BY, Finder, Made, Site, later_readers, near_miss, site_name
 from core.common.passes.viewed import Call, Viewed, insert, mapped, sources_of

@@ -12,9 +12,9 @@ from core.common.node_meta import value_of
 from core.common.ops.declaration import find_op
 from core.common.ops.original import missing_sizes
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss
 from core.common.passes.effects import is_impure, written_by
 from core.common.passes.metadata import Memo, Values
+from core.common.passes.results import NearMiss
 from core.common.passes.sites import MADE_BY, Refused, Site, near_miss
 from core.common.passes.viewed import mapped
 from core.common.passes.writes import Writes

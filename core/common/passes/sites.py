@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
 from core.common.passes.viewed import Viewed, sources_of, viewed
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,33 +12,20 @@ from torch import Tensor
 
 from core.compilation.cache import factors
 from core.compilation.cache.code import name_of
+from core.compilation.cache.differences import Factors
 from core.compilation.cache.inventory import Inventory
 from core.compilation.cache.reports import encode_key
-from core.compilation.cache.store import Factors
-from core.compilation.capture.inputs import BucketTable, InputSpec
-from core.compilation.shared_trace import SharedTrace
+from core.compilation.capture.inputs import InputSpec
 from core.device import Device
 
 if TYPE_CHECKING:
-    from core.compilation.options import CompileOptions
-    from core.compilation.rewriting import Rewriter
+    from core.common.passes.declaration import Pass
+    from core.compilation.request import CompileRequest
 
-_NO_FACTORS = frozenset({"verify", "debug", "eager"})
+_NO_FACTORS = frozenset({"verify", "debug", "eager", "outputs", "reset", "examples", "progress", "cache"})
 """Options that change nothing of a traced graph; with `verify` the cache is not used at all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What a compile was given, and has resolved."""
-
-    models: Mapping[str, Callable[..., Any]]
-    device: Device
-    inputs: Mapping[str, InputSpec]
-    bound: Mapping[str, Tensor]
-    table: BucketTable
-    options: CompileOptions
-    rewriter: Rewriter
-    shared: SharedTrace | None
+_OWN_GROUPS = frozenset({"guards", "bound", "shared"})
+"""Options that are factors under a group of their own."""
 
 
 def plugin_packages(device: Device) -> frozenset[str]:
@@ -57,25 +44,31 @@ def runtime_packages(device: Device) -> frozenset[str]:
     return frozenset({package}) - {"torch"}
 
 
-def factors_of(subject: Subject, inventory: Inventory, packages: frozenset[str]) -> Factors:
-    """Return the factors of a program; inventory: what its callables reach; packages: those of its device's plugin."""
-    device, options, table = subject.device, subject.options, subject.table
-    chosen = {item.name: getattr(options, item.name) for item in fields(options) if item.name not in _NO_FACTORS}
+def factors_of(
+    request: CompileRequest, passes: Sequence[Pass], inventory: Inventory, packages: frozenset[str]
+) -> Factors:
+    """Return the factors of a program.
+
+    passes: those that may run, in order. inventory: what its callables reach. packages: those of its device's plugin.
+    """
+    device, options, table = request.device, request.options, request.table
+    names = [item.name for item in fields(options) if item.name not in _NO_FACTORS | _OWN_GROUPS]
+    chosen = {name: getattr(options, name) for name in names}
     capabilities = {item.name: getattr(device.capabilities, item.name) for item in fields(device.capabilities)}
     named = {"name": device.name, "plugin": device.plugin, "torch device": device.torch_device}
-    shared = subject.shared
+    shared = options.shared
     return {
-        "model": {phase: _model_name(inventory, phase, model) for phase, model in subject.models.items()},
+        "model": {phase: _model_name(inventory, phase, model) for phase, model in request.models.items()},
         "versions": factors.version_factors(device.plugin.distribution, runtime_packages(device)),
         "source": factors.source_factors(packages),
         "device": factors.as_text(named | capabilities),
         "torch": factors.torch_factors(device.torch_device),
-        "inputs": {name: _input(spec, subject.bound.get(name)) for name, spec in subject.inputs.items()},
+        "inputs": {name: _input(spec, request.bound.get(name)) for name, spec in request.inputs.items()},
         "buckets": {phase: json.dumps([encode_key(key) for key in keys]) for phase, keys in table.phases.items()},
         "guards": {phase: _guards(guards) for phase, guards in table.guards.items()},
         "options": factors.as_text({**chosen, "lowering": device.lowerings.resolve(options.lowering)[0]}),
         "shared": {} if shared is None else {shared.op: f"{shared.argument} {dict(shared.values)}"},
-        "passes": factors.pass_factors(subject.rewriter.manager.passes, packages),
+        "passes": factors.pass_factors(passes, packages),
         "implementations": {
             f"{number:02} {each.op}": factors.implementation_factor(each, packages)
             for number, each in enumerate(device.ops)

@@ -14,6 +14,7 @@ import torch
 from core.common.collector import paused
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Form, Pass, PassResult, Stage
+from core.common.passes.identity import Known, describing_once
 from core.common.passes.metadata import ASKS
 from core.common.passes.rewrite import remove_dead
 from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
@@ -26,10 +27,8 @@ from core.errors import PassError
 if TYPE_CHECKING:
     from torch import fx
 
+    from core.capabilities import Capabilities
     from core.common.passes.constants import Constants
-    from core.device import Capabilities
-
-__all__ = ["PassManager", "PassReport", "order"]
 
 log = logging.getLogger("core.passes")
 
@@ -84,6 +83,7 @@ class PassManager:
         self._dump_dir = dump_dir
         self._num_runs = 0
         self._uuids: dict[str, str] = {}
+        self._described: Known = {}
 
     def run(
         self,
@@ -145,7 +145,8 @@ class PassManager:
 
     def _uuid(self, declared: Pass) -> str:
         if declared.name not in self._uuids:
-            self._uuids[declared.name] = declared.uuid()
+            with describing_once(self._described):
+                self._uuids[declared.name] = declared.uuid()
         return self._uuids[declared.name]
 
     def _context(self, declared: Pass, run: _Run) -> PassContext:
@@ -169,7 +170,7 @@ class PassManager:
     def _run_one(self, declared: Pass, run: _Run) -> PassReport:
         start = time.perf_counter()
         context = self._context(declared, run)
-        skipped = self._unprofitable.get(declared.name) or declared.guards.refusal(context)
+        skipped = self._unprofitable.get(declared.name) or context.refusal()
         if skipped is not None:
             log.info("pass %s: skipped, %s", declared.name, skipped)
             return self._report(declared, PassResult(matched=0), start, skipped=skipped)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from core.common.passes.declaration import Pass
 from core.compilation.rewrite.order import choose
+
+if TYPE_CHECKING:
+    from core.compilation.options import CompileOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +23,11 @@ class PassSwitches:
     only: tuple[str, ...] | None = None
     disable: tuple[str, ...] = ()
     enable: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: CompileOptions) -> PassSwitches:
+        """Return what the options of a compile say of passes."""
+        return cls(only=options.passes, disable=options.disable_passes, enable=options.enable_passes)
 
     @property
     def asked(self) -> tuple[str, ...]:

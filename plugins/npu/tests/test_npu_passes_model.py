@@ -92,6 +92,7 @@ def program() -> Iterator[core.Program]:
         yield compiled
 
 
+@pytest.mark.slow
 def test_a_program_of_several_sizes_runs_fused(program: core.Program) -> None:
     for found in program.report().traces:
         matched = {report.name: report.matched for report in found.passes if report.owner == "npu"}

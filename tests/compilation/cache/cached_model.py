@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import core
 from core import InputSpec, Program
-from core.compilation.capture.inputs import BucketTable
 from core.compilation.options import CompileOptions
-from core.compilation.pipeline import Pipeline
+from core.compilation.pipeline import open_cache, rewriter_of
 from core.compilation.report import CacheReport
+from core.compilation.request import CompileRequest
 from tests.support import cpu
 
 ROWS = {"x": InputSpec(("n", 8), torch.float32)}
@@ -78,15 +78,11 @@ def start(model: Any = None, device: dict[str, Any] | None = None, **options: An
 def look(model: Any = None, device: dict[str, Any] | None = None, **options: Any) -> CacheReport:
     """Return what the cache says to a start, without the rest of it."""
     given = {**DEFAULTS, **options}
-    inputs = given.pop("inputs")
-    table = BucketTable.build(inputs, given.pop("buckets"), given.pop("guards", None))
-    pipeline = Pipeline(
-        *(Model().eval() if model is None else model, cpu(**device or {}), inputs, table, CompileOptions(**given)),
-        bound=None,
-        reset=None,
-        cache=True,
-    )
-    found = pipeline.open_cache()
+    inputs, buckets = given.pop("inputs"), given.pop("buckets")
+    options = CompileOptions(**given, cache=True)
+    model = Model().eval() if model is None else model
+    request = CompileRequest.of(model, cpu(**device or {}), inputs, buckets, options)
+    found = open_cache(request, rewriter_of(request))
     assert found is not None
     return found.report
 

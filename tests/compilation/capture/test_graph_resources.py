@@ -17,7 +17,7 @@ from torch import Tensor
 import core
 from core import InputSpec
 from core.common.graphs.backend import GraphKey
-from core.compilation.capture.order import capture_order
+from core.compilation.pipeline import capture_order
 from core.device import Device
 from core.errors import CaptureError, GraphResourcesError
 from tests.recording import acme

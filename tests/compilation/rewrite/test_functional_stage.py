@@ -109,6 +109,7 @@ def test_passes_see_a_functional_graph_and_the_program_writes_in_place(form: For
     assert reports[FIX].stage == "functional" and program.report().traces[0].aten_s > 0
 
 
+@pytest.mark.slow
 def test_what_closes_a_stage_runs_only_with_it() -> None:
     seen: list[Any] = []
     assert FIX not in [report.name for report in compiled().report().traces[0].passes]
@@ -256,7 +257,9 @@ def test_the_pass_runs_inside_inductor(form: Form) -> None:
     assert any(target in FUNCTIONALIZED for target in seen[0])
 
 
-@pytest.mark.parametrize(("model_type", "route"), [("llama", "paged"), ("bloom", "static")])
+@pytest.mark.parametrize(
+    ("model_type", "route"), [pytest.param("llama", "paged", marks=pytest.mark.slow), ("bloom", "static")]
+)
 def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> None:
     """A tiny model of transformers as `core run --pass` runs it: equal tokens, and nothing is copied."""
     pytest.importorskip("transformers")

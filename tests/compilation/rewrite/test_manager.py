@@ -14,8 +14,8 @@ from torch import fx
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.rewrite import Site
-from core.compilation.rewrite.manager import PassManager, order
-from core.compilation.rewrite.order import predecessors
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.order import order, predecessors
 from core.device import Capabilities
 from core.errors import PassError, UsageError
 from tests.common.passes.graphs import Stack, find_rms, fusion, traced

@@ -21,7 +21,7 @@ from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.errors import PassError, UsageError
 from tests.support import cpu, refused, rewrite
 
@@ -71,6 +71,7 @@ def test_a_pass_changes_what_runs() -> None:
     assert torch.equal(compiled({"passes": (rewrite(wrong),)})(x=X), (X + 5) * (X + 5))
 
 
+@pytest.mark.slow
 def test_passes_are_chosen_by_name() -> None:
     device = {"passes": (FUSE, rewrite(lambda graph: [], name="other"))}
     names = {
@@ -151,6 +152,7 @@ def test_verification_accepts_right_passes() -> None:
     assert {p.name: p.matched for p in program.report().traces[0].passes}["lift_rms_norm"] == 1
 
 
+@pytest.mark.slow
 def test_a_pass_of_stage_aten_sees_aten_ops_and_what_no_device_runs_as_the_model_wrote_it() -> None:
     seen: list[str] = []
 

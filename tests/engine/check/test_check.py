@@ -41,6 +41,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.slow
 def test_the_embedded_model_passes(engine: Engine) -> None:
     result = compare(engine, PROMPTS, num_tokens=16, rounds=2)
     assert result.tokens_equal and result.passed and not result.mismatch and not result.skipped
@@ -94,10 +95,12 @@ def _scale(model: Any) -> None:
     model.model.layers[0].self_attn.scaling *= 1.001
 
 
+@pytest.mark.slow
 def test_an_unchanged_copy_passes() -> None:
     assert spoilt(_nothing).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_eps, _weight, _scale])
 def test_a_planted_fault_fails_the_criterion(change: Any) -> None:
     result = spoilt(change)
@@ -107,6 +110,7 @@ def test_a_planted_fault_fails_the_criterion(change: Any) -> None:
     assert "error over bound" in result.verdict.reason
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_named_with_its_margin() -> None:
     def swap(model: Any) -> None:
         head = model.lm_head.weight

@@ -69,6 +69,7 @@ def engine_of(loaded: LoadedModel, device: Device | None = None) -> Engine:
     return Engine(loaded, device or cpu(), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [("llama", "fp8"), ("qwen3", "int8"), ("gemma3", "int8-static-asymmetric"), ("moe", "fp8"), ("moe", "w4a16-g8")],
@@ -81,6 +82,7 @@ def test_the_engine_is_the_unfused_quantised_model(family: str, scheme: str) -> 
     assert found.passed, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_codes_are_joined_and_fused_in_the_graphs(scheme: str) -> None:
     with engine_of(quantized(built("llama"), scheme)) as engine:
@@ -89,6 +91,7 @@ def test_codes_are_joined_and_fused_in_the_graphs(scheme: str) -> None:
     assert matched["eliminate_common_subexpressions"] >= 2 * 3
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_does_not_pass_the_check() -> None:
     def wrong(*args: Any, **options: Any) -> Tensor:
         """Take the scales for half a percent larger."""

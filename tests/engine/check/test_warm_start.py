@@ -46,6 +46,7 @@ def start(loaded: LoadedModel, **options: Any) -> tuple[ProgramReport, list[Tens
         return engine.report(), [each.logits for each in completions if each.logits is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma3_text", "mamba"])
 def test_a_warm_start_makes_nothing_and_gives_the_same_bits(model_type: str) -> None:
     cold, expected = start(tiny(model_type))
@@ -59,6 +60,7 @@ def test_a_warm_start_makes_nothing_and_gives_the_same_bits(model_type: str) -> 
     assert all(each.cached for each in warm.traces)
 
 
+@pytest.mark.slow
 def test_what_the_engine_is_asked_for_is_a_factor() -> None:
     start(tiny("llama"))
     report, _ = start(tiny("llama"), speculative=2)
@@ -67,6 +69,7 @@ def test_what_the_engine_is_asked_for_is_a_factor() -> None:
     assert report.cache.state == "off"
 
 
+@pytest.mark.slow
 def test_what_the_model_is_is_a_factor() -> None:
     start(tiny("llama"))
     report, _ = start(tiny("llama", rms_norm_eps=1e-3))
@@ -89,6 +92,7 @@ SCRIPT = [
 ]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_starts_warm() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     runs = []

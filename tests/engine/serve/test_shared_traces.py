@@ -69,6 +69,7 @@ def described(graph: TracedGraph) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"])
 def test_the_decode_graph_of_the_shared_trace_is_that_of_a_trace_of_decode(model_type: str) -> None:
     with runner_of(tiny(model_type), mode="off") as runner:
@@ -101,6 +102,7 @@ def report_of(runner: PagedRunner) -> list[tuple[str, list[int], str]]:
     return [(each.phase, [key.dims[0] for key in each.buckets], each.trace_of) for each in traces]
 
 
+@pytest.mark.slow
 def test_drafts_share_the_trace_too() -> None:
     with runner_of(tiny("llama"), decode_buckets=(2,), prefill_buckets=(24,), speculative=2) as runner:
         assert report_of(runner) == [
@@ -123,6 +125,7 @@ class Branching(nn.Module):
         return out * 1.0 if x.shape[1] > 10 else out
 
 
+@pytest.mark.slow
 def test_a_model_that_branches_on_the_number_of_tokens_has_a_trace_for_each_way() -> None:
     model = tiny("llama")
     model.model.layers[0].mlp = Branching(model.model.layers[0].mlp)

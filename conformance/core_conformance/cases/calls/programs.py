@@ -15,8 +15,8 @@ from torch import Tensor
 from core.compilation.capture.breaks import eager_break
 from core.compilation.capture.inputs import InputSpec
 from core.compilation.compile import capture, compile
-from core.compilation.pipeline import Models
 from core.compilation.program import Program
+from core.compilation.request import Models
 from core.device import Device, Mode
 from core_conformance.cases.graphs.promises import working_dtype
 

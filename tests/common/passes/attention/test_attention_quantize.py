@@ -25,7 +25,8 @@ from core.common.passes.rewrite import remove_dead
 from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.lower_ops import BREAK_POINT, ORIGINAL_NODES, lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.tracing import trace

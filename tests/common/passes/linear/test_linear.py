@@ -18,7 +18,8 @@ from core.common.passes.linear.merge import MERGE_LINEARS
 from core.common.passes.mlp.gate_up import FUSE_GATE_UP
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.compilation.lower_ops import lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph

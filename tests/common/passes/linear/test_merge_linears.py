@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS
 from core.common.passes.linear.merge import MERGE_LINEARS
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.errors import PassError
 from core.verify.execution import run_graph

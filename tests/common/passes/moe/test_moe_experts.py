@@ -20,7 +20,8 @@ from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.moe.grouped_mlp import LIFT_GROUPED_MLP
 from core.common.passes.moe.route import LIFT_MOE_ROUTE
 from core.compilation.lower_ops import lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.engine.models.loading import build_model

@@ -14,7 +14,8 @@ from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.rotary.lift import LIFT_ROTARY
 from core.common.passes.rotary.qk_norm import FUSE_QK_NORM_ROTARY
 from core.compilation.lower_ops import lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import to_text
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace

@@ -14,7 +14,8 @@ from core.common.ops.rotary.rotation import ROTARY, ROTARY_SINGLE
 from core.common.passes.declaration import NearMiss
 from core.common.passes.rotary.lift import LIFT_ROTARY
 from core.compilation.lower_ops import lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 

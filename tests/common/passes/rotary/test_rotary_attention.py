@@ -21,7 +21,8 @@ from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
 from core.common.passes.rotary.attention_examples import examples
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.lower_ops import BREAK_POINT, lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.traced import TracedGraph
@@ -121,6 +122,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [*((model, F32) for model in MODELS), *((model, BF16) for model in ("llama", "gemma3_text"))],

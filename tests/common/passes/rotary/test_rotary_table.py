@@ -14,7 +14,8 @@ from core.common.ops.rotary.table import LAYOUTS, ROTARY_TABLE
 from core.common.passes.rotary.table import LIFT_ROTARY_TABLE, examples
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.lower_ops import lower_ops
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.traced import TracedGraph
@@ -238,6 +239,7 @@ def test_a_device_without_the_op_keeps_its_graph() -> None:
 # Tiny models on the engine's paged cache.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 @pytest.mark.parametrize(
     ("model", "layout", "count", "dtype"),

@@ -1,0 +1,162 @@
+"""Which traces the phases of a program need: one for all buckets, and for other phases too, where its conditions hold.
+
+A trace that is to serve a size of 1 among others, or other phases, is made at sizes of its own. What it does not hold
+for is traced again, at the buckets' sizes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from core.compilation.shared_trace import SharedTrace
+from core.compilation.trace.tracing import trace
+from core.errors import TraceError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.common.graphs.backend import GraphKey, Guards
+    from core.compilation.capture.buffers import StaticBuffers
+    from core.compilation.request import CompileRequest, Model
+    from core.compilation.trace.traced import TracedGraph
+
+log = logging.getLogger("core.compilation.compile")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedTrace:
+    """A traced graph before it is rewritten, and the keys that it serves; the rest is as in `TraceReport`."""
+
+    graph: TracedGraph
+    keys: tuple[GraphKey, ...]
+    reason: str = ""
+    trace_of: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    """A trace for all sizes of the phases that share it, under the same constants, as it came.
+
+    traced: None where the model has none for all sizes. usable: by other phases, too. phase: the first that it served,
+    whose report accounts for it.
+    """
+
+    constants: tuple[object, ...]
+    traced: TracedGraph | None
+    usable: bool
+    phase: str = ""
+
+
+class Tracer:
+    """Traces the phases of one program, and keeps the traces that several of them share."""
+
+    def __init__(self, request: CompileRequest, buffers: StaticBuffers) -> None:
+        self._request = request
+        self._table = request.table
+        self._shared = request.options.shared
+        self._buffers = buffers
+        self._kept: list[_Kept] = []
+
+    def trace_phase(self, phase: str) -> list[ServedTrace]:
+        """Trace a phase for all its keys; raise `TraceError` where that can't be."""
+        conditions: dict[Guards, list[GraphKey]] = {}
+        for key in self._table.phases[phase]:
+            conditions.setdefault(key.guards, []).append(key)
+        return [served for guards, keys in conditions.items() for served in self._trace_guarded(phase, guards, keys)]
+
+    def forget(self, phase: str) -> None:
+        """Let another phase account for the traces of one that runs without a trace after all."""
+        for kept in self._kept:
+            kept.phase = "" if kept.phase == phase else kept.phase
+
+    def _trace_guarded(self, phase: str, guards: Guards, keys: Sequence[GraphKey]) -> Iterator[ServedTrace]:
+        """Trace for these keys, from the largest on, again for those that the trace before does not hold for."""
+        model = self._request.models[phase]
+        remaining, reason = list(reversed(keys)), ""
+        kept = self._kept_for(phase, guards)
+        general = kept is None or kept.traced is not None
+        while remaining:
+            shared, kept = (kept if kept is not None and kept.usable else None), None
+            if shared is not None and shared.traced is not None and self._shared is not None:
+                traced = self._shared.bound(shared.traced, phase)
+            elif (found := self._trace_keys(model, guards, remaining) if general else None) is not None:
+                traced = found
+            else:
+                traced = self._trace(model, guards, self._buffers.views(remaining[0]))
+            refused = {key: traced.holds_for(self._buffers.views(key)) for key in remaining}
+            served = tuple(key for key, why in refused.items() if why is None)
+            general = bool(served) or shared is not None
+            if served and shared is not None:
+                shared.phase = shared.phase or phase
+            if served:
+                trace_of = shared.phase if shared is not None and shared.phase != phase else ""
+                graph = replace(traced, elapsed_s=0.0) if trace_of else traced
+                yield ServedTrace(graph=graph, keys=served, reason=reason, trace_of=trace_of)
+            remaining = [key for key, why in refused.items() if why is not None]
+            reason = next((why for why in refused.values() if why is not None), "")
+
+    def _kept_for(self, phase: str, guards: Guards) -> _Kept | None:
+        """Return the trace that this phase may share with others, made now where it is the first of them."""
+        shared, model = self._shared, self._request.models[phase]
+        if shared is None or phase not in shared.values:
+            return None
+        constants = self._constants(shared, model, dict(guards))
+        kept = next((kept for kept in self._kept if kept.constants == constants), None)
+        if kept is None:
+            traced = self._trace_for(model, guards, [key for each in shared.values for key in self._table.phases[each]])
+            usable = traced is not None and shared.calls_have(traced.module, shared.values[phase])
+            kept = _Kept(constants=constants, traced=traced, usable=usable)
+            self._kept.append(kept)
+        return kept
+
+    def _constants(self, shared: SharedTrace, model: Model, guards: Mapping[str, object]) -> tuple[object, ...]:
+        """Return what the model is called with for each guard that any of the sharing phases has, and its type."""
+        parameters = inspect.signature(model).parameters
+        names = sorted({name for phase in shared.values for name in self._table.guards.get(phase, ())})
+        defaults = {name: parameters[name].default for name in names if name in parameters}
+        values = {name: guards.get(name, defaults.get(name)) for name in names}
+        return tuple((name, type(value), value) for name, value in values.items())
+
+    def _trace_keys(self, model: Model, guards: Guards, keys: Sequence[GraphKey]) -> TracedGraph | None:
+        """Return a trace that may serve sizes of 1 beside others; None where there are none, or it can't be made."""
+        has_one = any(1 in key.dims for key in keys)
+        return self._trace_for(model, guards, keys) if has_one and len(keys) > 1 else None
+
+    def _trace_for(self, model: Model, guards: Guards, keys: Sequence[GraphKey]) -> TracedGraph | None:
+        """Trace at the most of each dimension, 2 at least, so that no size is special; None where that can't be."""
+        sizes = [self._table.sizes(key) for key in keys]
+        most = {dim: max(2, *(each[dim] for each in sizes)) for dim in self._table.dims}
+        least: Literal[1, 2] = 1 if any(1 in key.dims for key in keys) else 2
+        bound, device = self._request.bound, self._request.device.torch_device
+        inputs = {
+            name: bound[name] if name in bound else torch.zeros(spec.resolve(most), dtype=spec.dtype, device=device)
+            for name, spec in self._request.inputs.items()
+        }
+        try:
+            return self._trace(model, guards, inputs, least=least)
+        except TraceError as error:
+            if error.spoiled:
+                raise
+            log.info("no trace for all sizes: %s", error)
+            return None
+
+    def _trace(
+        self, model: Model, guards: Guards, inputs: Mapping[str, Tensor], *, least: Literal[1, 2] = 2
+    ) -> TracedGraph:
+        # Tracing marks dimensions on the tensors it is given, and takes where a tensor lies in its memory for a size of
+        # its own: hand it copies of the buffers, and aliases of the caller's tensors, not these themselves.
+        bound = self._request.bound
+        examples = {
+            name: tensor.view(tensor.shape) if name in bound else tensor.clone() for name, tensor in inputs.items()
+        }
+        dynamic = {
+            name: [dim for dim, declared in enumerate(spec.shape) if isinstance(declared, str)]
+            for name, spec in self._request.inputs.items()
+        }
+        return trace(model, examples, dynamic=dynamic, constants=dict(guards), writable=bound, least=least)

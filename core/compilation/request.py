@@ -1,0 +1,101 @@
+"""`CompileRequest`: what a program is to be made from, checked once at the door and passed whole to every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from core.compilation.arguments import (
+    check_bound,
+    check_callable,
+    check_ops,
+    check_outputs,
+    check_phases,
+    check_placement,
+    check_signature,
+    check_training_mode,
+    examples_per_phase,
+    models_per_phase,
+)
+from core.compilation.capture.inputs import Buckets, BucketTable, InputSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.compilation.options import CompileOptions, Examples
+    from core.device import Device, Mode
+
+Model = Callable[..., Any]
+Models = Model | Mapping[str, Model]
+TRACED_MODES: tuple[Mode, ...] = ("full", "piecewise", "compile")
+"""The modes that run a trace of the model, unless it is captured as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileRequest:
+    """What a program is to be made from.
+
+    models: the callable of each phase. options: as given; where this class has a field of the same name, that is the
+    checked form of it. candidates: the modes that may serve each phase, best first. bound: the tensors of the inputs
+    declared so. examples: input sets by phase. traced: False where the callables are captured as they are.
+    """
+
+    models: Mapping[str, Model]
+    device: Device
+    inputs: Mapping[str, InputSpec]
+    table: BucketTable
+    options: CompileOptions
+    candidates: Mapping[str, tuple[Mode, ...]]
+    bound: Mapping[str, Tensor]
+    examples: Examples
+    traced: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        model: Models,
+        device: Device,
+        inputs: Mapping[str, InputSpec],
+        buckets: Buckets | None,
+        options: CompileOptions,
+        *,
+        traced: bool = True,
+    ) -> CompileRequest:
+        """Check what the caller gave and bring it into one form; raise `UsageError` for what can't be done."""
+        table = BucketTable.build(inputs, buckets, options.guards)
+        models = models_per_phase(model, table)
+        for phase, each in models.items():
+            check_signature(each, inputs, table.guards[phase])
+            check_training_mode(each)
+            check_placement(each, device)
+        check_phases(options.mode, table)
+        bound = check_bound(options.bound, inputs)
+        check_outputs(options.outputs, table.dims)
+        check_callable("reset", options.reset)
+        check_callable("progress", options.progress)
+        candidates = {phase: options.modes_of(phase, device.capabilities.modes) for phase in table.phases}
+        device.lowerings.resolve(options.lowering)
+        check_ops(device)
+        if options.shared is not None:
+            options.shared.check(table.phases)
+        return cls(
+            models=models,
+            device=device,
+            inputs=inputs,
+            table=table,
+            options=options,
+            candidates=candidates,
+            bound=bound,
+            examples=examples_per_phase(options, inputs, {phase: modes[0] for phase, modes in candidates.items()}),
+            traced=traced,
+        )
+
+    @property
+    def preferred(self) -> dict[str, Mode]:
+        """The first choice of each phase."""
+        return {phase: modes[0] for phase, modes in self.candidates.items()}
+
+    def runs_trace(self, mode: Mode) -> bool:
+        """Tell whether a phase in this mode runs a trace of its callable."""
+        return self.traced and mode in TRACED_MODES
