@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from core.common.ops.declaration import find_op as find_op
     from core.common.passes.constants import Constants as Constants
     from core.common.passes.context import PassContext as PassContext
+    from core.common.passes.declaration import LIFTS as LIFTS
     from core.common.passes.declaration import Pass as Pass
     from core.common.passes.declaration import PassFunction as PassFunction
     from core.common.passes.declaration import PassTraits as PassTraits
     from core.common.passes.effects import is_impure as is_impure
-    from core.common.passes.lifts import LIFTS as LIFTS
     from core.common.passes.pass_guards import Guards as Guards
     from core.common.passes.patterns import InductorGraphPattern as InductorGraphPattern
     from core.common.passes.patterns import InductorReplacement as InductorReplacement
@@ -54,11 +54,10 @@ _MODULES = {
     "core.common.ops.declaration": ("CanonicalOp", "find_op"),
     "core.common.passes.constants": ("Constants",),
     "core.common.passes.context": ("PassContext",),
-    "core.common.passes.declaration": ("Pass", "PassFunction", "PassTraits"),
+    "core.common.passes.declaration": ("LIFTS", "Pass", "PassFunction", "PassTraits"),
     "core.common.passes.pass_guards": ("Guards",),
     "core.common.passes.results": ("NearMiss", "PassResult"),
     "core.common.passes.effects": ("is_impure",),
-    "core.common.passes.lifts": ("LIFTS",),
     "core.common.passes.patterns": ("InductorGraphPattern", "InductorReplacement", "Replacement"),
     "core.common.passes.rewrite": ("apply_sites", "fuse", "remove_dead"),
     "core.common.passes.sites": ("MADE_BY", "Finder", "Made", "Refused", "Site", "near_miss", "site_name"),

@@ -43,6 +43,14 @@ Expect = Callable[["PassContext"], "int | None"] | int | None
 Examples = Callable[[], "Iterable[Example]"]
 
 
+LIFTS = (
+    *("lift_rms_norm", "fuse_add_rms_norm", "lift_layer_norm", "lift_gated_activation", "lift_rotary"),
+    *("fuse_qk_norm_rotary", "lift_attention", "fuse_attention_cache", "lift_moe_route", "lift_grouped_mlp"),
+)
+"""The passes that recognise what a model computes, for `Pass.after` of those that build on it; one that is absent means
+nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTraits:
     """What only a few passes have to say of themselves.
