@@ -8,6 +8,7 @@ from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core_conformance.case import Case
 from core_conformance.cases.passes import collect as area
+from core_conformance.cases.passes import identity
 from core_conformance.cases.passes.runs import CORPUS
 from tests.conformance.support import run_case
 
@@ -35,3 +36,8 @@ def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Leave only these models of the corpus, to be done sooner."""
     for name in set(CORPUS) - set(names):
         monkeypatch.delitem(CORPUS, name)  # type: ignore[arg-type]  # a dict, though typed as what nobody changes
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, **uuids: str) -> None:
+    """Have passes be known by these identities in another process, and no others; to ask a real one takes seconds."""
+    monkeypatch.setattr(identity, "_in_another_process", lambda device: uuids)

@@ -14,7 +14,7 @@ from torch._inductor.pattern_matcher import CallFunction, KeywordArg, Match
 from core.common.passes.declaration import Guards, Pass, PassResult
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
 from tests.conformance.cases.passes import wrong_passes as wrong
-from tests.conformance.cases.passes.pass_support import KINDS, cases, keep, of
+from tests.conformance.cases.passes.pass_support import KINDS, cases, elsewhere, keep, of
 from tests.support import cpu
 
 
@@ -22,6 +22,7 @@ from tests.support import cpu
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave of the corpus what has soft caps, and one model without, which is enough to judge a pass for these."""
     keep(monkeypatch, "soft-cap", "repeats")
+    elsewhere(monkeypatch)
 
 
 class Scaled(nn.Module):

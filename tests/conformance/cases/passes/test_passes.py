@@ -4,7 +4,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -20,11 +20,30 @@ from core.verify.planted import planted
 from core_conformance.cases.passes import collect as area
 from core_conformance.cases.passes.runs import CORPUS
 from tests.conformance.cases.passes import wrong_passes as wrong
-from tests.conformance.cases.passes.pass_support import KINDS, cases, failures, keep, of
+from tests.conformance.cases.passes.pass_support import KINDS, cases, elsewhere, failures, keep, of
 from tests.support import cpu
 
 NAMES = [declared.name for declared in COMMON_PASSES if declared.guards.world_size[0] == 1]
 NEEDY = [declared.name for declared in COMMON_PASSES if declared.guards.implements]
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "remove_no_ops": ("no-ops",),
+    "lift_rms_norm": ("rms-norm",),
+    "fuse_add_rms_norm": ("residual-norm",),
+    "lift_layer_norm": ("layer-norm",),
+    "lift_gated_activation": ("gated-mlp",),
+    "fuse_gate_up": ("gated-mlp",),
+    "merge_linears": ("linears",),
+    "lift_rotary": ("rotary-halves", "rotary-neighbours"),
+    "fuse_qk_norm_rotary": ("normed-rotary",),
+    "lift_attention": ("attention",),
+    "fuse_attention_cache": ("cached-attention",),
+    "lift_moe_route": ("router",),
+    "lift_grouped_mlp": ("experts",),
+    "lift_linear": ("linears",),
+    "fuse_gated_linear": ("gated-mlp",),
+    "lift_rotary_table": ("rotary-halves",),
+}
+"""Pass -> the models of the corpus that are enough to judge it. The others bring examples of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +64,45 @@ def bringing() -> Device:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave of the corpus what has soft caps, and one model without, which is enough to judge a pass for these."""
     keep(monkeypatch, "soft-cap", "repeats")
+    elsewhere(monkeypatch)
 
 
 # --- right passes
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDY])
-def test_each_common_pass_fires_and_is_right(plain: Device, name: str) -> None:
+def test_each_common_pass_fires_and_is_right(plain: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those too that the device calls unprofitable."""
     assert "merge_linears" in plain.capabilities.unprofitable
-    assert of(plain, name, "fires", "float32", "identity") == {}
+    keep(monkeypatch, "repeats", *MODELS.get(name, ()))
+    assert of(plain, name, "fires", "float32") == {}
 
 
-@pytest.mark.parametrize("name", NEEDY)
+@pytest.mark.slow
+def test_common_passes_are_right_in_the_whole_corpus_and_known_by_the_same_identity_elsewhere() -> None:
+    device = cpu()
+    found = {name: of(device, name, "fires", "float32", "identity") for name in NAMES if name not in NEEDY}
+    assert found == {name: {} for name in found}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "rotary" in name else ()) for name in NEEDY]
+)
 def test_passes_that_need_an_op_of_the_device_are_judged_where_it_is(
-    plain: Device, bringing: Device, name: str
+    plain: Device, bringing: Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert of(bringing, name, "fires", "float32", "bfloat16", "near-miss", "identity") == {}
+    keep(monkeypatch, "repeats", *MODELS.get(name, ()))
+    assert of(bringing, name, "fires", "float32", "bfloat16", "near-miss") == {}
     assert {case.not_supported for case in cases(bringing).values() if case.id.startswith(f"passes/{name}/")} == {""}
     (reason,) = {case.not_supported for case in cases(plain).values() if case.id.startswith(f"passes/{name}/")}
     assert reason.startswith("its guard: the device does not implement core::")
 
 
 @pytest.mark.parametrize("name", ["lift_rms_norm", "fuse_attention_cache", "eliminate_common_subexpressions"])
-def test_common_passes_keep_the_numbers_of_near_misses(plain: Device, name: str) -> None:
+def test_common_passes_keep_the_numbers_of_near_misses(
+    plain: Device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(monkeypatch, "repeats", *MODELS.get(name, ()))
     assert of(plain, name, "near-miss") == {}
 
 
@@ -78,6 +112,7 @@ def test_programs_of_small_models_are_right(plain: Device, name: str) -> None:
     assert failures(plain, f"passes/pipeline/{name}/float32") == {f"passes/pipeline/{name}/float32": []}
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_right(plain: Device) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
     assert failures(plain, "passes/models/llama") == {"passes/models/llama": []}
@@ -86,6 +121,14 @@ def test_a_tiny_model_is_right(plain: Device) -> None:
 @pytest.mark.usefixtures("few")
 def test_a_right_pass_of_a_device_passes_all_its_cases() -> None:
     assert of(cpu(passes=(wrong.softcaps(wrong.right),)), "softcap") == {}
+
+
+def test_an_identity_that_is_the_same_in_another_process_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = wrong.softcaps(wrong.right)
+    elsewhere(monkeypatch, softcap=right.uuid())
+    assert of(cpu(passes=(right,)), "softcap", "identity") == {}
+    elsewhere(monkeypatch, softcap="another")
+    assert "no cache would hit" in of(cpu(passes=(right,)), "softcap", "identity")["identity"]
 
 
 def test_cases_are_the_same_each_time_and_named_well(plain: Device) -> None:
@@ -133,6 +176,7 @@ def test_programs_with_a_wrong_pass_fail() -> None:
     assert "writes: l_model_" in failures(cpu(passes=(wrong.softcaps(wrong.drops_write),)), name)[name][0]
 
 
+@pytest.mark.slow
 def test_a_tiny_model_with_a_wrong_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
     monkeypatch.setattr(core.compilation.rewriting, "COMMON_PASSES", injected(COMMON_PASSES, planted("norm-eps")))
