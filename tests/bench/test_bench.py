@@ -139,6 +139,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, *, refused: int = 0) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_phase_share_one_engine(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = _counted(monkeypatch)
     settings = Settings(
@@ -154,6 +155,7 @@ def test_the_cells_of_a_phase_share_one_engine(loaded: LoadedModel, monkeypatch:
     assert loaded.config._attn_implementation == "sdpa"  # no engine is left open
 
 
+@pytest.mark.slow
 def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +214,7 @@ def test_every_round_computes_as_many_steps_as_it_counts() -> None:
     assert computed == [cell.steps] * cell.rounds
 
 
+@pytest.mark.slow
 def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +238,7 @@ def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
     torch.testing.assert_close(found.logits, wanted.logits)
 
 
+@pytest.mark.slow
 def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:
     loaded = open_model("mamba", None, cpu(), "auto")[0]
     settings = Settings(subjects=("core",), batches=(1, 2), context=8, prompts=(), rounds=1, steps=2, options=OPTIONS)
@@ -300,6 +304,7 @@ def test_references_are_read(tmp_path: Path) -> None:
 ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto", "prompt": 8}
 
 
+@pytest.mark.slow
 def test_a_start_is_itemised() -> None:
     found = start_worker.main({**ASKED, "began": time.time() - 1, "options": {**OPTIONS, "disable_passes": []}})
     phases, cache = found["phases"], found["cache"]

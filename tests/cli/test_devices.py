@@ -139,6 +139,7 @@ def test_help_lists_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in out for name in COMMANDS) and "--debug" in out
 
 
+@pytest.mark.slow
 def test_a_device_that_is_absent_exits_with_plugin_cause_and_remedy(tmp_path: Path) -> None:
     code = (
         "import sys, core, core.cli as cli;"

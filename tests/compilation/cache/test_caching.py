@@ -92,6 +92,7 @@ def test_a_graph_in_pieces_is_cut_at_the_same_places() -> None:
     assert torch.equal(warm(x=X)["y"], cold(x=X)["y"])
 
 
+@pytest.mark.slow
 def test_inductors_kernels_come_from_its_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     cold, warm = (start(lowering="inductor", buckets=[4]) for _ in range(2))
