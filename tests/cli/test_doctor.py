@@ -59,9 +59,9 @@ def test_an_absent_device_is_no_failure(install_vendor: InstallVendor, capsys: p
 @pytest.mark.parametrize(
     ("vendor", "detail"),
     [
-        ({"plugin": "1 / 0", "probe": NO_CARD}, "ZeroDivisionError"),
-        ({"plugin": UNAVAILABLE}, "card is asleep"),
-        ({"probe": "import os\ndef probe(): os.abort()"}, "crashed with SIGABRT"),
+        pytest.param({"plugin": "1 / 0", "probe": NO_CARD}, "ZeroDivisionError", marks=pytest.mark.slow),
+        pytest.param({"plugin": UNAVAILABLE}, "card is asleep", marks=pytest.mark.slow),
+        pytest.param({"probe": "import os\ndef probe(): os.abort()"}, "crashed with SIGABRT", marks=pytest.mark.slow),
         ({"plugin": "import os\nos.abort()"}, "opening it crashed with SIGABRT"),
         ({"requires": ("core>=99",)}, "it requires core >=99"),
     ],

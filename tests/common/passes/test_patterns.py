@@ -23,6 +23,7 @@ from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.errors import PassError
 from tests.common.passes.graphs import RMS, RmsNorm, Stack, calls, to_aten, traced, traced_graph
+from tests.marks import slow_except
 from tests.support import refused
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(5))
@@ -186,7 +187,7 @@ def inductor_rms(dtype: torch.dtype, **fields: Any) -> Pass:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_layers"), [pytest.param(torch.bfloat16, 32, marks=pytest.mark.slow), (torch.float32, 2)]
+    ("dtype", "num_layers"), slow_except([(torch.bfloat16, 32), (torch.float32, 2)], (torch.float32, 2))
 )
 def test_inductor_patterns_find_every_norm_of_an_aten_graph(dtype: torch.dtype, num_layers: int) -> None:
     model = Stack(num_layers).to(dtype)

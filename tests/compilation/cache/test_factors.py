@@ -269,6 +269,7 @@ print(source_digest("edited_plugin"))
 """
 
 
+@pytest.mark.slow
 def test_source_that_changed_after_it_was_loaded_stands_for_nothing_else(tmp_path: Path) -> None:
     """A plugin that is edited before its first compile still runs as it was, and may not count as what it is now."""
     (tmp_path / "edited_plugin.py").write_text("X = 1\n")

@@ -53,6 +53,7 @@ def digests(folder: Path, what: str) -> list[str]:
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_the_digest_follows_what_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "reloaded").mkdir()
     (tmp_path / "reloaded" / "__init__.py").write_text("")

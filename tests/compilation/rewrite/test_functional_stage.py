@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,14 +271,22 @@ def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> No
     from core.engine.steps.runner import EngineConfig
 
     needs_static_cache(model_type)
-    config = EngineConfig(max_num_seqs=2, max_model_len=48, sampling=("greedy",), lowering="inline", strict=True)
+    config = EngineConfig(
+        max_num_seqs=2,
+        max_model_len=48,
+        decode_buckets=(2,),
+        prefill_buckets=(16,),
+        sampling=("greedy",),
+        lowering="inline",
+        strict=True,
+    )
+    loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
     tokens = []
-    for passes in ((), (seeing([]),)):
-        loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
-        with Engine(loaded, cpu(passes=passes), config) as engine:
+    for mode in ("off", None):
+        with Engine(loaded, cpu(passes=(seeing([]),)), replace(config, mode=mode)) as engine:
             assert engine.route == route
             params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-            tokens.append(engine.generate([[3, 4, 5, 6], [20, 21, 22]], params)[0].token_ids)
+            tokens.append([each.token_ids for each in engine.generate([[3, 4, 5, 6], [20, 21, 22]], params)])
             reports = [report for trace in engine.report().traces for report in trace.passes if report.name == FIX]
     assert tokens[0] == tokens[1]
     assert reports and all(report.matched >= 2 and report.near_misses == () for report in reports)

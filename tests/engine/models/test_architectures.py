@@ -31,8 +31,10 @@ def build(model_type: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return build_model(tiny_config(model_type), torch_device=CPU, dtype=dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", REQUIRED)
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name == "gpt_neox" else pytest.param(name, marks=pytest.mark.slow) for name in REQUIRED],
+)
 def test_a_required_architecture_is_traced_whole_and_right(model_type: str) -> None:
     loaded = build(model_type)
     num_layers = loaded.config.num_hidden_layers

@@ -66,7 +66,7 @@ def test_without_such_graphs_it_runs_eagerly_with_the_reason(caplog: pytest.LogC
 
 
 def test_strict_it_is_refused() -> None:
-    loaded = build_model(tiny_config("dbrx"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    loaded = build_model(tiny_config("dbrx", n_layers=1), torch_device=torch.device("cpu"), dtype=torch.float32)
     config = EngineConfig(max_num_seqs=1, max_model_len=32, lowering="inline", strict=True)
     with pytest.raises(TraceError):
         Engine(loaded, acme(), config)

@@ -41,6 +41,7 @@ from tests.common.passes.attention.attention_before_quantize import (
     written_between,
 )
 from tests.common.passes.rotary.rotated_attention import CACHES, Cached, D, H, T, heads_first, inputs_of
+from tests.marks import slow_except
 
 NAME = FUSE_ATTENTION_QUANTIZE.name
 BRINGS = frozenset({ROTARY_ATTENTION.qualified_name})
@@ -114,7 +115,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotation inside", "rotation apart"])
-@pytest.mark.parametrize(("name", "scheme", "dtype", "kv"), MODELS, ids=str)
+@pytest.mark.parametrize(("name", "scheme", "dtype", "kv"), slow_except(MODELS, MODELS[0]), ids=str)
 def test_each_layer_of_a_model_is_fused_and_no_bit_changes(
     name: str, scheme: str, dtype: torch.dtype, kv: str, rotated: bool
 ) -> None:
@@ -142,7 +143,7 @@ def test_each_layer_of_a_model_is_fused_and_no_bit_changes(
     assert all(same(old, run_graph(restored, each)) for (old, _), each in zip(runs, values, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", slow_except((F32, BF16), F32), ids=str)
 def test_the_numbers_stay_those_of_the_model(dtype: torch.dtype) -> None:
     graph = graph_of("llama", "fp8-static", dtype, "auto")
     module, _, _, values = rewritten(graph, BRINGS)
@@ -152,6 +153,7 @@ def test_the_numbers_stay_those_of_the_model(dtype: torch.dtype) -> None:
         assert verdict.passed, verdict
 
 
+@pytest.mark.slow
 def test_a_device_that_makes_no_scale_of_all_heads_gets_the_two_ops_back_and_cuts_at_attention() -> None:
     module, *_ = rewritten(graph_of("llama", "fp8", BF16, "fp8"), BRINGS)
     picky = OpImplementation(

@@ -44,6 +44,7 @@ from tests.common.passes.rotary.rotated_attention import (
     inputs_of,
     written_between,
 )
+from tests.marks import slow_except
 
 NAME = FUSE_ROTARY_ATTENTION.name
 BRINGS = frozenset({ROTARY_ATTENTION.qualified_name})
@@ -125,7 +126,11 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [*((model, F32) for model in MODELS), *((model, BF16) for model in ("llama", "gemma3_text"))],
+    slow_except(
+        [*((model, F32) for model in MODELS), *((model, BF16) for model in ("llama", "gemma3_text"))],
+        ("llama", F32),
+        ("qwen3", F32),
+    ),
     ids=str,
 )
 def test_each_layer_of_a_model_is_fused_and_no_bit_changes(model: str, dtype: torch.dtype) -> None:
