@@ -26,7 +26,6 @@ def passes(
     no_passes: bool = NO_PASSES,
 ) -> None:
     """List the passes that rewrite a model's graphs, in the order of execution."""
-    from core.common.passes.declaration import uuids
     from core.common.passes.standard import COMMON_PASSES
     from core.compilation.rewrite.order import order
     from core.compilation.rewriting import device_passes
@@ -41,10 +40,7 @@ def passes(
     waiting = {declared.name: declared.traits.on_request for declared in ordered}
     waiting |= {} if resolved is None else resolved.capabilities.unprofitable
     enabled -= {name for name, reason in waiting.items() if reason and name not in switches.asked}
-    rows = [
-        pass_json(declared, uuid, enabled=declared.name in enabled, on_request=waiting[declared.name])
-        for declared, uuid in zip(ordered, uuids(ordered), strict=True)
-    ]
+    rows = [pass_json(declared, declared.name in enabled, waiting[declared.name]) for declared in ordered]
     if as_json:
         from core.cli.output import print_json
 
@@ -53,7 +49,7 @@ def passes(
         _print(rows, resolved, str(switches))
 
 
-def pass_json(declared: Pass, uuid: str, *, enabled: bool, on_request: str) -> dict[str, Any]:
+def pass_json(declared: Pass, enabled: bool, on_request: str) -> dict[str, Any]:
     """Return one element of `passes` in core.passes/1. on_request: why it waits to be asked for by name, "" if not."""
     return {
         "name": declared.name,
@@ -67,7 +63,7 @@ def pass_json(declared: Pass, uuid: str, *, enabled: bool, on_request: str) -> d
         "expect": "computed per graph" if callable(declared.expect) else declared.expect,
         "enabled": enabled,
         "on_request": on_request,
-        "uuid": uuid,
+        "uuid": declared.uuid(),
         "does": what_it_does(declared),
     }
 
