@@ -32,6 +32,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 PROFILE = ConformanceProfile()
 SHARING = tuple(models.ASPECTS)
+SMALL = ("gpt_neox", "falcon")
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,13 @@ def _one_thread() -> Iterator[None]:
     yield
     model_runs.close_shared()
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def _one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave of each model that is run here one layer: half the trace, and a mistake in it is in every layer."""
+    less = [replace(each, changes=(*each.changes, ("num_hidden_layers", 1))) for each in SUBJECTS if each.name in SMALL]
+    monkeypatch.setattr(models, "SUBJECTS", (*(each for each in SUBJECTS if each.name not in SMALL), *less))
 
 
 def cases(device: Device, profile: ConformanceProfile = PROFILE) -> dict[str, Case]:
@@ -65,16 +73,19 @@ def _decode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runs, "engine_config", config)
 
 
+@pytest.mark.slow
 def test_an_honest_device_passes_every_aspect() -> None:
     assert failures(acme(), "gpt_neox", *SHARING) == {aspect: [] for aspect in SHARING}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_decode_only")
 def test_an_honest_device_without_graphs_passes() -> None:
     aspects = ("logits", "tokens", "divergence", "batch", "graphs", "determinism")
     assert failures(select_device("cpu"), "gpt_neox", *aspects) == {aspect: [] for aspect in aspects}
 
 
+@pytest.mark.slow
 def test_an_engine_on_the_static_cache_passes_and_gives_all_back() -> None:
     aspects = ("logits", "batch", "graphs", "release")
     assert failures(acme(), "falcon", *aspects) == {aspect: [] for aspect in aspects}
@@ -100,6 +111,7 @@ def late(*args: Any, **options: Any) -> Tensor:
     return reference(*args[:3], *caches, args[5], lost, *args[7:], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_decode_only")
 @pytest.mark.parametrize("fn", [scaled, short, late], ids=["scale 2 %", "length", "stale row"])
 def test_wrong_attention_is_rejected_by_the_numbers(fn: Any) -> None:
@@ -161,6 +173,7 @@ def test_graphs_in_parts_are_compared_with_the_model_as_it_is() -> None:
     assert {m.criterion for m in trial.measurements} == {"T1", "T3"}
 
 
+@pytest.mark.slow
 def test_noise_is_rejected_where_the_device_promises_equal_bits_and_judged_where_it_does_not() -> None:
     noisy = acme(graph_backend=Noisy)
     found = failures(noisy, "falcon", "logits", "graphs", "determinism")
@@ -179,6 +192,7 @@ def test_memory_that_stays_taken_is_found() -> None:
     assert reasons and "are still held after close()" in reasons[0]
 
 
+@pytest.mark.slow
 def test_a_phase_in_another_mode_is_told_with_the_reason() -> None:
     class Refusing(RecordingBackend):
         def capture_one(self, *args: Any) -> tuple[Tensor, ...]:
@@ -213,7 +227,7 @@ def test_only_a_model_of_others_may_run_in_another_mode_and_only_with_a_reason(
 
 
 def test_passes_that_do_not_fire_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    owed = next(subject for subject in SUBJECTS if subject.name == "falcon")
+    owed = next(subject for subject in models.SUBJECTS if subject.name == "falcon")
     more = replace(owed, lifts=(*owed.lifts, "lift_rms_norm", "a_pass_of_theirs"))
     monkeypatch.setattr(models, "SUBJECTS", (more,))
     reasons = failures(acme(), "falcon", "passes")["passes"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from core_acme.ops import IMPLEMENTATIONS
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
@@ -15,6 +16,7 @@ from core.common.numerics import judge
 from core.common.ops.arguments import Draw
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.canonical import OPS
+from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import Condition, OpCall, OpImplementation, always
 from core.common.ops.norm.norms import RMS_NORM
 from core.device import Device
@@ -58,6 +60,10 @@ SEEN_IN_HALF = (
     *("quantize_truncates", "quantize_in_half", "route_in_half"),
 )
 """Mistakes that half precision might hide."""
+DEAR = tuple(
+    name for name, (op, _) in WRONG.items() if op in ("attention", "rotary_attention") and name != "attention_stale_row"
+)
+"""Of those in attention, with its many calls, `make test` finds one."""
 
 
 def implemented(op: str, fn: Callable[..., Any], condition: Condition = always) -> Device:
@@ -76,30 +82,46 @@ def judged(op: str, fn: Callable[..., Any], dtype: torch.dtype, **options: Any) 
     return trial_of(implemented(op, fn, **options), f"{op}/planted-one/{str(dtype).removeprefix('torch.')}")
 
 
-@pytest.mark.parametrize("make", [cpu, acme])
-def test_references_pass_on_honest_devices(make: Callable[[], Device]) -> None:
-    for op in OPS if make is cpu else OPS[2:4]:
-        trial = trial_of(make(), f"{op.name}/reference/bfloat16")
-        assert not trial.failures and len(trial.measurements) >= len(list(op.samples(torch.bfloat16, CPU)))
+def dear(names: Iterable[str]) -> list[Any]:
+    """Return these as parameters, slow where the op is attention, with its many calls."""
+    return [pytest.param(name, marks=pytest.mark.slow if "attention" in name else ()) for name in names]
 
 
-def test_the_kernels_of_the_example_device_pass() -> None:
+@pytest.mark.parametrize("name", dear(op.name for op in OPS))
+def test_references_pass_on_the_processor(name: str) -> None:
+    trial = trial_of(cpu(), f"{name}/reference/bfloat16")
+    (op,) = (op for op in OPS if op.name == name)
+    assert not trial.failures and len(trial.measurements) >= len(list(op.samples(torch.bfloat16, CPU)))
+
+
+@pytest.mark.parametrize("op", OPS[2:4], ids=lambda op: op.name)
+def test_references_pass_on_a_device_with_graphs(op: CanonicalOp) -> None:
+    trial = trial_of(acme(), f"{op.name}/reference/bfloat16")
+    assert not trial.failures and len(trial.measurements) >= len(list(op.samples(torch.bfloat16, CPU)))
+
+
+@pytest.mark.parametrize("name", dear(each.name for each in IMPLEMENTATIONS))
+def test_the_kernels_of_the_example_device_pass(name: str) -> None:
     device = acme()
-    assert device.ops
-    for each in device.ops:
-        trial = trial_of(device, f"{each.op.removeprefix('core::')}/{each.name}/float16")
-        assert not trial.failures and trial.measurements, each.name
+    (kernel,) = (each for each in device.ops if each.name == name)
+    trial = trial_of(device, f"{kernel.op.removeprefix('core::')}/{name}/float16")
+    assert not trial.failures and trial.measurements
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", LEGITIMATE)
+@pytest.mark.parametrize("name", dear(LEGITIMATE))
 def test_a_legitimate_variant_passes(name: str, dtype: torch.dtype) -> None:
     trial = judged(*LEGITIMATE[name], dtype)
     assert not trial.failures
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, torch.float32) for name in WRONG] + [(name, torch.bfloat16) for name in SEEN_IN_HALF]
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{dtype}", marks=pytest.mark.slow if name in DEAR else ())
+        for names, dtype in ((WRONG, torch.float32), (SEEN_IN_HALF, torch.bfloat16))
+        for name in names
+    ],
 )
 def test_a_planted_mistake_is_rejected(name: str, dtype: torch.dtype) -> None:
     failures = judged(*WRONG[name], dtype).failures
