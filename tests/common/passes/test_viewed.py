@@ -41,7 +41,7 @@ WEIGHT = torch.linspace(0.3, 1.7, SIZE)
         (Index((0, slice(None), None)), lambda x: x[0, :, None]),
         (Index((None, None, 0)), lambda x: x[None, None, 0]),
     ],
-    ids=str,
+    ids=lambda value: "" if callable(value) else str(value),
 )
 def test_a_step_gives_what_torch_gives_and_its_inverse_takes_it_back(
     step: Step, real: Callable[[Tensor], Tensor]
