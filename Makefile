@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== installing core[$(EXTRAS)] into $(VENV), pinned by constraints.txt (minutes the first time)"
 	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[$(EXTRAS)]' \
-		|| { echo "error: pip could not install core[$(EXTRAS)], for the reason above; only this step needs a network"; exit 1; }
+		|| { echo "error: pip could not install core[$(EXTRAS)], for the reason above; this step needs a network, and no other"; exit 1; }
 	@touch "$@"
 
 run: $(STAMP)

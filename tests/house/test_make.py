@@ -13,11 +13,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "plugins/npu/tests/simulated/simulator/test_build.py"
+# What a `make test` that runs these tests may have been given hands on to a make within.
+GIVEN = {"ARGS", "EXTRAS", "NPU_VENV", "PYTHON", "TRITON_VENV", "VENV", "WORKERS"}
 CHOOSE = ROOT / "tools" / "choose_python.sh"
 
 
 def make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "PYTHON"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key not in GIVEN}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 

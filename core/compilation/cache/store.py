@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -57,7 +58,7 @@ def default_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 class Untrusted(Exception):
-    """A folder whose entries are not to be read: somebody else may have written them."""
+    """A folder that is not to be used: somebody else may have written what is in it, or its name is no good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +191,8 @@ class Store:
             if variable in os.environ:
                 continue
             try:
+                if name == "inductor" and shlex.quote(str(folder)) != str(folder):
+                    raise Untrusted(f"Inductor can't compile below {str(folder)!r}: it does not quote such names")
                 for each in (folder.parent, folder):
                     _make_private(each)
                     _refuse_foreign(each)

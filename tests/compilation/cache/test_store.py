@@ -142,6 +142,18 @@ def test_a_home_that_can_not_be_written_is_told_in_one_line(
     assert "TRITON_CACHE_DIR" not in os.environ and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
+def test_kernels_of_inductor_are_not_kept_below_a_folder_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    Store(tmp_path / "a b").keep_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "a b" / "triton")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and "Inductor can't compile below" in caplog.text
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+
+
 def test_folders_are_the_users_own_whatever_the_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/own/place")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
