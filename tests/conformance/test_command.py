@@ -229,6 +229,7 @@ def test_standard_output_holds_the_document_alone(suite: SuiteModules, folder: P
     assert "from Python" in done.stderr and "from a C library" in done.stderr
 
 
+@pytest.mark.slow
 def test_cases_run_in_worker_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "--device", "cpu", "--case", "ops/a", "--workers", "1", "--json", "-"]) == 0
     streams = capfd.readouterr()

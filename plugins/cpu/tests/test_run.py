@@ -61,6 +61,7 @@ def test_every_field_of_the_document_is_documented(capsys: pytest.CaptureFixture
     assert not [name for name in sorted(named) if f"`{name}`" not in section]
 
 
+@pytest.mark.slow
 def test_the_table_shows_text_speed_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--prompt", "Return a list of"]) == 0
     out, err = capsys.readouterr()

@@ -117,6 +117,7 @@ def test_the_processor_passes(name: str) -> None:
     assert run(name, "cpu").failures == []
 
 
+@pytest.mark.slow
 def test_what_runs_in_workers_passes_in_workers(install_vendor: InstallVendor) -> None:
     install_vendor(plugin=OPENS, probe=ONE)
     for name in ("probe", "import"):

@@ -199,6 +199,7 @@ def test_a_fault_in_a_lane_ends_the_run() -> None:
     assert all(lane.closed for lane in lanes) and len(lanes[0].ran) < 50
 
 
+@pytest.mark.slow
 def test_a_backend_that_breaks_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "WORKER", WORKER)
     break_torch(tmp_path, monkeypatch)
