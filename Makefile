@@ -1,6 +1,8 @@
 # Everything here runs in .venv, made on first use and renewed only when pyproject.toml or constraints.txt change;
 # `make test-gpu` alone uses the python at hand, since a GPU machine brings a torch of its own.
+# A Python that is named (make PYTHON=...) is used or refused; else a newer one stands in for a python3 that is too old.
 PYTHON ?= python3
+NAMED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 VENV ?= .venv
 EXTRAS ?= hf,dev,conformance
 ARGS ?=
@@ -17,34 +19,64 @@ NPU_VENV ?= .venv-npu
 NPU_BIN := $(abspath $(NPU_VENV))/bin
 NPU_STAMP := $(NPU_VENV)/.installed
 
-.PHONY: help run test check test-gpu test-npu-sim clean
+# As constraints.txt pins the newest Triton only, the kernels are tested with the oldest of the extra `cuda` in an
+# environment that stands on $(VENV) too.
+TRITON_VENV ?= .venv-triton36
+TRITON_BIN := $(abspath $(TRITON_VENV))/bin
+TRITON_STAMP := $(TRITON_VENV)/.installed
+
+.PHONY: help run test test-slow test-interpreter test-all check check-install test-gpu test-npu-sim test-triton36 clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run       core run --device auto      (ARGS='--device cpu --json' replaces the arguments)"
-	@echo "make test      all tests but the GPU ones  (ARGS='-k word' adds arguments of pytest, WORKERS=0 for one process)"
+	@echo "make test      the tests that every change owes  (ARGS='-k word' adds arguments of pytest, WORKERS=0: one process)"
+	@echo "make test-slow  the tests marked slow: whole models, processes, compilers"
+	@echo "make test-interpreter  the tests of the CUDA kernels in Triton's interpreter"
+	@echo "make test-all  these three, the oldest Triton, and the simulated NPU"
 	@echo "make check     ruff check, ruff format --check, mypy"
+	@echo "make check-install  install every extra from public wheels, on each tested Python that is here (tens of minutes;"
+	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; .ci/run calls it when the requirements changed)"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
 	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils;"
 	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
-	@echo "make clean     remove $(VENV), $(NPU_VENV), caches and build results"
+	@echo "make test-triton36  the tests of the CUDA kernels with Triton 3.6, in Triton's interpreter"
+	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
-	@if [ ! -x "$(BIN)/python" ]; then echo "== making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv "$(VENV)"; fi
+	@if [ ! -x "$(BIN)/python" ]; then python="$$(sh tools/choose_python.sh "$(NAMED)")" || exit 1; \
+		echo "== making $(VENV) with $$("$$python" --version)"; \
+		"$$python" -m venv "$(VENV)" || { rm -rf "$(VENV)"; exit 1; }; fi
 	@echo "== installing core[$(EXTRAS)] into $(VENV), pinned by constraints.txt (minutes the first time)"
 	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[$(EXTRAS)]'
+		--constraint constraints.txt --editable '.[$(EXTRAS)]' \
+		|| { echo "error: pip could not install core[$(EXTRAS)], for the reason above; this step needs a network, and no other"; exit 1; }
 	@touch "$@"
 
 run: $(STAMP)
 	@echo "== core run $(or $(ARGS),--device auto)"
 	@"$(BIN)/core" run $(or $(ARGS),--device auto)
 
+PYTEST = OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --durations 20
+
 test: $(STAMP)
-	@echo "== pytest: core, its plugins"
-	@OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(ARGS)
+	@echo "== pytest: core, its plugins; not the tests marked slow or interpreter"
+	@$(PYTEST) --dist loadfile -m "not slow and not interpreter" $(ARGS)
 	@echo "== pytest: the example vendor, by its own configuration"
-	@cd examples/acme_device && "$(BIN)/python" -m pytest
+	@cd examples/acme_device && $(PYTEST) --dist loadfile -m "not slow"
+
+test-slow: $(STAMP)
+	@echo "== pytest: the tests marked slow"
+	@$(PYTEST) --dist worksteal -m "slow and not interpreter" $(ARGS)
+	@echo "== pytest: the example vendor, its tests marked slow"
+	@cd examples/acme_device && $(PYTEST) --dist worksteal -m slow
+
+test-interpreter: $(STAMP)
+	@echo "== pytest: the CUDA kernels in Triton's interpreter"
+	@$(PYTEST) --dist worksteal -m interpreter plugins/cuda $(ARGS)
+	@$(if $(ARGS),,"$(BIN)/python" tools/interpreted.py --note)
+
+test-all: test test-slow test-interpreter test-triton36 test-npu-sim
 
 check: $(STAMP)
 	@echo "== ruff check"
@@ -56,30 +88,49 @@ check: $(STAMP)
 	@echo "== mypy: the example vendor"
 	@cd examples/acme_device && "$(BIN)/mypy"
 
+check-install:
+	@python="$$(sh tools/choose_python.sh "$(NAMED)")" && "$$python" tools/check_install.py $(ARGS)
+
 test-gpu:
-	@echo "== pytest -m gpu, with $$($(PYTHON) -c 'import sys; print(sys.executable)')"
-	@$(PYTHON) -m pytest -m gpu $(ARGS)
+	@echo "== pytest -m gpu, with $$("$(PYTHON)" -c 'import sys; print(sys.executable)')"
+	@"$(PYTHON)" -m pytest -m gpu $(ARGS)
+
+# Make the virtual environment $(1) see what is installed in $(VENV), behind what is installed in itself.
+define stand_on_venv
+	@"$(BIN)/python" -m venv "$(1)"
+	@"$(1)/bin/python" -c "import sysconfig as s; from pathlib import Path; \
+		base = next(Path('$(abspath $(VENV))').glob('lib/python*/site-packages')); \
+		Path(s.get_paths()['purelib'], 'base.pth').write_text(f'import site; site.addsitedir({str(base)!r})\n')"
+endef
 
 $(NPU_STAMP): $(STAMP) constraints-npu.txt
 	@echo "== installing torch_npu into $(NPU_VENV), which stands on $(VENV)"
-	@"$(BIN)/python" -m venv "$(NPU_VENV)"
-	@"$(NPU_BIN)/python" -c "import sysconfig as s; from pathlib import Path; \
-		base = next(Path('$(abspath $(VENV))').glob('lib/python*/site-packages')); \
-		Path(s.get_paths()['purelib'], 'base.pth').write_text(f'import site; site.addsitedir({str(base)!r})\n')"
+	$(call stand_on_venv,$(NPU_VENV))
 	@"$(NPU_BIN)/python" -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --constraint constraints-npu.txt torch_npu
 	@touch "$@"
+
+$(TRITON_STAMP): $(STAMP)
+	@echo "== installing triton 3.6.0 into $(TRITON_VENV), which stands on $(VENV)"
+	$(call stand_on_venv,$(TRITON_VENV))
+	@"$(TRITON_BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed triton==3.6.0
+	@touch "$@"
+
+test-triton36: $(TRITON_STAMP)
+	@echo "== pytest: core_cuda, with triton $$("$(TRITON_BIN)/python" -c 'import triton; print(triton.__version__)')"
+	@OMP_NUM_THREADS=1 "$(TRITON_BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile \
+		plugins/cuda $(ARGS)
 
 # All of the plugin's tests, unless ARGS holds a path below plugins/, which is to be all that is collected.
 NPU_TESTS = $(if $(filter plugins/% ./plugins/% $(CURDIR)/plugins/%,$(ARGS)),,plugins/npu/tests)
 
 test-npu-sim: $(NPU_STAMP)
 	@echo "== pytest -m npu_sim: torch_npu on the simulated runtime"
-	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/tests/sim/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
+	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/simulator/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
 		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(NPU_TESTS) $(ARGS)
 
 clean:
-	@echo "== removing $(VENV), $(NPU_VENV), caches and build results"
-	@rm -rf "$(VENV)" "$(NPU_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), caches and build results"
+	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

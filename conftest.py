@@ -1,9 +1,11 @@
-"""For all tests: Triton's interpreter where there is no NVIDIA GPU, and a collector that does not walk old objects."""
+"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time."""
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +23,24 @@ def _little_to_collect() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+
+
+LIMIT_S = 3.0
+"""Most seconds of processor time for a test that bears none of these marks; its fixtures are not counted."""
+DEAR = ("slow", "interpreter", "gpu", "npu_sim")
+
+
+def _processor_s() -> float:
+    """Return the processor time of this process and of its children that have ended: a busy machine adds none."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that is dear and not marked so: `make test` is to stay a matter of minutes."""
+    before = _processor_s()
+    yield
+    used = _processor_s() - before
+    if used > LIMIT_S and not any(item.get_closest_marker(mark) for mark in DEAR):
+        pytest.fail(f"took {used:.1f} s of processor time; the limit is {LIMIT_S:g}: make it smaller, or mark it slow")

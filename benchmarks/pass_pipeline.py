@@ -23,7 +23,8 @@ from torch import fx
 
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.rewrite.aten import to_aten
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.traced import TracedGraph

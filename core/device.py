@@ -6,11 +6,13 @@ a running engine costs method calls only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.capabilities import Capabilities as Capabilities
+from core.capabilities import Mode as Mode
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
     from core.common.lowering import Lowerings
     from core.common.ops.implementation import OpImplementation
     from core.common.passes.declaration import Pass
-
-Mode = Literal["full", "piecewise", "segmented", "compile", "off"]
-"""How a phase runs: one captured graph per bucket, graphs between break points, capture without tracing, one compiled
-program per bucket without a device graph, or the model as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,31 +62,6 @@ class MemoryInfo:
     def taken_bytes(self) -> int:
         """Everything taken from the device."""
         return self.used_bytes if self.held_bytes is None else self.held_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Capabilities:
-    """What a device can do, as data; nothing is inferred from which methods exist.
-
-    device_name: the product's name, as the vendor writes it. dtypes: floating dtypes with device arithmetic.
-    modes: capture modes that work, the preferred one first; "off" is always allowed and need not be listed.
-    deterministic: replays with equal inputs give equal bits. update: captured ops take host-side arguments that must be
-    renewed before each replay. asynchronous: kernels run while the host goes on, so that the host can prepare a step
-    ahead, in pinned memory. device_lengths: attention of a prefill reads the sequences' lengths on the device, so that
-    one graph can hold all of it. extra: anything a plugin's own passes or implementations want to test. unprofitable:
-    names of passes that cost more than they gain here, each with the reason; they run only where asked for by name.
-    """
-
-    device_name: str
-    dtypes: frozenset[torch.dtype]
-    modes: tuple[Mode, ...] = ("off",)
-    fp64: bool = True
-    deterministic: bool = True
-    update: bool = False
-    asynchronous: bool = False
-    device_lengths: bool = False
-    extra: Mapping[str, str | int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
-    unprofitable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def _no_op() -> None:

@@ -146,6 +146,16 @@ def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError
     )
 
 
+def error_json(error: CoreError) -> dict[str, Any]:
+    """Return the documented error object: the error's own fields and its notes."""
+    return {**error.to_json(), "notes": notes_of(error)}
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an error."""
+    return list(getattr(error, "__notes__", ()))
+
+
 def error_from_json(fields: Mapping[str, Any]) -> CoreError:
     """Return the error whose JSON object, with its notes, another process has sent."""
     kind = globals().get(fields["type"])

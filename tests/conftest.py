@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,23 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CORE_CACHE", "1")
     monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the process count as one that has frozen nothing, though what it holds is kept from all collections.
+
+    Real thawing would have every collection from here on walk all of torch.
+    """
+    from core.common import collector
+
+    gc.freeze()
+    monkeypatch.setattr(collector, "_FEWEST_FROZEN", gc.get_freeze_count() + 1000)
+    new: list[list[object]] = [[] for _ in range(2000)]
+    yield
+    new.clear()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
     python tools/performance_page.py docs/performance [--out docs/performance.md]
 
 The folder holds `bench-PRESET.json` (core bench --json), and where they were made its plot `bench-PRESET.svg`,
-`gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (tools/bench_cuda_kernels.py --out) and
+`gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (tools/cuda/bench_cuda_kernels.py --out) and
 `notes.md`, whose text the page begins with. Every figure of the page comes from these files.
 """
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from core_conformance.case import MAX_LEVEL, Outcome
+from core_conformance.case import MAX_LEVEL
+from core_conformance.outcome import Outcome
 
 if TYPE_CHECKING:
     from core_conformance.runner.lanes import ProcessLane

@@ -12,7 +12,7 @@ from torch import Tensor
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core.verify.compare import compare
-from core_conformance.case import Measurement
+from core_conformance.outcome import Measurement
 
 _MAX_FAILURES = 20
 

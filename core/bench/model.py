@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.bench.presets import Preset, find_preset, random_model
-from core.cli.model_argument import parse_dtype, quantized_name, resolve_model
+from core.engine.models.resolve import parse_dtype, quantized_name, resolve_model
 from core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
-from core.engine.static.cache import cache_name, static_cache
-from core.engine.steps.runner import accepted_arguments
+from core.engine.models.forward import accepted_arguments, cache_name
+from core.engine.static.cache import static_cache
 from core.errors import ModelError
 
 if TYPE_CHECKING:

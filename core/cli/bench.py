@@ -17,11 +17,11 @@ from core.cli.model_argument import (
     KV_CACHE_DTYPE,
     MODEL,
     QUANTIZE,
-    check_choice,
     check_device,
     compile_options,
 )
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.engine.models.resolve import check_choice
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def bench(
     """
     from core.bench.bench import Settings, failed, read_references
     from core.bench.model import engine_options, find
-    from core.bench.plot import check_plot, write_plot
+    from core.bench.plot_file import check_plot, write_plot
     from core.engine.models.quantizing import Quantize
     from core.engine.steps.runner import KV_CACHE_DTYPES, EngineConfig
     from core.host.selection import select_device

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE, check_choice, resolve_model
+from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.engine.models.resolve import check_choice, resolve_model
 from core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import typer
 from core.cli.output import console, print_json
 
 if TYPE_CHECKING:
+    from core.compilation.cache.differences import Difference
     from core.compilation.cache.store import Entry, Store
     from core.compilation.cache.summary import Summary
 
@@ -47,11 +48,12 @@ class _Listed:
 
     entry: Entry
     summary: Summary | None
-    unlike: list[str]
+    unlike: list[Difference]
+    unlike_text: str
 
     def to_json(self) -> dict[str, Any]:
         """Return one element of `entries` in core.cache/1."""
-        from core.compilation.cache.store import each_line
+        from core.compilation.cache.differences import each_line
 
         return {
             "key": self.entry.key,
@@ -61,18 +63,16 @@ class _Listed:
             "age_s": self.entry.age_s,
             "problem": self.entry.problem,
             "holds": None if self.summary is None else self.summary.to_json(),
-            "differs": list(each_line(self.unlike, most=3)),
+            "differs": list(each_line([f"{each.group}: {each.name}" for each in self.unlike], most=3)),
         }
 
     def text(self) -> str:
         """Return what the table says of it: its model and what that was compiled for, or why it can't be used."""
-        from core.compilation.cache.summary import by_group
-
         name = ", ".join(each.rpartition(":")[2] for each in self.entry.model.split(", "))
         if self.summary is None:
             return "\n".join(filter(None, (name, f"can't be used: {self.entry.problem or 'it is gone'}")))
         about, made = self.summary.lines()
-        unlike = f"unlike the latest: {by_group(self.unlike)}" if self.unlike else ""
+        unlike = f"unlike the latest: {self.unlike_text}" if self.unlike else ""
         return "\n".join(filter(None, ("; ".join(filter(None, (name, about))), made, unlike)))
 
 
@@ -102,16 +102,17 @@ def _list(store: Store, *, as_json: bool) -> None:
 
 def _look(store: Store, entry: Entry, entries: list[Entry]) -> _Listed:
     """Return what is told of an entry, the latest one of whose model is among the others."""
-    from core.compilation.cache.store import Damaged, differences
+    from core.compilation.cache.differences import brief, differences
+    from core.compilation.cache.store import Damaged
 
     latest = next((other for other in entries if other.model == entry.model and not other.problem), entry)
-    summary, unlike = None, []
+    summary, unlike, text = None, [], ""
     with suppress(Damaged):  # cleared or replaced since it was listed
         if not entry.problem:
             summary = store.summary(entry.key)
-            found = differences(store.factors(entry.key), store.factors(latest.key))
-            unlike = [line.rsplit(": ", 1)[0] for line in found]
-    return _Listed(entry=entry, summary=summary, unlike=unlike)
+            unlike = differences(store.factors(entry.key), store.factors(latest.key))
+            text = brief(unlike, store.places(entry.key), store.places(latest.key)) if unlike else ""
+    return _Listed(entry=entry, summary=summary, unlike=unlike, unlike_text=text)
 
 
 def _age(seconds: float) -> str:

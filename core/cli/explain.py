@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import (
-    CACHE,
-    CALIBRATION,
-    DEVICE,
-    DTYPE,
-    KV_CACHE_DTYPE,
-    MODEL,
-    PHASE,
-    QUANTIZE,
-    check_choice,
-    resolve_model,
-)
+from core.cli.model_argument import CACHE, CALIBRATION, DEVICE, DTYPE, KV_CACHE_DTYPE, MODEL, PHASE, QUANTIZE
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.engine.models.resolve import check_choice, resolve_model
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +57,9 @@ def explain(
             model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme
         )
     if html is not None:
-        html.write_text(explanation.to_html(), encoding="utf-8")
+        from core.explain.html import to_html
+
+        html.write_text(to_html(explanation), encoding="utf-8")
     if as_json:
         from core.cli.output import print_json
 

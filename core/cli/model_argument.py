@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
-from core.errors import UsageError
+from core.engine.models.resolve import check_choice
 
 if TYPE_CHECKING:
-    import torch
-
     from core.compilation.options import CompileOptions, Verify
     from core.compilation.rewrite.order import PassSwitches
     from core.device import Device
-    from core.engine.models.checkpoint import Progress
-    from core.engine.models.loading import LoadedModel
-    from core.engine.models.quantizing import Quantize
     from core.engine.steps.runner import EngineConfig
 
 MODEL: Any = typer.Argument(
@@ -48,80 +40,6 @@ CALIBRATION: Any = typer.Option(
 )
 """Defaults of a subcommand's parameters `model`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
 `quantize` and `calibration`."""
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def resolve_model(
-    model: str | None,
-    device: Device,
-    dtype: str,
-    progress: Progress | None = None,
-    quantize: Quantize | None = None,
-) -> tuple[LoadedModel, str]:
-    """Load or build what MODEL names, on the device; return it with a short name for readers.
-
-    A folder wins over a model type of the same name. quantize: what to do to it then. Raises `UsageError` for a name
-    that is neither, `ModelError` for a folder that cannot be used.
-    """
-    loaded, name = _resolve(model, device, dtype, progress)
-    return (loaded, name) if quantize is None else (quantize.apply(loaded, progress), quantized_name(name, quantize))
-
-
-def quantized_name(name: str, quantize: Quantize) -> str:
-    """Return what readers call a model that was quantised."""
-    return f"{name}, quantised ({quantize.scheme.name})"
-
-
-def _resolve(model: str | None, device: Device, dtype: str, progress: Progress | None) -> tuple[LoadedModel, str]:
-    from core.engine.models.assets import embedded_model
-    from core.engine.models.loading import build_model, load_model
-    from core.engine.models.tiny import causal_lm_types, tiny_config
-
-    kind = parse_dtype(dtype, device)
-    torch_device = device.torch_device
-    if model is None:
-        return load_model(
-            embedded_model(), torch_device=torch_device, dtype=kind, progress=progress
-        ), "the embedded model"
-    folder = Path(model).expanduser()
-    if folder.exists() or os.sep in model:
-        name = folder.resolve().name
-        return load_model(folder, torch_device=torch_device, dtype=kind, progress=progress), name
-    types = causal_lm_types()
-    if model not in types:
-        close = difflib.get_close_matches(model, types, 1)
-        raise UsageError(
-            f"model {model!r}",
-            found="no such folder, and transformers has no causal language model of that type",
-            remedy=f"did you mean the type {close[0]!r}?" if close else "pass a folder or a model type such as 'llama'",
-        )
-    loaded = build_model(tiny_config(model), torch_device=torch_device, dtype=kind)
-    return loaded, f"{model}, built tiny with random weights"
-
-
-def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
-    """Raise `UsageError` where an option has a value that is none of the known ones; None is left out."""
-    if given is not None and given not in known:
-        raise UsageError(f"{option} {given}", found=f"the choices are {', '.join(known)}", remedy="name one of these")
-
-
-def parse_dtype(name: str, device: Device) -> torch.dtype | None:
-    """Return the dtype that `--dtype` names, None for auto; raises `UsageError` for one the device lacks."""
-    import torch
-
-    check_choice("--dtype", name, _DTYPES)
-    if name == "auto":
-        return None
-    kind: torch.dtype = getattr(torch, name)
-    known = device.capabilities.dtypes
-    if kind not in known:
-        raise UsageError(
-            f"--dtype {name} on {device.name}",
-            found=f"it computes in {', '.join(sorted(str(d).removeprefix('torch.') for d in known))}",
-            remedy="choose one of these",
-        )
-    return kind
 
 
 def compile_options(

@@ -9,7 +9,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from core._version import __version__
-from core.errors import CoreError
+from core.errors import CoreError, error_json, notes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,11 +51,6 @@ def print_warnings(warnings: tuple[str, ...]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def error_json(error: CoreError) -> dict[str, Any]:
-    """Return the documented error object: the error's own fields and its notes."""
-    return {**error.to_json(), "notes": _notes(error)}
-
-
 def print_core_error(error: CoreError, *, as_json: bool, debug: bool) -> None:
     """Print an error that the user can act on."""
     if debug:
@@ -63,7 +58,7 @@ def print_core_error(error: CoreError, *, as_json: bool, debug: bool) -> None:
     if as_json:
         print_json("core.error/1", error=error_json(error))
     elif not debug:
-        lines = [f"error: {error}", *(f"   note: {note}" for note in _notes(error))]
+        lines = [f"error: {error}", *(f"   note: {note}" for note in notes_of(error))]
         if error.__cause__ is not None:
             lines.append("  (run with --debug for the traceback)")
         print("\n".join(lines), file=sys.stderr)
@@ -88,7 +83,3 @@ def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> Non
         print_json("core.error/1", error={"type": "InternalError", **fields})
     elif not debug:
         print(f"{' '.join(text.split())}; run with --debug for the traceback", file=sys.stderr)
-
-
-def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", ()))

@@ -37,7 +37,7 @@ def passes(
     enabled = {declared.name for declared in switches.select(known)}
     ordered = sorted(order(known), key=lambda declared: _STAGES.index(declared.stage))
     # What the device finds unprofitable waits to be asked for as well, as what its author does.
-    waiting = {declared.name: declared.on_request for declared in ordered}
+    waiting = {declared.name: declared.traits.on_request for declared in ordered}
     waiting |= {} if resolved is None else resolved.capabilities.unprofitable
     enabled -= {name for name, reason in waiting.items() if reason and name not in switches.asked}
     rows = [pass_json(declared, declared.name in enabled, waiting[declared.name]) for declared in ordered]

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import (
-    CALIBRATION,
-    DTYPE,
-    KV_CACHE_DTYPE,
-    QUANTIZE,
-    check_choice,
-    check_device,
-    compile_options,
-    parse_dtype,
-)
+from core.cli.model_argument import CALIBRATION, DTYPE, KV_CACHE_DTYPE, QUANTIZE, check_device, compile_options
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.engine.models.resolve import check_choice, parse_dtype
 
 if TYPE_CHECKING:
     from core.compilation.options import Progress
-    from core.compilation.report import ProgramReport
     from core.engine.check.comparison import Comparison
     from core.engine.models.quantizing import Quantize
     from core.engine.serve.engine import Engine
@@ -65,6 +56,7 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
+    from core.cli.run_output import print_json_of, print_table
     from core.engine.config import SamplingParams
     from core.engine.models.quantizing import Quantize
     from core.engine.steps.runner import KV_CACHE_DTYPES, EngineConfig
@@ -86,9 +78,9 @@ def run(
         completions = _generate(engine, prompt, params, stream=not as_json)
         comparison = _compare(engine, completions, oracle) if check else None
         if as_json:
-            _print_json(engine, completions, comparison)
+            print_json_of(engine, completions, comparison)
         else:
-            _print_table(engine, comparison)
+            print_table(engine, comparison)
     return 0 if comparison is None or comparison.passed else 1
 
 
@@ -180,144 +172,3 @@ def _compare(engine: Engine, completions: Sequence[Completion], oracle: bool | N
     prompts = [list(c.prompt_token_ids) for c in completions]
     room = engine.max_model_len - max(map(len, prompts))
     return compare(engine, prompts, num_tokens=min(32, room), oracle=oracle)
-
-
-def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]]:
-    loaded, report = engine.loaded, engine.report()
-    modes = ", ".join(f"{phase} {mode}" for phase, mode in report.modes.items())
-    rows = [
-        ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
-        ("plugin", str(engine.device.plugin)),
-        ("chosen", engine.device.reason),
-        ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
-        *_quantized_row(engine),
-        ("cache", f"{engine.route}: {engine.route_reason}"),
-        (
-            "programs",
-            f"{modes}; lowering {report.lowering}; {report.num_traces} traces, {report.num_captures} buckets"
-            if report.num_captures
-            else f"{modes}; nothing compiled",
-        ),
-        *(("note", note) for note in report.notes),
-        *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
-        *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
-        *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
-        ("compile cache", _cache_line(report)),
-        ("compile time", f"{engine.compile_time_s:.2f} s"),
-    ]
-    if engine.config.speculative:
-        stats = engine.stats()
-        rows.append(("drafts", f"{stats.accepted} of {stats.drafted} drafted tokens accepted"))
-    return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", "not run (--no-check)")])]
-
-
-def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, str]]:
-    from core.engine.check.quantized import widens
-    from core.quantization.report import report_of
-
-    model, num_captures = engine.loaded.model, engine.report().num_captures
-    eager = "eager" if report_of(model) is None else "the quantised model's own eager"
-    allowed = "rounding to codes allows" if widens(model, engine.loaded.dtype) else "eager"
-    ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
-    verdict = comparison.verdict
-    return [
-        ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
-        (
-            "tokens/s, compiled" if num_captures else "tokens/s, engine",
-            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {comparison.rounds} rounds in turns)",
-        ),
-        (
-            "max logits error",
-            f"{verdict.max_error:.3g} against fp64 ({allowed} {verdict.eager_max_error:.3g}); "
-            + ("criterion T1 holds" if verdict.passed else f"criterion T1 FAILS: {verdict.reason}")
-            if verdict
-            else f"not judged: {comparison.skipped}",
-        ),
-        ("greedy tokens", _tokens_line(comparison)),
-        *_rounding_row(comparison),
-    ]
-
-
-def _quantized_row(engine: Engine) -> list[tuple[str, str]]:
-    from core.quantization.report import report_of
-
-    report = report_of(engine.loaded.model)
-    return [] if report is None else [("quantised", report.summary())]
-
-
-def _cache_line(report: ProgramReport) -> str:
-    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
-    return f"{report.cache} ({counted})"
-
-
-def _rounding_row(comparison: Comparison) -> list[tuple[str, str]]:
-    cost = comparison.cache_rounding
-    text = f"changes the fp64 logits by {cost:.2g} of their size; eager above rounds its cache too" if cost else ""
-    return [("cache rounding", text)] if cost is not None else []
-
-
-def _tokens_line(comparison: Comparison) -> str:
-    if comparison.tokens_equal:
-        return f"equal to eager ({comparison.num_tokens} tokens)"
-    verdict = {True: "a tie within rounding", False: "WRONG", None: "not judged (ask for the reference by --oracle)"}[
-        comparison.mismatch_allowed
-    ]
-    return f"differ from eager: {comparison.mismatch}: {verdict}"
-
-
-def _print_table(engine: Engine, comparison: Comparison | None) -> None:
-    from rich.table import Table
-
-    from core.cli.output import console
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in _rows(engine, comparison):
-        table.add_row(name, value)
-    for warning in engine.loaded.warnings:
-        table.add_row("warning", warning)
-    console().print(table)
-
-
-def _print_json(engine: Engine, completions: Sequence[Completion], comparison: Comparison | None) -> None:
-    from dataclasses import asdict
-
-    import torch
-
-    from core.cli.output import print_json
-    from core.quantization.report import report_of
-
-    loaded, quantization = engine.loaded, report_of(engine.loaded.model)
-    print_json(
-        "core.run/1",
-        device={
-            "name": engine.device.name,
-            "product": engine.device.capabilities.device_name,
-            "plugin": engine.device.plugin.distribution,
-            "version": engine.device.plugin.version,
-            "reason": engine.device.reason,
-        },
-        torch=torch.__version__,
-        model={
-            "class": type(loaded.model).__name__,
-            "path": str(loaded.path),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "num_parameters": loaded.num_parameters,
-            "warnings": list(loaded.warnings),
-        },
-        quantization=None if quantization is None else quantization.to_json(),
-        cache={"route": engine.route, "reason": engine.route_reason},
-        compile_time_s=engine.compile_time_s,
-        program=engine.report().to_json(),
-        completions=[
-            {
-                "prompt_token_ids": list(c.prompt_token_ids),
-                "token_ids": list(c.token_ids),
-                "text": c.text,
-                "finish_reason": c.finish_reason,
-            }
-            for c in completions
-        ],
-        check=None if comparison is None else {**asdict(comparison), "passed": comparison.passed},
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
+from core.common.node_meta import TRACED
 from core.common.passes.writes import find_writes
 from core.errors import LoweringError
 
@@ -30,13 +33,29 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     _refuse_shared_writes(graph, examples)
     # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
     context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
-    with torch.no_grad(), tracing(context):
+    with torch.no_grad(), tracing(context), quoted_libraries():
         compiled: Any = torch._inductor.compile(graph, examples)
 
     def call(*args: Any) -> tuple[Tensor, ...]:
         return tuple(compiled(*[args[i] for i in kept]))
 
     return call
+
+
+@contextmanager
+def quoted_libraries() -> Iterator[None]:
+    """Have Inductor link where torch lies below a folder with a space: it quotes headers' folders only."""
+    if shlex.quote(torch.__file__) == torch.__file__:
+        yield
+        return
+    from torch.utils import cpp_extension
+
+    plain = cpp_extension.TORCH_LIB_PATH
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(plain)
+    try:
+        yield
+    finally:
+        cpp_extension.TORCH_LIB_PATH = plain
 
 
 def _refuse_shared_writes(graph: fx.GraphModule, examples: list[Tensor]) -> None:
@@ -80,7 +99,7 @@ def specialize(graph: fx.GraphModule, examples: tuple[Any, ...]) -> tuple[fx.Gra
             user.kwargs = fx.map_arg(user.kwargs, partial(_replace, constant))
         graph.graph.erase_node(node)
     for node in graph.graph.nodes:
-        node.meta.pop("example_value", None)  # symbolic metadata of the trace no longer holds
+        node.meta.pop(TRACED, None)  # symbolic metadata of the trace no longer holds
     graph.recompile()
     return graph, kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,19 +13,25 @@ Count = Callable[[], int]
 """Returns how many kernels were compiled so far."""
 
 
+def _takes_any(folder: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCompiler:
     """A compiler that makes kernels of a device while programs are compiled or run.
 
     name: of its folder beside the compile cache. counting: enter it around a compile; it gives the count of kernels
     that were compiled in the block, those found compiled on disk left out. folder_variable: the environment variable
-    that tells the compiler where to keep kernels, read when it compiles; "" where it keeps none. package: the Python
-    package whose version stands for its code in the compile cache; "" where that is torch's.
+    that tells the compiler where to keep kernels, read when it compiles; "" where it keeps none. refuses: says why it
+    can't keep them in a folder, "" where it can. package: the Python package whose version stands for its code in the
+    compile cache; "" where that is torch's.
     """
 
     name: str
     counting: Callable[[], AbstractContextManager[Count]]
     folder_variable: str = ""
+    refuses: Callable[[str], str] = _takes_any
     package: str = ""
 
 
@@ -52,5 +59,13 @@ def _inductor_misses() -> int:
     return int(counters.get("fxgraph_cache_miss", 0) + counters.get("fxgraph_cache_bypass", 0))
 
 
-INDUCTOR = KernelCompiler(name="inductor", counting=_counting_inductor, folder_variable="TORCHINDUCTOR_CACHE_DIR")
+def _unquoted(folder: str) -> str:
+    if shlex.quote(folder) == folder:
+        return ""
+    return f"Inductor can't compile below {folder!r}: it does not quote such names"
+
+
+INDUCTOR = KernelCompiler(
+    name="inductor", counting=_counting_inductor, folder_variable="TORCHINDUCTOR_CACHE_DIR", refuses=_unquoted
+)
 """torch's own, which every device has."""

@@ -40,11 +40,13 @@ class Lowerings:
     """The lowerings of a device by name, and which one is used when none is asked for.
 
     any_size: those whose callables run at every size the trace allows, not only the examples': one serves all buckets.
+    instead: why the default is not the one that the device prefers; a program that uses it unasked notes this.
     """
 
     available: Mapping[str, Lowering]
     default: str
     any_size: frozenset[str] = frozenset()
+    instead: str = ""
 
     def resolve(self, name: str | None) -> tuple[str, Lowering]:
         """Return name and lowering; None means the default. Raises `UsageError` naming the known ones."""
@@ -56,6 +58,10 @@ class Lowerings:
                 remedy="choose one of these with --lowering or core.compile(..., lowering=...)",
             )
         return wanted, self.available[wanted]
+
+    def notes(self, name: str | None) -> tuple[str, ...]:
+        """Return what a program has to note where nothing or this name was asked for."""
+        return (f"lowering {self.default!r}: {self.instead}",) if name is None and self.instead else ()
 
 
 def inline(request: LoweringRequest) -> FlatCallable:

@@ -54,14 +54,15 @@ class Account:
         cache: CacheReport | None = None,
     ) -> ProgramReport:
         """Return the report of the finished compile, options that nothing used among the notes."""
-        device, eager = request.device, request.options.eager
+        device, eager, wanted = request.device, request.options.eager, request.options.lowering
         if eager and "segmented" not in modes.values():
             self.note(f"eager={eager!r} is not used: no phase runs 'segmented'")
+        lowered = request.traced and any(mode not in ("segmented", "off") for mode in modes.values())
         return ProgramReport(
             device=device.name,
             plugin=str(device.plugin),
             modes=dict(modes),
-            lowering=device.lowerings.resolve(request.options.lowering)[0] if request.traced else "none",
+            lowering=device.lowerings.resolve(wanted)[0] if request.traced else "none",
             traces=_accounted(traces),
             buckets=tuple(self.buckets),
             static_bytes=static_bytes,
@@ -69,7 +70,7 @@ class Account:
             num_kernels=self.num_kernels,
             cache=cache or CacheReport(),
             dropped=dict(self.dropped),
-            notes=tuple(self.notes),
+            notes=(*(device.lowerings.notes(wanted) if lowered else ()), *self.notes),
         )
 
 

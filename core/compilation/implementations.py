@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from core.common.node_meta import value_of
 from core.common.ops.declaration import CanonicalOp, find_op
 from core.common.ops.implementation import OpCall, OpImplementation
-from core.common.ops.original import restore
+from core.common.passes.original import restore
 from core.errors import LoweringError
 
 BREAK_POINT = "break_point"
@@ -116,7 +117,7 @@ def _ask(candidate: OpImplementation, call: OpCall) -> str | None:
 
 
 def _example(node: fx.Node) -> Any:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = value_of(node)
     if value is None or not isinstance(value, (torch.Tensor, torch.SymInt, int, float)):
         raise LoweringError(
             f"choosing an implementation for what takes node {node.name!r}",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from core.common.graphs.backend import GraphKey
     from core.compilation.implementations import OpChoice
-    from core.compilation.rewrite.manager import PassReport
+    from core.compilation.rewrite.pass_report import PassReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from core.common.passes.sites import MADE_BY, Made, site_name
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 
 

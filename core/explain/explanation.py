@@ -15,8 +15,8 @@ import core.common.ops.canonical  # noqa: F401  # declares the canonical ops tha
 from core._version import __version__
 from core.common.passes.declaration import Stage
 from core.compilation.implementations import OpChoice, choose_implementations
-from core.compilation.rewrite.manager import PassReport
 from core.compilation.rewrite.order import PassSwitches
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewriting import Rewriter, device_passes
 from core.compilation.trace.traced import TracedGraph
@@ -108,7 +108,7 @@ class PhaseExplanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What the passes do to a model's graphs on a device; for a terminal by `str`, and as JSON or one HTML page.
+    """What the passes do to a model's graphs on a device; text.py shows it in a terminal, html.py as a page.
 
     model: facts about the model by name, the first one its title. left_out: passes that the switches leave out.
     """
@@ -138,17 +138,6 @@ class Explanation:
             "left_out": list(self.left_out),
             "phases": [phase.to_json(nodes=nodes) for phase in self.phases],
         }
-
-    def __str__(self) -> str:
-        from core.explain.text import to_text
-
-        return to_text(self)
-
-    def to_html(self) -> str:
-        """Return one page that needs nothing else: neither files nor a network."""
-        from core.explain.html import to_html
-
-        return to_html(self)
 
 
 def explain(

@@ -35,7 +35,7 @@ _INLINED = (REFERENCE, ORIGINAL_NODES)
 
 
 def to_html(explanation: Explanation) -> str:
-    """Return the page."""
+    """Return one page that needs nothing else: neither files nor a network."""
     import jinja2
 
     source = files("core").joinpath("assets", "explain.html.jinja").read_text(encoding="utf-8")

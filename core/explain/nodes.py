@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from core.common.node_meta import value_of
 from core.common.ops.declaration import find_op
-from core.common.passes.effects import value_of
 from core.common.passes.sites import site_name
 from core.compilation.trace.traced import ConstantSlot, InputSlot, SizeSlot, TracedGraph
 

@@ -7,7 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.explain.layers import LayerKind, compact, layer_kinds
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from core.device import Capabilities, DeviceParts, Mode
+from core.capabilities import Capabilities, Mode
+from core.device import DeviceParts
 
 Check = Callable[[Any], str]
 """Returns "" for a good result, else what was returned and what was expected, to follow "returned"."""

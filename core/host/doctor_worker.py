@@ -9,8 +9,7 @@ from core.host.workers.channel import serve
 
 def answer(device_name: str) -> dict[str, object]:
     """Select the device and describe it, or say what went wrong."""
-    from core.cli.output import error_json
-    from core.errors import CoreError, DeviceUnavailableError
+    from core.errors import CoreError, DeviceUnavailableError, error_json
     from core.host.selection import select_device
 
     try:

@@ -1,8 +1,8 @@
 """Codes of a quantisation: no integers that must be equal, since a rounding of the values before moves some by one.
 
-A pass names the ops whose int8 results are codes (`Pass.codes`). Where it replaces one, its codes are judged as rounded
-values are: by their steps from the codes of the fp64 run, and by what the graph before has of those. No other integers
-are: a mask, an index or an expert that differs is another decision.
+A pass names the ops whose int8 results are codes (`PassTraits.codes`). Where it replaces one, its codes are judged as
+rounded values are: by their steps from the codes of the fp64 run, and by what the graph before has of those. No other
+integers are: a mask, an index or an expert that differs is another decision.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from core.common.passes.effects import value_of
+from core.common.node_meta import value_of
 from core.common.passes.sites import MADE_BY, site_name
 from core.common.passes.writes import find_writes
 from core.verify.compare import compare

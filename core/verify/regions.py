@@ -6,6 +6,7 @@ first and its last node; the writes that the pass took out belong to what was re
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,8 +62,7 @@ def find_regions(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) 
         made = node.meta.get(MADE_BY)
         if search.made(node) and made.replaced and made.replaced[0] in search.olds:
             # The results of one op with several outputs are checked together.
-            several = len(node.args) == 2 and isinstance(node.args[0], fx.Node) and search.is_inner(node.args[0])
-            groups.setdefault(node.args[0] if several else node, []).append(node)
+            groups.setdefault(search.call_of(node), []).append(node)
     found = [search.region(nodes) for nodes in groups.values()]
     return [region for region in found if region is not None]
 
@@ -85,6 +85,11 @@ class _Search:
         """Tell whether a node is new and replaces none; not every pass marks what it makes besides."""
         replaces = self.made(node) and node.meta[MADE_BY].replaced
         return node.op.startswith("call_") and node.name not in self.olds and not replaces
+
+    def call_of(self, node: fx.Node) -> fx.Node:
+        """Return the new call that a result is read off, through views made of it; the result itself where none is."""
+        source = node.args[0] if node.target in (operator.getitem, "transpose") else None
+        return self.call_of(source) if isinstance(source, fx.Node) and self.is_inner(source) else node
 
     def region(self, results: list[fx.Node]) -> Region | None:
         new = self._new_part(results)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the ops that mistakes name
+from core.common.node_meta import set_value
 from core.common.ops.declaration import find_op
 from core.common.passes import view
 from core.common.passes.context import PassContext
@@ -176,7 +177,7 @@ def lost_write(node: fx.Node) -> bool:
         value = view.value(bound[name])
         if value is not None:
             with torch.no_grad():
-                copy.meta["example_value"] = value.clone()
+                set_value(copy, value.clone(), bound[name])
         bound[name] = copy
     _bind(node, bound)
     return bool(caches)
@@ -192,7 +193,7 @@ def write_into_copy(node: fx.Node) -> bool:
     value = view.value(written[0])
     if value is not None:
         with torch.no_grad():
-            copy.meta["val"] = value.clone()
+            set_value(copy, value.clone(), written[0])
     node.replace_input_with(written[0], copy)
     return True
 

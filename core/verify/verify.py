@@ -27,7 +27,7 @@ from core.verify.regions import Feed, Region, find_regions
 if TYPE_CHECKING:
     from core.common.passes.constants import Constants
     from core.compilation.options import Verify
-    from core.compilation.rewrite.manager import PassReport
+    from core.compilation.rewrite.pass_report import PassReport
 
 log = logging.getLogger("core.passes")
 

@@ -60,6 +60,7 @@ def report(loaded: LoadedModel) -> Iterator[BenchReport]:
     assert told == [("decode/2", 0, 2), ("prefill/8", 1, 2), ("done", 2, 2)]
 
 
+@pytest.mark.slow
 def test_each_cell_has_each_subject_measured_and_checked(report: BenchReport) -> None:
     document = report.to_json()
     assert json.loads(json.dumps(document)) == document
@@ -142,6 +143,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, *, refused: int = 0) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_phase_share_one_engine(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = _counted(monkeypatch)
     settings = Settings(
@@ -157,6 +159,7 @@ def test_the_cells_of_a_phase_share_one_engine(loaded: LoadedModel, monkeypatch:
     assert loaded.config._attn_implementation == "sdpa"  # no engine is left open
 
 
+@pytest.mark.slow
 def test_a_cell_whose_cache_fits_only_alone_gets_an_engine_of_its_own(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,7 @@ def test_an_interrupt_leaves_what_was_measured(at: str, loaded: LoadedModel, mon
     assert missing in "\n".join(str(line) for line in renderables(report))
 
 
+@pytest.mark.slow
 def test_every_round_computes_as_many_steps_as_it_counts() -> None:
     """Also the first one, where steps begin to be queued before the tokens of the one before are known."""
     device = acme()
@@ -215,6 +219,7 @@ def test_every_round_computes_as_many_steps_as_it_counts() -> None:
     assert computed == [cell.steps] * cell.rounds
 
 
+@pytest.mark.slow
 def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +243,7 @@ def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
     torch.testing.assert_close(found.logits, wanted.logits)
 
 
+@pytest.mark.slow
 def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:
     loaded = open_model("mamba", None, cpu(), "auto")[0]
     settings = Settings(subjects=("core",), batches=(1, 2), context=8, prompts=(), rounds=1, steps=2, engine=ENGINE)
@@ -303,6 +309,7 @@ def test_references_are_read(tmp_path: Path) -> None:
 ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto", "prompt": 8}
 
 
+@pytest.mark.slow
 def test_a_start_is_itemised() -> None:
     options = {"lowering": "inline", "disable_passes": []}
     found = start_worker.main({**ASKED, "began": time.time() - 1, "options": options})

@@ -23,6 +23,7 @@ from core.errors import UsageError
 from core.explain.layers import OUTSIDE
 from core.explain.moves import moved
 from core.explain.timing import DEVICE, HOST, KernelTime, by_node
+from tests.marks import slow_except
 from tests.support import cpu, refused
 
 HOST_TYPE = torch._C._autograd.DeviceType.CPU
@@ -148,7 +149,7 @@ def test_layers_that_run_the_same_are_one_and_the_rest_stands_apart() -> None:
     assert len(list(tables(document))) == 1 + 3
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", slow_except(("decode", "prefill"), "decode"))
 def test_a_real_profile_has_a_row_for_each_op_of_a_layer(phase: str) -> None:
     loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
     profile = profile_phase(loaded, cpu(), phase, batch=2, tokens=24, rates=RATES, repeats=2)
@@ -172,6 +173,7 @@ def test_a_real_profile_has_a_row_for_each_op_of_a_layer(phase: str) -> None:
     assert loaded.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None:
     loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
     moved_by = {}
@@ -185,6 +187,7 @@ def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None
         profile_phase(mamba, cpu(), "decode", tokens=24, rates=RATES, kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_a_model_without_paged_cache_is_shown_on_the_static_one() -> None:
     loaded, _ = open_model("mamba", None, cpu(), "auto")
     profile = profile_phase(loaded, cpu(), "decode", tokens=24, rates=RATES, repeats=1)
@@ -201,6 +204,7 @@ def test_sizes_that_are_refused() -> None:
         profile_phase(loaded, cpu(), "verify", rates=RATES)
 
 
+@pytest.mark.slow
 def test_the_command_shows_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "measure_rates", lambda *_: RATES)
     asked = ["explain", "llama", "--device", "cpu", "--phase", "decode", "--kernels", "--context", "12", "--batch", "2"]

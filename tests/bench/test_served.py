@@ -62,6 +62,7 @@ def measured(backend: type[RecordingBackend]) -> BenchReport:
     return bench(loaded, device, settings, title="tiny", rates=RATES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [LengthsFromTheHost, RecordingBackend])
 def test_a_graph_on_a_device_with_host_side_arguments_is_repeated_and_judged(backend: type[RecordingBackend]) -> None:
     report = measured(backend)

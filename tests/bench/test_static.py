@@ -88,6 +88,7 @@ def test_prefill_starts_from_an_empty_cache_each_time(model: Any, traced_only: l
     assert [record.tokens for record in records] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_graph_breaks_are_counted_with_their_reason(
     model: Any, traced_only: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_graph_breaks_are_counted_with_their_reason(
     assert any("a break on purpose" in reason for reason in counts["break_reasons"]), counts
 
 
+@pytest.mark.slow
 def test_what_is_compiled_while_it_is_measured_is_said(model: Any, traced_only: list[str]) -> None:
     shared = SharedCache(model, cpu())
     subject = StaticSubject("compile", shared)

@@ -26,6 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.bench.bench.measure_rates", quickly)
 
 
+@pytest.mark.slow
 def test_the_table_the_document_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     others, plot, document = tmp_path / "others.json", tmp_path / "p.svg", tmp_path / "d.json"
     others.write_text('{"engine A": {"decode/1": 1.5}}')
@@ -121,6 +122,7 @@ def test_an_error_is_a_document_where_one_was_asked_for(capsys: pytest.CaptureFi
     assert document["schema"] == "core.error/1" and document["error"]["type"] == "UsageError"
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_is_measured_and_judged_by_its_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_table_shows_every_device_with_reason_and_hint(
     assert "warning: CORE_PLUGINS_DISABLE names 'typo'" in err
 
 
+@pytest.mark.slow
 def test_the_listing_is_quick_and_free_of_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from core.cli import main; code = main(['devices']);"
@@ -139,6 +140,7 @@ def test_help_lists_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in out for name in COMMANDS) and "--debug" in out
 
 
+@pytest.mark.slow
 def test_a_device_that_is_absent_exits_with_plugin_cause_and_remedy(tmp_path: Path) -> None:
     code = (
         "import sys, core, core.cli as cli;"

@@ -34,6 +34,7 @@ def examine(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dic
     return code, {item["device"]: item for item in document["plugins"]}, document
 
 
+@pytest.mark.slow
 def test_a_working_plugin_passes(install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]) -> None:
     install_vendor()
     code, plugins, document = examine(capsys)
@@ -45,6 +46,7 @@ def test_a_working_plugin_passes(install_vendor: InstallVendor, capsys: pytest.C
     assert set(document["versions"]) == {"python", "core", "torch", "pluggy", "transformers"}
 
 
+@pytest.mark.slow
 def test_an_absent_device_is_no_failure(install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]) -> None:
     install_vendor(plugin=UNAVAILABLE, probe=NO_CARD)
     code, plugins, _ = examine(capsys)
@@ -53,12 +55,13 @@ def test_an_absent_device_is_no_failure(install_vendor: InstallVendor, capsys: p
     assert plugins["acme"]["hint"] == "wake it" and plugins["acme"]["traceback"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vendor", "detail"),
     [
-        ({"plugin": "1 / 0", "probe": NO_CARD}, "ZeroDivisionError"),
-        ({"plugin": UNAVAILABLE}, "card is asleep"),
-        ({"probe": "import os\ndef probe(): os.abort()"}, "crashed with SIGABRT"),
+        pytest.param({"plugin": "1 / 0", "probe": NO_CARD}, "ZeroDivisionError", marks=pytest.mark.slow),
+        pytest.param({"plugin": UNAVAILABLE}, "card is asleep", marks=pytest.mark.slow),
+        pytest.param({"probe": "import os\ndef probe(): os.abort()"}, "crashed with SIGABRT", marks=pytest.mark.slow),
         ({"plugin": "import os\nos.abort()"}, "opening it crashed with SIGABRT"),
         ({"requires": ("core>=99",)}, "it requires core >=99"),
     ],
@@ -79,6 +82,7 @@ def test_a_plugin_that_hangs_is_killed(install_vendor: InstallVendor, capsys: py
     assert "gave no answer within 1 s and was killed" in plugins["acme"]["detail"]
 
 
+@pytest.mark.slow
 def test_the_text_shows_the_traceback_and_warns_about_a_heavy_probe(
     install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]
 ) -> None:

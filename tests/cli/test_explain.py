@@ -33,6 +33,7 @@ def core_register_passes(context):
 """
 
 
+@pytest.mark.slow
 def test_the_tables_tell_passes_layers_and_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "llama", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
@@ -43,6 +44,7 @@ def test_the_tables_tell_passes_layers_and_ops(capsys: pytest.CaptureFixture[str
     assert "prefill" not in out
 
 
+@pytest.mark.slow
 def test_the_document_has_the_documented_fields_and_the_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +72,7 @@ def test_the_document_has_the_documented_fields_and_the_page_is_written(
     assert html.count('<p id="') >= stage["num_nodes"]["before"]
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "llama", "--kv-cache-dtype", "fp8", "--full", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -79,6 +82,7 @@ def test_a_quantised_cache_is_explained(capsys: pytest.CaptureFixture[str]) -> N
     assert caches and all(value.startswith("float8_e4m3fn") for value in caches)
 
 
+@pytest.mark.slow
 def test_full_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "llama", "--full", "--only-pass", "lift_rms_norm"]) == 0
     out = capsys.readouterr().out

@@ -145,6 +145,7 @@ def test_every_field_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [name for name in sorted(named) if f"`{name}`" not in section]
 
 
+@pytest.mark.slow
 def test_every_process_tells_the_same_identities() -> None:
     found = []
     for hash_seed in ("1", "2"):

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 
+from core.common import collector
 from core.common.collector import frozen, is_frozen, paused
 
 Context = Callable[[], AbstractContextManager[None]]
 BOTH = pytest.mark.parametrize("context", [paused, frozen], ids=lambda context: context.__name__)
 
 
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    gc.unfreeze()  # a library may have frozen what there was
-    yield
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
+
+
+@pytest.mark.slow
+def test_a_whole_process_is_frozen_and_thawed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     gc.unfreeze()
-    gc.enable()
+    assert not is_frozen()
+    with frozen():
+        assert is_frozen() and gc.get_freeze_count() > 5 * collector._FEWEST_FROZEN
+    assert not is_frozen()
 
 
 class Cycle:

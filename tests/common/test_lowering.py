@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import cpp_extension
 
 from core.common.inductor import INLINE_AND_INDUCTOR, inductor, specialize
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
@@ -106,3 +108,19 @@ def test_inductor_refuses_a_write_that_is_read_through_another_input() -> None:
     assert lowered(*apart)(*apart)[0].tolist() == [3.0] * 8
     with refused(LoweringError, "share memory, and one of them is written", "lowering 'inline'"):
         lowered(memory[:8], memory[4:12])
+
+
+@pytest.mark.slow
+def test_inductor_links_where_torch_lies_below_a_folder_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = tmp_path / "a b"
+    libraries.symlink_to(cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(libraries))
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "a b" / "__init__.py"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # where nothing was compiled before
+    graph = fx.symbolic_trace(lambda x: (x * 3 + 1,))
+    x = torch.arange(6.0)
+    call = inductor(LoweringRequest(graph=graph, example_inputs=(x,)))
+    assert torch.equal(call(x)[0], x * 3 + 1)
+    assert list((tmp_path / "cache").rglob("*.so")) and str(libraries) == cpp_extension.TORCH_LIB_PATH

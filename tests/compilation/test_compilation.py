@@ -279,6 +279,7 @@ def test_a_model_that_branches_on_size_is_traced_per_branch() -> None:
     assert torch.equal(program(x=torch.ones(6, 2)), torch.full((6, 2), 2.0))
 
 
+@pytest.mark.slow
 def test_compiling_again_and_again_meets_no_limit() -> None:
     for _ in range(10):  # Dynamo's recompile limit is 8
         assert compiled(buckets=[4]).report().num_traces == 1

@@ -9,7 +9,7 @@ from core.common.graphs.backend import GraphKey
 from core.common.passes.declaration import NearMiss
 from core.compilation.implementations import OpChoice
 from core.compilation.report import BucketReport, ProgramReport, TraceReport
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 
 KEYS = (GraphKey("decode", (8, 4)), GraphKey("decode", (2, 4)))
 PASS = PassReport(

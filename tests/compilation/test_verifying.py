@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import core
 from core import InputSpec, Program
 from core.compilation.cache.reports import decode_report, encode_report
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.errors import PassError
 from tests.support import compile_with, cpu, refused, rewrite
 

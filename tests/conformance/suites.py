@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core_conformance.case import Outcome
+from core_conformance.outcome import Outcome
 from core_conformance.runner.protocol import SuiteModules
 
 _NUMBERS = itertools.count()

@@ -218,6 +218,7 @@ def test_a_run_over_a_failure_fails_when_it_is_read_again(tmp_path: Path) -> Non
     assert main(["conformance", "--from", str(tmp_path / "r.json")]) == 1
 
 
+@pytest.mark.slow
 def test_standard_output_holds_the_document_alone(suite: SuiteModules, folder: Path) -> None:
     arguments = (*chosen("ops/a"), "--json", "-")
     done = run_alone(OTHER_SUITE, suite.host, *arguments, path=folder, capture_output=True)
@@ -228,6 +229,7 @@ def test_standard_output_holds_the_document_alone(suite: SuiteModules, folder: P
     assert "from Python" in done.stderr and "from a C library" in done.stderr
 
 
+@pytest.mark.slow
 def test_cases_run_in_worker_processes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "--device", "cpu", "--case", "ops/a", "--workers", "1", "--json", "-"]) == 0
     streams = capfd.readouterr()
@@ -270,6 +272,7 @@ def test_the_debugger_stops_where_a_case_raises(
     assert "(Pdb) 42\n" in out and "1 pass" in out and "1 fail" in out
 
 
+@pytest.mark.slow
 def test_it_runs_without_what_the_extra_brings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,14 @@
-"""The suite as pytest items: pytest runs of small suites, in processes of their own."""
+"""The suite as pytest items: pytest runs of small suites, in this process where nothing asks for one of its own."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,17 +90,28 @@ class Ran:
         return [line for line in lines[: next((n for n, line in enumerate(lines) if line[:1] == "="), None)] if line]
 
 
+PLUGIN = ("--pyargs", "core_conformance", "-p", "core_conformance.pytest_plugin", "-W", "error")
+
+
 def run_pytest(folder: Path, *arguments: str, device: str = "cpu", path: Path | None = None) -> Ran:
-    """Run the suite with pytest in a folder. path: searched for modules first."""
-    junit = folder / "junit.xml"
-    if folder == ROOT:
-        junit = Path(arguments[-1])
-        arguments = arguments[:-1]
-    plugin = ("--pyargs", "core_conformance", "-p", "core_conformance.pytest_plugin", "-W", "error")
+    """Run the suite with pytest in a folder, here. path: searched for modules first, by the workers of the run too."""
+    junit, printed = folder / "junit.xml", io.StringIO()
     chosen = ("--device", device) if device else ()
-    command = [sys.executable, "-m", "pytest", *plugin, f"--junitxml={junit}", *chosen, *arguments]
-    folders = [str(path)] if path else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path[1:]]), "COLUMNS": "200"}
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(printed):
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "200")
+        if path is not None:
+            patch.syspath_prepend(str(path))
+        for name in ("core_conformance.pytest_plugin", "core_conformance.test_conformance"):
+            patch.delitem(sys.modules, name, raising=False)  # pytest is to import them, as in a process of its own
+        code = pytest.main([*PLUGIN, f"--junitxml={junit}", *chosen, *arguments])
+    return Ran(int(code), printed.getvalue(), dict(_outcomes(junit)) if junit.exists() else {})
+
+
+def run_pytest_alone(folder: Path, *arguments: str, junit: Path, path: Path) -> Ran:
+    """Do the same in a process of its own."""
+    command = [sys.executable, "-m", "pytest", *PLUGIN, f"--junitxml={junit}", "--device", "cpu", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *sys.path[1:]]), "COLUMNS": "200"}
     done = subprocess.run(
         command, cwd=folder, env=environment, text=True, capture_output=True, timeout=300, check=False
     )
@@ -132,6 +145,7 @@ def ran(folder: Path, everything: str) -> Ran:
     return run_pytest(folder, *arguments, path=folder)
 
 
+@pytest.mark.slow
 def test_each_status_has_an_outcome_of_pytest(ran: Ran) -> None:
     passed = {"host/one", "torch/after", "models/late", "fuzz/a"}
     assert {id for id, outcome in ran.outcomes.items() if outcome == "passed"} == passed, ran.text
@@ -149,32 +163,41 @@ def test_each_status_has_an_outcome_of_pytest(ran: Ran) -> None:
     assert ran.code == 1
 
 
+@pytest.mark.slow
 def test_the_summary_says_what_is_in_the_way(ran: Ran) -> None:
     assert ran.summary[0] == "device cpu: level 0 of 3"
     assert ran.summary[1] == "  torch/crashes: crash: its process crashed with SIGSEGV"
     assert any(line.startswith("  ops/rms_norm/a-b/float32: fail: ValueError") for line in ran.summary)
 
 
-def test_failures_run_again_and_grant_no_level(ran: Ran, folder: Path, everything: str) -> None:
-    arguments = ("--core-suite", everything, "--core-xfail", "xfail.toml", "--core-fuzz", "3", "--lf")
-    again = run_pytest(folder, *arguments, path=folder)
-    assert set(again.outcomes) == {"torch/crashes", "ops/hangs", "ops/rms_norm/a-b/float32", "graphs/mended"}
+@pytest.mark.slow
+def test_failures_run_again_and_grant_no_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "xfail.toml").write_text(XFAIL)
+    unhurt = re.sub(r"    yield .*(crashes|hangs).*\n", "", EVERYTHING)
+    suite = write_suite(tmp_path, monkeypatch, unhurt).host
+    arguments = ("--core-suite", suite, "--core-xfail", "xfail.toml", "--core-fuzz", "3")
+    assert len(run_pytest(tmp_path, *arguments).outcomes) == 9
+    again = run_pytest(tmp_path, *arguments, "--lf")
+    assert set(again.outcomes) == {"ops/rms_norm/a-b/float32", "graphs/mended"}
     assert again.summary[0] == "device cpu: level none"
     assert "only some cases were chosen" in again.summary[1]
 
 
+@pytest.mark.slow
 def test_cases_are_chosen_by_their_ids_in_this_checkout_too(folder: Path, everything: str, tmp_path: Path) -> None:
     arguments = ("--core-suite", everything, "-p", "no:cacheprovider", "-k", "after or (ops/ and not hangs)")
-    chosen = run_pytest(ROOT, *arguments, str(tmp_path / "junit.xml"), path=folder)
+    chosen = run_pytest_alone(ROOT, *arguments, junit=tmp_path / "junit.xml", path=folder)
     assert set(chosen.outcomes) == {"torch/after", "ops/rms_norm/a-b/float32", "ops/declared"}, chosen.text
     assert chosen.summary[0] == "device cpu: level none"
 
 
+@pytest.mark.slow
 def test_processes_of_xdist_share_the_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     log = tmp_path / "log"
     suite = write_suite(tmp_path, monkeypatch, f"FILE = {str(log)!r}\n{PASSING}").host
-    ran = run_pytest(tmp_path, "--core-suite", suite, "-n", "2", path=tmp_path)
+    arguments = ("--core-suite", suite, "-n", "2")
+    ran = run_pytest_alone(tmp_path, *arguments, junit=tmp_path / "junit.xml", path=tmp_path)
     assert ran.code == 0 and len(ran.outcomes) == 18, ran.text
     assert ran.summary[0] == "device cpu: level 3 of 3"
     lines = log.read_text().splitlines()

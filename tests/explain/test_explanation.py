@@ -27,6 +27,7 @@ from core.device import Device
 from core.engine.check.graphs import PhaseGraph
 from core.errors import PassError, UsageError
 from core.explain.explanation import Explanation, StageExplanation, explain
+from core.explain.html import to_html
 from core.explain.layers import compact, layer_kinds, layer_of
 from core.explain.text import difference, to_text
 from core.host.selection import select_device
@@ -184,14 +185,14 @@ def test_a_pass_that_fails_is_undone_and_said_so_loudly(stack: PhaseGraph) -> No
     explanation = explain([stack], device(broken), switches=PassSwitches(only=("broken",)))
     (report,) = explanation.undone
     assert report.name == "broken"
-    assert "UNDONE" in str(explanation)
+    assert "UNDONE" in to_text(explanation)
     with pytest.raises(PassError, match="broken"):
         explain([stack], device(broken), switches=PassSwitches(only=("broken",)), strict=True)
 
 
 def test_passes_that_match_nothing_and_broken_promises_are_told(odd: PhaseGraph) -> None:
     promising = replace(NEG_RELU, expect=3)
-    text = str(explain([odd], device(promising)))
+    text = to_text(explain([odd], device(promising)))
     assert re.search(r"lift_rms_norm .*matched nothing", text)
     assert re.search(r"fuse_neg_relu .*PROMISE BROKEN: 3 expected", text)
 
@@ -200,7 +201,7 @@ def test_switches_leave_passes_out_and_refuse_unknown_names(stack: PhaseGraph) -
     explanation = explain([stack], device(), switches=PassSwitches(only=()))
     assert not stage_of(explanation).passes
     assert "lift_rms_norm" in explanation.left_out
-    assert "none is enabled" in str(explanation)
+    assert "none is enabled" in to_text(explanation)
     with pytest.raises(UsageError, match="did you mean 'lift_rms_norm'"):
         explain([stack], device(), switches=PassSwitches(disable=("lift_rms_nrm",)))
 
@@ -216,7 +217,7 @@ def test_what_each_op_becomes_is_told_with_the_reasons_against_the_others(stack:
     explanation = explain([stack], device(ops=ops), switches=NORMS)
     choices = explanation.phases[0].ops
     assert [c.implementation for c in choices if c.op == "core::add_rms_norm"] == ["acme_add_norm"] * 6
-    text = str(explanation)
+    text = to_text(explanation)
     assert re.search(r"core::add_rms_norm +6 +acme_add_norm", text)
     assert "long_rows: rows are too short" in text
 
@@ -312,7 +313,7 @@ class Page(HTMLParser):
 
 def test_the_page_is_whole_and_needs_nothing_else(stack: PhaseGraph) -> None:
     explanation = explain([stack], device(), switches=NORMS, model={"model": "Stack"})
-    text = explanation.to_html()
+    text = to_html(explanation)
     page = Page(text)
     stage = stage_of(explanation)
     assert len(page.rows) == len(stage.before) + len(stage.after) - sum(not n.op for n in stage.after) + 1
@@ -330,7 +331,7 @@ def test_whatever_a_model_or_a_plugin_says_is_text_on_the_page(stack: PhaseGraph
     hostile = Pass(name="hostile", run=_hostile, owner=HOSTILE)
     broken = Pass(name="broken", run=_fail, owner="acme")
     explanation = explain([stack], device(hostile, broken), model={HOSTILE: HOSTILE})
-    text = explanation.to_html()
+    text = to_html(explanation)
     assert HOSTILE not in text
     assert "".join(Page(text).texts).count(HOSTILE) >= 5
 
@@ -352,14 +353,14 @@ def test_a_weight_that_a_pass_adds_is_an_input_on_the_page(stack: PhaseGraph) ->
     explanation = explain([stack], device(preparing), switches=PassSwitches(only=("prepare",)))
     (added,) = (node for node in stage_of(explanation).after if node.change >= 0)
     assert (added.name, added.text) == ("half_of_it", "bound once, added by a pass")
-    page = Page(explanation.to_html())
+    page = Page(to_html(explanation))
     assert {link.removeprefix("#") for link in page.links} <= page.ids
     assert any("data-g" in row for row in page.rows.values())
 
 
 def test_a_near_miss_is_told_at_its_node(odd: PhaseGraph) -> None:
     explanation = explain([odd], device(NEG_RELU), switches=PassSwitches(only=("fuse_neg_relu",)))
-    text = "".join(Page(explanation.to_html()).texts)
+    text = "".join(Page(to_html(explanation)).texts)
     assert re.search(r"neg_1.*\s+fuse_neg_relu did not match: y_1 is used 2 times", text)
 
 

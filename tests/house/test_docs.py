@@ -122,7 +122,7 @@ def programs(page: str) -> Iterator[tuple[Block, str | None]]:
 
 
 PROGRAMS = [
-    pytest.param(page, block, shown, id=f"{page} line {block.line}")
+    pytest.param(page, block, shown, id=f"{page} line {block.line}", marks=pytest.mark.slow if block.slow else ())
     for page in ("capture", "attention", "quantization", "fakes")
     for block, shown in programs(page)
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,15 @@ from tests.recording import acme
 from tests.support import cpu
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "without_engine"
-DEVICES = {"cpu": cpu, "acme": acme}
+
+
+def inline() -> Device:
+    """Return the processor without a compiler: Inductor takes half a minute for some of the examples."""
+    device = cpu()
+    return replace(device, lowerings=replace(device.lowerings, default="inline"))
+
+
+DEVICES = {"cpu": inline, "acme": acme, "cpu, compiled": cpu}
 
 
 def example(name: str) -> ModuleType:
@@ -26,7 +35,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=["cpu", "acme", pytest.param("cpu, compiled", marks=pytest.mark.slow)])
 def device(request: pytest.FixtureRequest) -> Device:
     made: Device = DEVICES[request.param]()
     return made

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.engine.static.cache import CachedPhase
 from lift_coverage.match import match_sites
 from lift_coverage.measure import Coverage, measure

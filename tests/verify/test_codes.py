@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes.context import PassContext
+from core.common.passes.declaration import PassTraits
 from core.common.passes.rewrite import Finder, Site
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.verify.codes import codes_among, judge_codes, outputs_among, quantisations
 from core.verify.verify import Verification, verify
@@ -129,7 +131,7 @@ def judged(
     whole = traced_graph(model, X.to(dtype))
     values = list(whole.values({"x": X.to(dtype)}))
     before = Snapshot(whole.module)
-    (report,) = PassManager([replace(fusion(find), codes=codes)], strict=True).run(whole.module)
+    (report,) = PassManager([replace(fusion(find), traits=PassTraits(codes=codes))], strict=True).run(whole.module)
     assert report.matched == 1 and report.codes == codes
     return verify(report, before.module(), whole.module, [values])
 

@@ -19,7 +19,8 @@ from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.implementations import put_back_unimplemented
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.stages import later_stages
 from core.compilation.rewriting import bound_constants
@@ -55,6 +56,19 @@ MODELS: Mapping[str, str] = {
     "shared-scale": "llama int8-static",
 }
 
+# One mistake of each kind, and of each stage: bisect judges a pass by what `verify` finds of it, whichever pass it is.
+BISECTED: Mapping[str, Any] = {
+    "norm-eps": (),  # an argument of an op
+    "add-norm-residual": pytest.mark.slow,  # a node that others use
+    "cache-write": pytest.mark.slow,  # a write, whose place is an input
+    "merged-slices": pytest.mark.slow,  # a weight that the pass made
+    "no-op-eps": pytest.mark.slow,  # no node of its own
+    "cse-write": pytest.mark.slow,  # the order of a write and a read
+    "norm-codes-eps": pytest.mark.slow,  # codes, judged in steps
+    "in-place-copy": pytest.mark.slow,  # the last of the later stages
+    "rotary-attention-tables": pytest.mark.slow,  # an op that the device has to bring
+}
+
 ALL = [declared.name for declared in COMMON_PASSES]
 # Passes that run only where the device brings their op.
 BROUGHT = (ROTARY_ATTENTION, ROTARY_TABLE, LINEAR, GATED_LINEAR)
@@ -80,6 +94,12 @@ def _traced(model: str, dtype: torch.dtype) -> PhaseGraph:
         return replace(graph, function=None) if cache else graph
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _llama() -> None:
+    """Trace what most tests begin with; a test is to be measured without it."""
+    _traced("llama", torch.float32)
+
+
 def decode_of(model_type: str, dtype: torch.dtype = torch.float32) -> PhaseGraph:
     """Return a tiny model's decode on a graph of its own, not yet rewritten.
 
@@ -91,7 +111,7 @@ def decode_of(model_type: str, dtype: torch.dtype = torch.float32) -> PhaseGraph
 
 def up_to(name: str) -> tuple[Pass, ...]:
     """Return the passes that run before the one of that name, and it."""
-    closing = [declared.name for declared in COMMON_PASSES if declared.closes and declared.name == name]
+    closing = [declared.name for declared in COMMON_PASSES if declared.traits.closes and declared.name == name]
     ordered = PassManager(COMMON_PASSES, enable=closing).passes
     return ordered[: [declared.name for declared in ordered].index(name) + 1]
 
@@ -119,24 +139,31 @@ def test_every_pass_has_a_mistake_and_every_mistake_a_pass() -> None:
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
 
 
-@pytest.mark.parametrize("mistake", mistakes(), ids=lambda mistake: mistake.name)
-def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) -> None:
-    model = MODELS.get(mistake.name, "llama")
-    passes = injected(up_to(mistake.of), planted(mistake.name))
-    graph = decode_of(model)
-    report, found = verified(graph, passes, mistake.of)
+def on_its_model(mistake: Mistake) -> Any:
+    """Return the mistake as a parameter, slow where its model is another than Llama and has to be traced for it."""
+    marks = [pytest.mark.slow] if mistake.name in MODELS else []
+    return pytest.param(mistake, id=mistake.name, marks=marks)
+
+
+@pytest.mark.parametrize("mistake", [on_its_model(mistake) for mistake in mistakes()])
+def test_verify_finds_the_mistake_and_names_the_pass(mistake: Mistake) -> None:
+    report, found = verified(
+        decode_of(MODELS.get(mistake.name, "llama")), injected(up_to(mistake.of), planted(mistake.name)), mistake.of
+    )
     assert report.matched > 0 and not any("nothing to spoil" in miss.reason for miss in report.near_misses)
     assert not found.passed and found.worst_ratio > 1 and found.fault is not None
     message = str(failure(report, found))
     assert f"verifying pass {mistake.of!r}" in message and found.fault.where in message
-    outcome = bisect(
-        [replace(decode_of(model), function=None)],
-        device(),
-        passes,
-        lowering="inline",
-        asked=[each.name for each in passes],
-    )
-    assert not outcome.passed
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in BISECTED.items()])
+def test_bisect_finds_the_mistake_where_verify_does(name: str) -> None:
+    mistake, model = next(each for each in mistakes() if each.name == name), MODELS.get(name, "llama")
+    passes = injected(up_to(mistake.of), planted(name))
+    _, found = verified(decode_of(model), passes, mistake.of)
+    graph = replace(decode_of(model), function=None)
+    outcome = bisect([graph], device(), passes, lowering="inline", asked=[each.name for each in passes])
+    assert not outcome.passed and found.fault is not None
     first = outcome.faults[0]
     assert (first.kind, first.name, first.site) == ("pass", mistake.of, found.fault.where)
     assert first.nodes or first.site.startswith("input ")
@@ -147,7 +174,11 @@ def test_verify_and_bisect_find_the_mistake_and_name_the_pass(mistake: Mistake) 
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [("llama", torch.bfloat16), *((name, torch.float32) for name in sorted({"llama", *MODELS.values()}))],
+    [
+        ("llama", torch.float32),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.slow) for name in sorted(set(MODELS.values()))),
+    ],
     ids=str,
 )
 def test_the_passes_themselves_are_accepted(model: str, dtype: torch.dtype) -> None:

@@ -17,7 +17,8 @@ from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.rewrite import Finder, Site
 from core.common.passes.sites import MADE_BY, Made
 from core.compilation.options import Verify
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.tracing import trace
 from core.errors import PassError

@@ -11,7 +11,7 @@ from torch import fx
 
 from core.common.ops.declaration import CanonicalOp, find_op
 from core.common.passes.sites import site_name
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from lift_coverage.oracle import KINDS, Site
 
 # What one node of each canonical op stands for, in parts of each kind of site; rotations are counted by their results.

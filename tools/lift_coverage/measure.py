@@ -109,11 +109,13 @@ def measure_type(
     Raises what building raises, and what the model raises where it has no static cache.
     """
     for (dtype, attention), group in groupby(variants, key=lambda variant: (variant.dtype, variant.attention)):
+        chosen = list(group)
+        asked = {variant.phase for variant in chosen}
         # Two models: the oracle's run writes the caches, and a failed trace may leave stand-ins behind.
         seen = {phase.name: phase for phase in _phases(model_type, dtype, attention)[1]}
-        watched = _phases(model_type, dtype, attention)
-        sites = {phase.name: find_sites(watched[0], phase.function, phase.inputs) for phase in watched[1]}
-        for variant in group:
+        model, phases = _phases(model_type, dtype, attention)
+        sites = {each.name: find_sites(model, each.function, each.inputs) for each in phases if each.name in asked}
+        for variant in chosen:
             phase = seen[variant.phase]
             try:
                 yield variant, measure(sites[variant.phase], phase, passes, dynamic=variant.dynamic)

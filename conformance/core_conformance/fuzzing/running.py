@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.common.ops.quantize.symmetric import RANGES
 from core.verify.execution import error_line
-from core_conformance.case import Measurement
+from core_conformance.outcome import Measurement
 from core_conformance.rules.tolerances import FUZZ_CODES_FACTOR, FUZZ_SMALL, FUZZ_SMALL_FACTOR
 from core_conformance.trial import NotSupported, Skip, Trial
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from core_conformance.case import AREAS, BAD, MAX_LEVEL, STATUSES, Measurement, Outcome
+from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.outcome import BAD, STATUSES, Measurement, Outcome
 from core_conformance.report.overview import (
     CRITERIA,
     LEVELS_RULE,

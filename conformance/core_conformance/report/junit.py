@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from core_conformance.case import AREAS, Outcome
+from core_conformance.case import AREAS
+from core_conformance.outcome import Outcome
 from core_conformance.report.overview import headline, one_line, printable, ratio_text
 from core_conformance.report.report import Report
 

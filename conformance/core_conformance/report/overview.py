@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core_conformance.case import AREAS, BAD, MAX_LEVEL, STATUSES, Outcome, Status
+from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.outcome import BAD, STATUSES, Outcome, Status
 from core_conformance.report.report import Report, worst_ratio
 
 State = Literal["proven", "not proven", "not judged", "not asked for"]

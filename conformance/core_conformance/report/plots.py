@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core_conformance.case import AREAS, Measurement, Outcome
+from core_conformance.case import AREAS
+from core_conformance.outcome import Measurement, Outcome
 from core_conformance.report.overview import AreaRow, one_line, ratio_text, seconds_text
 from core_conformance.report.report import Report
 

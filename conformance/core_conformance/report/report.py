@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.device import PluginInfo
-from core_conformance.case import AREAS, BAD, MAX_LEVEL, STATUSES, Measurement, Outcome
+from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.outcome import BAD, STATUSES, Measurement, Outcome
 
 SCHEMA = "core.conformance/1"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from core_conformance.case import BAD, STATUSES, Outcome
+from core_conformance.outcome import BAD, STATUSES, Outcome
 from core_conformance.report.overview import (
     area_rows,
     by_reason,

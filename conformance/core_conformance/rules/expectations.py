@@ -25,7 +25,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from core.errors import UsageError
-from core_conformance.case import Outcome
+from core_conformance.outcome import Outcome
 
 SCHEMA = "core.xfail/1"
 

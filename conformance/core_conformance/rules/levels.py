@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from core_conformance.case import AREAS, MAX_LEVEL, Outcome
+from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.outcome import Outcome
 
 _PROVES = ("pass", "not-supported")
 _MAX_EXCUSED = 0.1

@@ -10,8 +10,7 @@ import faulthandler
 import sys
 from typing import TYPE_CHECKING, Any
 
-from core.cli.output import error_json
-from core.errors import broken_extension
+from core.errors import broken_extension, error_json
 from core.host.workers.channel import serve_requests
 from core_conformance.runner.protocol import Collected, WorkerOptions
 

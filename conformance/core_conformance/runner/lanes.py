@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from core.host.workers.pool import PersistentWorker, WorkerResult
-from core_conformance.case import Outcome, Status
+from core_conformance.outcome import Outcome, Status
 from core_conformance.runner.protocol import CaseInfo, Collected, WorkerOptions
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from core_conformance.case import AREAS, BAD, Outcome
+from core_conformance.case import AREAS
+from core_conformance.outcome import BAD, Outcome
 from core_conformance.report.overview import counts_text, seconds_text
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from core_conformance.case import Outcome
+from core_conformance.outcome import Outcome
 from core_conformance.runner.lanes import Lane
 from core_conformance.runner.protocol import CaseInfo
 

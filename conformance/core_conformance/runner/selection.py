@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from core.errors import UsageError
-from core_conformance.case import MAX_LEVEL, Outcome
+from core_conformance.case import MAX_LEVEL
+from core_conformance.outcome import Outcome
 from core_conformance.rules.expectations import Expectations, matches
 from core_conformance.runner.protocol import CaseInfo, Collected
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from core.errors import error_from_json
-from core_conformance.case import BAD, MAX_LEVEL, Outcome
+from core_conformance.case import MAX_LEVEL
+from core_conformance.outcome import BAD, Outcome
 from core_conformance.report.report import Environment, Report
 from core_conformance.rules.expectations import Expectations
 from core_conformance.rules.levels import reached

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from core.cli.output import error_json
 from core.common.conformance import ConformanceProfile
 from core.device import Device, PluginInfo
-from core.errors import CoreError
+from core.errors import CoreError, error_json
 from core.host.discovery import AUTO, discover
 from core.host.loading import describe
 from core.host.selection import conformance_profile, select_device
 from core.settings import Settings
-from core_conformance.case import Case, Outcome, Status
+from core_conformance.case import Case
+from core_conformance.outcome import Outcome, Status
 from core_conformance.runner import suite
 from core_conformance.runner.environment import environment
 from core_conformance.runner.isolation import TorchState, seed_all

@@ -3,9 +3,9 @@
 from core.common.fakes.declaration import FakeOp as FakeOp
 from core.common.fakes.declaration import FakeResult as FakeResult
 from core.common.fakes.declaration import ShapeRule as ShapeRule
-from core.common.fakes.declaration import apply_fakes as apply_fakes
-from core.common.fakes.declaration import apply_late as apply_late
-from core.common.fakes.declaration import has_fake as has_fake
+from core.common.fakes.registering import apply_fakes as apply_fakes
+from core.common.fakes.registering import apply_late as apply_late
+from core.common.fakes.registering import has_fake as has_fake
 from core.common.fakes.rules import Rule as Rule
 from core.common.fakes.rules import argument as argument
 from core.common.fakes.rules import half_last as half_last

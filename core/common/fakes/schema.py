@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import FunctionSchema
 from torch._ops import OpOverload, OpOverloadPacket
 
+from core.common.fakes.declaration import FakeOp
 from core.common.fakes.rules import Rule
 from core.common.fakes.sizes import Key, Need, shown
-
-if TYPE_CHECKING:
-    from core.common.fakes.declaration import FakeOp
 
 _KINDS: Mapping[Need, frozenset[str]] = {
     "tensor": frozenset({"Tensor"}),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.fresh import fresh
+from core.common.node_meta import set_value, value_of
+from core.common.passes.values.fresh import fresh
 
 if TYPE_CHECKING:
     from core.common.passes.packing import Packing
@@ -75,10 +76,9 @@ class Constants:
         with graph.inserting_after(self._last):
             self._last = node = graph.placeholder(name)
         node.target = node.name  # the graph may know that name already
-        key = "val" if "val" in like.meta and "example_value" not in like.meta else "example_value"
-        fake: Any = like.meta.get(key)
+        fake = value_of(like)
         if isinstance(fake, FakeTensor):
-            node.meta[key] = fresh(fake, tensor.shape, tensor.stride())
+            set_value(node, fresh(fake, tensor.shape, tensor.stride()), like)
         self._added[node.name] = tensor
         if packing is not None:
             self._packings[node.name] = packing

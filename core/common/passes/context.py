@@ -8,20 +8,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from core.common.passes.declaration import Guards, Scalar, Stage
-from core.common.passes.effects import value_of
-from core.common.passes.recipes import expression
+from core.common.node_meta import value_of
+from core.common.passes.pass_guards import Guards, Scalar, Stage
+from core.common.passes.values.sizes import expression, same_size
 from core.common.passes.writes import find_writes
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from core.capabilities import Capabilities
     from core.common.passes.constants import Constants
-    from core.device import Capabilities
-
-__all__ = ["ANALYSES", "Analyses", "PassContext", "check_analyses", "value_of"]
 
 
 def _order(module: fx.GraphModule) -> Mapping[fx.Node, int]:
@@ -117,12 +114,10 @@ class PassContext:
 
         Inputs of one declared dimension have symbols of their own, until an op of the model demands that they be equal.
         """
-        if len(left) != len(right):
-            return False
-        return all(self._same(a, b) for a, b in zip(left, right, strict=True))
+        return len(left) == len(right) and all(map(self._same, left, right))
 
     def _same(self, left: Any, right: Any) -> bool:
-        if left is right or statically_known_true(left == right):
+        if same_size(left, right):
             return True
         served = self.served(left)
         return served is not None and served == self.served(right)
@@ -133,3 +128,43 @@ class PassContext:
             value = value_of(node)
             if value is not None:
                 yield from pytree.tree_leaves(value)
+
+    def refusal(self) -> str | None:
+        """Return why the pass's guards keep it off this graph, or None if it may run."""
+        guards = self.guards
+        extra: Mapping[str, object] = getattr(self.capabilities, "extra", {})
+        for key, wanted in guards.capabilities.items():
+            if extra.get(key) != wanted:
+                return f"the device's capability {key!r} is {extra.get(key)!r}, needed is {wanted!r}"
+        if not _within(self.world_size, guards.world_size):
+            return f"world size {self.world_size} is outside {_text(guards.world_size)}"
+        if guards.tokens is not None:
+            if self.tokens is None:
+                return f"made for {_text(guards.tokens)} tokens, and how many this graph serves is unknown"
+            if not all(_within(bound, guards.tokens) for bound in self.tokens):
+                return f"the graph serves {_text(self.tokens)} tokens, outside {_text(guards.tokens)}"
+        missing = sorted(guards.implements - (self.implemented or frozenset()))
+        if missing:
+            unknown = "" if self.implemented is not None else ", as far as is known"
+            return f"the device does not implement {' or '.join(missing)}{unknown}"
+        if guards.constants and self.constants is None:
+            return "it reads the graph's weights, and these are not given"
+        return self._no_value()
+
+    def _no_value(self) -> str | None:
+        guards = self.guards
+        if guards.dtypes is None and guards.min_rank == 0:
+            return None
+        # Sizes are values too, and say nothing of a dtype.
+        if any(guards.refuses_value(value) is None for value in self.values() if hasattr(value, "dtype")):
+            return None
+        wanted = [] if guards.dtypes is None else sorted(map(str, guards.dtypes))
+        return f"no value in the graph has {' or '.join(wanted) or 'any dtype'} and rank {guards.min_rank} or more"
+
+
+def _within(value: int, bounds: tuple[int, int | None]) -> bool:
+    return bounds[0] <= value and (bounds[1] is None or value <= bounds[1])
+
+
+def _text(bounds: tuple[int, int | None]) -> str:
+    return f"{bounds[0]}..{'' if bounds[1] is None else bounds[1]}"

@@ -57,12 +57,6 @@ def denies_writes(target: Any) -> bool:
     )
 
 
-def value_of(node: object) -> Any:
-    """Return the fake value of a node: `example_value` from Dynamo, `val` after AOTAutograd; None where unknown."""
-    meta: Mapping[str, Any] = getattr(node, "meta", {})
-    return meta["example_value"] if "example_value" in meta else meta.get("val")
-
-
 def written_args(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the arguments that the node writes into; all of them where the callable is unknown."""
     return tuple(dict.fromkeys(_written(node))) if node.op.startswith("call_") else ()

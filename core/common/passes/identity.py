@@ -5,12 +5,43 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One function, class or object. holder: it, so that its id stays its own. uses: the others that it reads."""
+
+    holder: object
+    digest: bytes
+    uses: tuple[object, ...]
+
+
+Known = dict[int, _Part]
+"""What has been described, by id."""
+
+_KNOWN: ContextVar[Known | None] = ContextVar("known", default=None)
+
+
+@contextmanager
+def describing_once(known: Known) -> Iterator[None]:
+    """Have fingerprints within take what is in `known` as it was described, and add to it what is new.
+
+    Passes share most of their helpers. Whatever steers them must not change as long as one `known` is used.
+    """
+    token = _KNOWN.set(known)
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
 
 
 def fingerprint(*parts: object) -> str:
@@ -18,85 +49,107 @@ def fingerprint(*parts: object) -> str:
 
     Bytecode, not source: comments and layout are no part of what runs, and reading sources takes ten times as long.
     """
+    given = _KNOWN.get()
+    known: Known = {} if given is None else given
     texts: list[str] = []
-    _describe(parts, set(), texts)
+    waiting: list[object] = []
+    _describe(parts, texts, waiting)
     digest = hashlib.sha256(f"torch {torch.__version__} python {sys.version_info[:2]}".encode())
-    digest.update("".join(f"{text}\0" for text in texts).encode())
+    digest.update("\0".join(texts).encode())
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        part = known.get(id(value))
+        if part is None:
+            part = known[id(value)] = _part(value)
+        digest.update(part.digest)
+        waiting.extend(part.uses)
     return digest.hexdigest()
 
 
-# The functions below append to `out` what they describe: generators within generators would hand each text up through
-# every level, and code that calls code goes deep.
+def _part(value: object) -> _Part:
+    texts: list[str] = []
+    uses: list[object] = []
+    if isinstance(value, types.FunctionType):
+        _describe_function(value, _package(value), texts, uses)
+    elif isinstance(value, type):
+        for function in _methods(value):
+            texts.append(function.__qualname__)
+            _describe_function(function, _package(value), texts, uses)
+        _describe(_attributes(value), texts, uses)
+    else:
+        _describe_object(value, texts, uses)
+    return _Part(value, hashlib.sha256("\0".join(texts).encode()).digest(), tuple(uses))
 
 
-def _describe(value: object, seen: set[int], out: list[str]) -> None:
+# The functions below append to `out` what they describe, and to `uses` what is to be described on its own.
+
+
+def _describe(value: object, out: list[str], uses: list[object]) -> None:
     if value is None or isinstance(value, (str, int, float, bool, complex, bytes, torch.dtype, torch.device)):
         out.append(repr(value))
-    elif isinstance(value, (types.FunctionType, types.MethodType, partial, type)):
-        _describe_code(value, seen, out)
+    elif isinstance(value, (types.FunctionType, type)):
+        out.append(f"{value.__module__}.{value.__qualname__}")
+        if _package(value) not in sys.stdlib_module_names and _package(value) != "torch":
+            uses.append(value)
+    elif isinstance(value, partial):
+        _describe((value.func, value.args, value.keywords), out, uses)
+    elif isinstance(value, types.MethodType):
+        _describe((value.__func__, value.__self__), out, uses)
     elif isinstance(value, Mapping):
         for key in sorted(value, key=repr):
-            _describe(key, seen, out)
-            _describe(value[key], seen, out)
+            _describe(key, out, uses)
+            _describe(value[key], out, uses)
     elif isinstance(value, (set, frozenset)):
-        # Sets are in hash order, which differs between processes.
-        items: list[list[str]] = [[] for _ in value]
-        for item, texts in zip(value, items, strict=True):
-            _describe(item, seen, texts)
-        out.extend(sorted("\0".join(texts) for texts in items))
+        _describe_set(value, out, uses)
     elif isinstance(value, (tuple, list)):
         out.append(f"[{len(value)}")
         for item in value:
-            _describe(item, seen, out)
-    elif id(value) not in seen:
-        seen.add(id(value))
-        _describe_object(value, seen, out)
-
-
-def _describe_object(value: object, seen: set[int], out: list[str]) -> None:
-    if isinstance(value, types.ModuleType):
+            _describe(item, out, uses)
+    elif isinstance(value, types.ModuleType):
         out.append(value.__name__)
     elif isinstance(value, types.BuiltinFunctionType):
         out.append(f"{value.__module__}.{value.__qualname__}")  # its text would hold an address
     elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         out.append(str(value))
-    elif is_dataclass(value):
-        _describe_code(type(value), seen, out)
-        for item in fields(value):
-            _describe(getattr(value, item.name), seen, out)
     else:
-        # Objects without a describable state (tensors, modules, torch's own) count by type.
         out.append(f"{type(value).__module__}.{type(value).__qualname__}")
-        if callable(value) and _package(type(value)) != "torch":
-            _describe_code(type(value), seen, out)
-            _describe(vars(value) if hasattr(value, "__dict__") else None, seen, out)
+        uses.append(value)
 
 
-def _describe_code(value: Any, seen: set[int], out: list[str]) -> None:
-    if isinstance(value, partial):
-        _describe((value.func, value.args, value.keywords), seen, out)
-    elif isinstance(value, types.MethodType):
-        _describe((value.__func__, value.__self__), seen, out)
-    elif id(value) not in seen:
-        seen.add(id(value))
-        out.append(f"{value.__module__}.{value.__qualname__}")
-        if _package(value) in sys.stdlib_module_names or _package(value) == "torch":
-            return
-        functions = [value] if isinstance(value, types.FunctionType) else _methods(value)
-        for function in functions:
-            out.append(function.__qualname__)
-            _describe_function(function, _package(value), seen, out)
-        if isinstance(value, type):
-            _describe(_attributes(value), seen, out)
+def _describe_set(value: Collection[object], out: list[str], uses: list[object]) -> None:
+    # Sets are in hash order, which differs between processes.
+    items: list[tuple[str, list[object]]] = []
+    for item in value:
+        texts, used = list[str](), list[object]()
+        _describe(item, texts, used)
+        items.append(("\0".join(texts), used))
+    for text, used in sorted(items, key=itemgetter(0)):
+        out.append(text)
+        uses.extend(used)
 
 
-def _describe_function(function: types.FunctionType, package: str, seen: set[int], out: list[str]) -> None:
+def _describe_object(value: object, out: list[str], uses: list[object]) -> None:
+    if is_dataclass(value):
+        _describe(type(value), out, uses)
+        for item in fields(value):
+            _describe(getattr(value, item.name), out, uses)
+    # Objects without a describable state (tensors, modules, torch's own) count by type.
+    elif callable(value) and _package(type(value)) != "torch":
+        _describe(type(value), out, uses)
+        _describe(vars(value) if hasattr(value, "__dict__") else None, out, uses)
+
+
+def _describe_function(function: types.FunctionType, package: str, out: list[str], uses: list[object]) -> None:
     text, names = bytecode(function.__code__)
     out.append(text)
-    _describe((function.__defaults__, function.__kwdefaults__), seen, out)
+    _describe((function.__defaults__, function.__kwdefaults__), out, uses)
     for cell in function.__closure__ or ():
         try:
-            _describe(cell.cell_contents, seen, out)
+            _describe(cell.cell_contents, out, uses)
         except ValueError:  # an empty cell: a name that is bound later
             out.append("empty")
     for name in names:
@@ -104,7 +157,7 @@ def _describe_function(function: types.FunctionType, package: str, seen: set[int
         if isinstance(used, (types.FunctionType, type)) and _package(used) != package:
             out.append(f"{used.__module__}.{used.__qualname__}")
         elif used is not None and not isinstance(used, types.ModuleType):
-            _describe(used, seen, out)
+            _describe(used, out, uses)
 
 
 def _attributes(owner: type) -> Mapping[str, object]:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from core.common.passes.effects import value_of
-from core.common.passes.recipes import Recipe, call_key, expression, flat, recipe_of
-from core.common.passes.sites import Refused, Site
+from core.common.node_meta import value_of
+from core.common.passes.sites import Refused, Site, later_readers
+from core.common.passes.values.recipes import Recipe, call_key, flat, recipe_of
+from core.common.passes.values.sizes import same_sizes
+from core.common.passes.viewed import mapped, through
 from core.common.passes.writes import Writes
 
 Memo = dict[object, Any]
@@ -36,29 +37,31 @@ class Values:
 
         Where they agree the old values are kept: views of the result go on sharing memory with it.
         """
-        olds = [value_of(node) for node in self.site.replaced]
-        kept = {"": olds[0] if len(olds) == 1 else tuple(olds)}
+        results = self.site.results
+        olds = [None if each is None else each.value for each in results]
         if not _can_run([value_of(node) for node in self.site.inputs]):
-            return kept, {}
-        args, kwargs = fx.map_arg((self.site.args, dict(self.site.kwargs)), value_of)
+            return _given(olds), {}
+        args, kwargs = mapped(self.site.args, self.site.kwargs, lambda seen: seen.value)
         inlined = isinstance(self.site.target, fx.GraphModule)
         try:
             values = fake_values(self.site.target, args, kwargs) if inlined else {"": self._like_others(args, kwargs)}
         except NewGuard as error:
             raise Refused(self.site.anchor, f"the new op {error}") from error
         news = _members(values[""], len(olds))
-        for node, old, new in zip(self.site.replaced, olds, news, strict=True):
+        for result, old, new in zip(results, olds, news, strict=True):
             reason = _differs(old, new)
-            if reason:
-                raise Refused(node, f"the new op gives {reason}")
+            if result is not None and reason:
+                raise Refused(result.node, f"the new op gives {reason}")
+        olds = [new if result is None else old for result, old, new in zip(results, olds, news, strict=True)]
         pairs = zip(olds, news, strict=True)
         if all(isinstance(old, Tensor) and _same_layout(old, new) for old, new in pairs):
-            return values | kept, {}
+            return values | _given(olds), {}
         if not inlined:  # what is like others belongs to another site
             values = {"": self._own(self.site.target, args, kwargs)}
         views: dict[fx.Node, Any] = {}
-        for node, old, new in zip(self.site.replaced, olds, _members(values[""], len(olds)), strict=True):
-            views |= self._new_views(node, old, new)
+        for result, old, new in zip(results, olds, _members(values[""], len(olds)), strict=True):
+            if result is not None and isinstance(old, Tensor) and not _same_layout(old, new):
+                views |= self._new_views(result.node, through(new, result.way_back))
         return values, views
 
     def _like_others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -82,10 +85,8 @@ class Values:
         known: tuple[Any, Recipe | None] = self.memo[key]
         return known
 
-    def _new_views(self, node: fx.Node, old: Any, new: Any) -> Mapping[fx.Node, Any]:
+    def _new_views(self, node: fx.Node, new: Any) -> Mapping[fx.Node, Any]:
         """Where the strides change, run the views of the result on the new ones: a view may be impossible there."""
-        if not isinstance(old, Tensor) or _same_layout(old, new):
-            return {}
         known: dict[fx.Node, Any] = {node: new}
         for user in self._views(node):
             args, kwargs = fx.map_arg((user.args, dict(user.kwargs)), lambda n: known.get(n, value_of(n)))
@@ -99,7 +100,7 @@ class Values:
 
     def _views(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield what is computed from the node without copying, in graph order; the site itself left out."""
-        keys, seen = self.writes.of(node), set(node.users)
+        keys, seen = self.writes.of(node), {*node.users, *(user for user, _ in later_readers(self.site, self.order))}
         waiting = [(self.order[user], user) for user in seen]
         heapq.heapify(waiting)
         while waiting:
@@ -179,6 +180,11 @@ def _can_run(values: list[Any]) -> bool:
     return bool(tensors) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
+def _given(values: list[Any]) -> dict[str, Any]:
+    """Return the values of an op's outputs as those of its call."""
+    return {"": values[0] if len(values) == 1 else tuple(values)}
+
+
 def _members(value: Any, count: int) -> tuple[Any, ...]:
     members = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return members if len(members) == count else (None,) * count
@@ -193,21 +199,12 @@ def _differs(old: Any, new: Any) -> str:
         return f"{new.dtype} where the graph has {old.dtype}"
     if new.device != old.device:
         return f"a tensor on {new.device} where the graph has {old.device}"
-    return "" if _same(old.shape, new.shape) else f"shape {tuple(new.shape)} where the graph has {tuple(old.shape)}"
+    if not same_sizes(old.shape, new.shape):
+        return f"shape {tuple(new.shape)} where the graph has {tuple(old.shape)}"
+    return ""
 
 
 def _same_layout(old: Tensor, new: Tensor) -> bool:
     """Tell whether two tensors of one shape lie alike in memory; the stride of a single element means nothing."""
     kept = [dim for dim, size in enumerate(old.shape) if type(size) is not int or size != 1]
-    return _same([old.stride(dim) for dim in kept], [new.stride(dim) for dim in kept])
-
-
-def _same(left: Any, right: Any) -> bool:
-    if len(left) != len(right):
-        return False
-    return all(_equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Tell whether two sizes are always equal; expressions first, since asking about symbols takes long."""
-    return a is b or bool(expression(a) == expression(b)) or statically_known_true(a == b)
+    return same_sizes([old.stride(dim) for dim in kept], [new.stride(dim) for dim in kept])

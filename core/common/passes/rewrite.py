@@ -7,25 +7,26 @@ are found and judged on the graph as the pass found it (core/common/passes/safet
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
+from core.common.node_meta import describe, set_value
 from core.common.ops.declaration import find_op
-from core.common.ops.original import ORIGINAL, Original, node_arguments
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, PassResult
 from core.common.passes.effects import is_impure
 from core.common.passes.metadata import Memo
+from core.common.passes.original import ORIGINAL, Original
+from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.safety import Plan, plan_site
-from core.common.passes.sites import MADE_BY, Finder, Made, Site, near_miss, site_name
+from core.common.passes.sites import MADE_BY, Finder, Made, Site, later_readers, near_miss, site_name
+from core.common.passes.viewed import Call, Viewed, insert, mapped, sources_of
 from core.errors import PassError
 
 __all__ = ["Finder", "NearMiss", "Site", "apply_sites", "fuse", "near_miss", "remove_dead", "site_name"]
-
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 def fuse(context: PassContext, find: Finder) -> PassResult:
@@ -45,11 +46,11 @@ def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[Ne
     planned = [_split(site, modes) or plan_site(context, site, memo) for site in sites]
     plans = [item for item in planned if isinstance(item, Plan)]
     _refuse_overlaps(context, plans)
-    replaced: dict[fx.Node, fx.Node] = {}
+    rewriter = _Rewriter(context)
     for plan in sorted(plans, key=lambda plan: plan.position):
-        _insert(context, plan.site, plan.before, plan.values, replaced)
+        rewriter.insert(plan)
         for view, value in plan.views.items():
-            _set_value(view, view, value)
+            set_value(view, value)
     _erase(context.graph, plans)
     return PassResult(
         matched=len(plans),
@@ -107,42 +108,78 @@ def _claim(context: PassContext, node: fx.Node, site: Site, owners: dict[fx.Node
         )
 
 
-def _insert(
-    context: PassContext, site: Site, before: fx.Node, values: Mapping[str, Any], replaced: dict[fx.Node, fx.Node]
-) -> None:
-    """Put the new op before a node and let it take over the uses; values: fake values by node name, "" for the op's."""
-    made = Made(pass_name=context.name, owner=context.owner, site=site_name(site.origin))
-    args, kwargs = fx.map_arg((site.args, dict(site.kwargs)), lambda node: replaced.get(node, node))
-    with context.graph.inserting_before(before):
-        if isinstance(site.target, fx.GraphModule):
-            results = _inline(context.graph, site, args, values, made)
-        else:
-            results = _call(context, site, args, kwargs, values.get(""), made)
-    inside = site.nodes
-    for old, new in zip(site.replaced, results, strict=True):
+class _Rewriter:
+    """Puts the new ops of one pass into its graph, in the order of their places.
+
+    new: what stands in the place of a node by now. views: those made of nodes, by node and steps; sites share them.
+    """
+
+    def __init__(self, context: PassContext) -> None:
+        self._context, self._graph = context, context.graph
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._views: dict[tuple[fx.Node, str], fx.Node] = {}
+
+    def insert(self, plan: Plan) -> None:
+        """Put the new op before the plan's node and let it take over the uses."""
+        site, context = plan.site, self._context
+        made = Made(pass_name=context.name, owner=context.owner, site=site_name(site.origin))
+        describe_new = partial(_describe, like=site.origin, made=made)
+        args, kwargs = mapped(site.args, site.kwargs, self._renewed)
+        with self._graph.inserting_before(plan.before):
+            call = mapped(args, kwargs, partial(self._shared, describe=describe_new))
+            results: Sequence[fx.Node | None]
+            if isinstance(site.target, fx.GraphModule):
+                results = _inline(self._graph, site, call[0], plan.values, made)
+            else:
+                results = self._call(site, (args, kwargs), call, plan.values.get(""), describe_new)
+            for old, new in zip(site.results, results, strict=True):
+                if old is not None and new is not None:
+                    self._replace(site, old, insert(Viewed(new, old.way_back), describe_new), made)
+        for reader, node in list(later_readers(site, context.analysis("order"))):
+            reader.replace_input_with(node, self._new[site.anchor])
+        self._new |= dict.fromkeys(site.overwritten, self._new[site.anchor])
+
+    def _renewed(self, seen: Viewed) -> Any:
+        node = self._new.get(seen.node, seen.node)
+        return Viewed(node, seen.steps) if seen.steps else node
+
+    def _shared(self, seen: Viewed, describe: Callable[..., object]) -> fx.Node:
+        if not seen.steps:
+            return seen.node
+        key = seen.node, repr(seen.steps)  # a slice can't be hashed
+        if key not in self._views:
+            self._views[key] = insert(seen, describe)
+        return self._views[key]
+
+    def _call(
+        self, site: Site, given: Call, call: Call, value: Any, describe: Callable[..., object]
+    ) -> list[fx.Node | None]:
+        """Insert the call and return the nodes of its results, None for those that nothing reads."""
+        node = self._graph.call_function(site.target, *call)
+        describe(node, value)
+        if find_op(site.target) is not None:
+            interior = sorted(site.nodes, key=self._context.analysis("order").__getitem__)
+            node.meta[ORIGINAL] = Original.of(interior, node, sources_of(*given), site.results)
+        if len(site.results) == 1:
+            return [node]
+        members: list[fx.Node | None] = []
+        for index, result in enumerate(site.results):
+            member = None if result is None else self._graph.call_function(operator.getitem, (node, index))
+            if member is not None and result is not None:
+                describe(member, None if value is None else value[index], like=result.node)
+            members.append(member)
+        return members
+
+    def _replace(self, site: Site, old: Viewed, new: fx.Node, made: Made) -> None:
         if new.meta.get(MADE_BY) is made:  # not so where the replacement gives one of its inputs
-            new.meta[MADE_BY] = replace(made, replaced=(old.name,))
-        replaced[old] = new
+            new.meta[MADE_BY] = replace(made, replaced=(old.node.name,))
+        self._new[old.node] = new
+        inside = site.nodes
         # Nodes of the site itself keep the old value: they go, or stay as they were.
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+        old.node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
 
 
-def _call(context: PassContext, site: Site, args: Any, kwargs: Any, value: Any, made: Made) -> list[fx.Node]:
-    graph = context.graph
-    node = graph.call_function(site.target, args, kwargs)
-    _describe(node, site.origin, value, made)
-    if find_op(site.target) is not None:
-        interior = sorted(site.nodes, key=context.analysis("order").__getitem__)
-        node.meta[ORIGINAL] = Original.of(interior, node, node_arguments(args, kwargs), site.replaced)
-    if len(site.replaced) == 1:
-        return [node]
-    members = [graph.call_function(operator.getitem, (node, index)) for index in range(len(site.replaced))]
-    for index, member in enumerate(members):
-        _describe(member, site.replaced[index], None if value is None else value[index], made)
-    return members
-
-
-def _inline(graph: fx.Graph, site: Site, args: Any, values: Mapping[str, Any], made: Made) -> list[fx.Node]:
+def _inline(graph: fx.Graph, site: Site, args: Any, values: Mapping[str, Any], made: Made) -> Sequence[fx.Node]:
     source = site.target.graph  # type: ignore[attr-defined]  # a GraphModule, as the caller has checked
     inputs = [node for node in source.nodes if node.op == "placeholder"]
     copied: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
@@ -150,24 +187,18 @@ def _inline(graph: fx.Graph, site: Site, args: Any, values: Mapping[str, Any], m
     for old, new in copied.items():
         if isinstance(new, fx.Node) and old.op != "placeholder":
             new.meta = {}
-            _describe(new, site.origin, values.get(old.name), made)
+            _describe(new, values.get(old.name), site.origin, made)
     found: list[fx.Node] = list(results) if isinstance(results, (tuple, list)) else [results]  # type: ignore[list-item]
     given: Any = values.get("")
     for new, value in zip(found, given if len(found) > 1 else (given,), strict=True):
         if new.meta.get(MADE_BY) is made and value is not None:
-            _set_value(new, site.anchor, value)
+            set_value(new, value, site.anchor)
     return found
 
 
-def _describe(node: fx.Node, like: fx.Node, value: Any, made: Made) -> None:
-    node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
-    if value is not None:
-        _set_value(node, like, value)
+def _describe(node: fx.Node, value: Any, like: fx.Node, made: Made) -> None:
+    describe(node, like, value)
     node.meta[MADE_BY] = made
-
-
-def _set_value(node: fx.Node, like: fx.Node, value: Any) -> None:
-    node.meta["val" if "val" in like.meta and "example_value" not in like.meta else "example_value"] = value
 
 
 def _erase(graph: fx.Graph, plans: Iterable[Plan]) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import fx
 
+from core.common.node_meta import value_of
 from core.common.ops.declaration import find_op
-from core.common.ops.original import missing_sizes
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss
-from core.common.passes.effects import is_impure, value_of, written_by
+from core.common.passes.effects import is_impure, written_by
 from core.common.passes.metadata import Memo, Values
+from core.common.passes.original import missing_sizes
+from core.common.passes.results import NearMiss
 from core.common.passes.sites import MADE_BY, Refused, Site, near_miss
+from core.common.passes.viewed import mapped
 from core.common.passes.writes import Writes
 from core.errors import PassError
 
@@ -51,17 +53,22 @@ def plan_site(context: PassContext, site: Site, memo: Memo) -> Plan | NearMiss:
 def _check_form(context: PassContext, site: Site, inputs: tuple[fx.Node, ...]) -> None:
     """Raise where the finder itself is wrong: such a site says nothing about the graph."""
     wrong = ""
-    if site.replaced[0] is not site.anchor:
-        wrong = f"outputs[0] is {site.replaced[0].name!r}, not the anchor"
+    first = next(iter(site.replaced), None)
+    if first is not site.anchor:
+        wrong = f"the first of its outputs is {first}, not the anchor"
     elif any(node in site.replaced for node in inputs):
         wrong = "an argument of the new op is a node that it replaces"
     elif any(not node.op.startswith(("call_", "get_attr")) for node in site.nodes):
         wrong = "its interior holds a placeholder or the output"
+    elif context.stage != "torch" and any(each.steps for each in (*site.sources, *filter(None, site.results))):
+        wrong = (
+            f"it has views of nodes, which are made in graphs of stage 'torch', and this is one of {context.stage!r}"
+        )
     if wrong:
         raise PassError(
             f"pass {context.name!r} of {context.owner} at node {site.anchor.name!r}",
             found=wrong,
-            remedy="mend the finder: args come from outside, interior is what the op replaces, anchor is outputs[0]",
+            remedy="mend the finder: args come from outside, interior is what the op replaces, anchor its first output",
         )
 
 
@@ -136,7 +143,8 @@ class _Checked:
 
     def _new_writes(self) -> frozenset[object]:
         """Return the storages that the new op writes; it may write only what its interior wrote."""
-        written = self.writes.of(*written_by(self.site.target, self.site.args, self.site.kwargs))
+        args, kwargs = mapped(self.site.args, self.site.kwargs, lambda seen: seen.node)
+        written = self.writes.of(*written_by(self.site.target, args, kwargs))
         old: frozenset[object] = frozenset().union(*(self.writes.written.get(n, frozenset()) for n in self.interior))
         if written - old:
             raise Refused(self.site.anchor, "the new op would write where the matched nodes do not")
@@ -157,7 +165,8 @@ class _Checked:
         for holder in self.writes.holders.get(key, ()):
             if holder.op in ("placeholder", "get_attr"):
                 return True
-            if holder not in self.site.replaced and self.order[holder] < self.order[writer]:
+            given_on = holder in self.site.replaced or holder in self.site.overwritten
+            if not given_on and self.order[holder] < self.order[writer]:
                 users = (user for user in holder.users if user not in self.interior)
                 if any(self.order[user] > self.order[writer] for user in users):
                     return True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
+from core.common.passes.viewed import Viewed, sources_of, viewed
 
 if TYPE_CHECKING:
     from core.common.passes.context import PassContext
@@ -31,10 +32,14 @@ _INDEXED = re.compile(r"(?:\b_modules)?\['?([^'\]]+)'?\]")
 class Site:
     """One place where a fusion fits.
 
-    anchor: the node whose value output 0 of the new op gives. target: usually `op.overload` of a canonical op; an
+    anchor: the first node whose value the new op gives. target: usually `op.overload` of a canonical op; an
     `fx.GraphModule` is inlined. args, kwargs: of the new call, may hold nodes. interior: the nodes that the op
     replaces, anchor included; those still used elsewhere stay. outputs: for ops with several outputs, the nodes that
-    outputs 0..n-1 replace; outputs[0] is the anchor.
+    outputs 0..n-1 replace, None where nothing reads that output. overwritten: inputs into which the interior writes
+    what output 0 is; who reads them after that reads the output.
+
+    Where the op wants a node in another layout, an argument may be a `Viewed` of it, and where it gives a node in
+    another layout, an output: the views are made with the op, on both sides.
     """
 
     anchor: fx.Node
@@ -42,12 +47,18 @@ class Site:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     interior: tuple[fx.Node, ...] = ()
-    outputs: tuple[fx.Node, ...] = ()
+    outputs: tuple[fx.Node | Viewed | None, ...] = ()
+    overwritten: tuple[fx.Node, ...] = ()
+
+    @property
+    def results(self) -> tuple[Viewed | None, ...]:
+        """What each output of the op is, None where nothing reads it; the anchor unless `outputs` says otherwise."""
+        return tuple(None if each is None else viewed(each) for each in self.outputs or (self.anchor,))
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
-        """The nodes whose uses the new op takes over; the anchor alone unless outputs says otherwise."""
-        return self.outputs or (self.anchor,)
+        """The nodes whose uses the new op takes over."""
+        return tuple(each.node for each in self.results if each is not None)
 
     @property
     def nodes(self) -> dict[fx.Node, None]:
@@ -62,9 +73,12 @@ class Site:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """The nodes among the arguments."""
-        found: list[fx.Node] = []
-        fx.map_arg((self.args, dict(self.kwargs)), found.append)
-        return tuple(found)
+        return tuple(each.node for each in self.sources)
+
+    @property
+    def sources(self) -> tuple[Viewed, ...]:
+        """What the op takes: the nodes among the arguments, and the views of nodes."""
+        return sources_of(self.args, self.kwargs)
 
 
 class Refused(Exception):
@@ -86,6 +100,12 @@ class Made:
 
 
 Finder = Callable[["PassContext", fx.Node], Site | NearMiss | None]
+
+
+def later_readers(site: Site, order: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield who reads what the site overwrites, after that, and which node it reads."""
+    for node in site.overwritten:
+        yield from ((user, node) for user in node.users if order.get(user, -1) > order[site.anchor])
 
 
 def site_name(node: fx.Node) -> str:

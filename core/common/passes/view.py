@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from core.common.node_meta import value_of
+from core.common.passes.values.sizes import same_sizes as same_sizes
 
 Operand = Any
 """A node, a Python number, or another literal of the graph."""
@@ -87,9 +89,8 @@ _METHODS = {name: name for name in _NAMES} | {
 _FUNCTIONS = _spellings()
 
 
-def value(node: Operand) -> Any:
-    """Return the node's fake value (torch stage: `example_value`, aten stage: `val`), or None."""
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+value = value_of
+"""The node's fake value, or None."""
 
 
 def dtype(node: Operand) -> torch.dtype | None:
@@ -108,13 +109,6 @@ def same_shape(first: Operand, second: Operand) -> bool:
     """Return whether both are tensors of one shape; symbolic sizes count where they are known to be equal."""
     left, right = shape(first), shape(second)
     return left is not None and right is not None and same_sizes(left, right)
-
-
-def same_sizes(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    """Return whether two shapes, or parts of shapes, are known to be equal."""
-    if len(left) != len(right):
-        return False
-    return all(a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True))
 
 
 def kind(node: Operand) -> str:

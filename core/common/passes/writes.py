@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from core.common.passes.effects import denies_writes, value_of, written_args
+from core.common.node_meta import value_of
+from core.common.passes.effects import denies_writes, written_args
 
 
 @dataclass(frozen=True, slots=True)

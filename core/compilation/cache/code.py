@@ -1,20 +1,17 @@
-"""Code as a factor of the cache: what a function does, which names it uses, and the source of whole packages."""
+"""Code as a factor of the cache: what a function does, which names it uses, and which packages count as a whole."""
 
 from __future__ import annotations
 
 import dis
 import hashlib
-import inspect
 import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from core.common.passes.identity import bytecode
-from core.compilation.cache.began import BEGAN
 
 # Counted by version, or by the text of the whole package: their functions are not followed.
 _WHOLE = frozenset({"torch", "torchgen", "functorch", "numpy", "sympy", "core"}) | sys.stdlib_module_names
@@ -212,59 +209,3 @@ def plain_repr(value: Any, kinds: tuple[type, ...]) -> str:
     """Return the text of the plain value that an instance of a subclass of one of these kinds holds."""
     plain: Any = next(kind for kind in type(value).__mro__ if kind in kinds)
     return str(plain.__repr__(value))
-
-
-@dataclass(slots=True)
-class _Source:
-    """What was loaded of a package when its digest was made.
-
-    specs: by module; they are held, since identity tells them apart. reloads: how often a module of it was found to
-    have been loaded again.
-    """
-
-    specs: dict[str, Any]
-    reloads: int
-    digest: str
-
-
-_sources: dict[str, _Source] = {}
-
-
-def source_digest(package: str) -> str:
-    """Return a digest of all Python source of an importable package, as it was loaded; "" where it has none on disk.
-
-    A file that was changed since this process began may not be the code that runs here: then no other process gets the
-    same digest, nor this one after a module was loaded again (`importlib.reload`), which gives a module a new spec.
-    """
-    modules = [(name, sys.modules[name]) for name in list(sys.modules) if name.partition(".")[0] == package]
-    specs = {name: getattr(module, "__spec__", None) or module for name, module in modules}
-    known = _sources.get(package)
-    # Those that have left are kept: one that comes back is loaded again. What is new was not loaded before.
-    if known is None:
-        known = _sources[package] = _Source(specs, 0, _source_digest(package, 0))
-    elif any(known.specs.get(name, spec) is not spec for name, spec in specs.items()):
-        reloads = known.reloads + 1
-        known = _sources[package] = _Source({**known.specs, **specs}, reloads, _source_digest(package, reloads))
-    else:
-        known.specs.update(specs)
-    return known.digest
-
-
-def _source_digest(package: str, reloads: int) -> str:
-    module = sys.modules.get(package)
-    folders = list(getattr(module, "__path__", ()))
-    try:
-        files = [inspect.getsourcefile(module)] if module is not None and not folders else []
-    except TypeError:
-        files = []
-    for folder in folders:
-        for at, inner, names in os.walk(folder):
-            inner[:] = sorted(name for name in inner if name != "__pycache__")
-            files += [os.path.join(at, name) for name in sorted(names) if name.endswith(".py")]
-    digest = hashlib.sha256()
-    for path in filter(None, files):
-        with open(path, "rb") as file:
-            digest.update(os.path.basename(path).encode() + b"\0" + file.read())
-            if os.fstat(file.fileno()).st_ctime > BEGAN:
-                digest.update(f"{os.getpid()} {BEGAN} {reloads}".encode())
-    return digest.hexdigest()[:16] if any(files) else ""

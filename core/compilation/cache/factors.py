@@ -14,7 +14,8 @@ import torch
 
 from core._version import __version__
 from core.common.passes.identity import fingerprint
-from core.compilation.cache.code import is_whole, name_of, package_of, source_digest
+from core.compilation.cache.code import is_whole, name_of, package_of
+from core.compilation.cache.source import source_digest
 
 if TYPE_CHECKING:
     from core.common.ops.implementation import OpImplementation

@@ -6,19 +6,22 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from core.compilation.cache import graphs
 from core.compilation.cache.code import is_foreign_code
+from core.compilation.cache.differences import Places, each_line, explain
 from core.compilation.cache.digests import changed_contents, encode_contents
 from core.compilation.cache.inventory import Inventory
 from core.compilation.cache.literals import Targets
 from core.compilation.cache.program_factors import compiler_packages, factors_of, plugin_packages, runtime_packages
 from core.compilation.cache.reports import decode_report, encode_report
-from core.compilation.cache.store import Damaged, Store, Untrusted, each_line, key_of
+from core.compilation.cache.source import source_place
+from core.compilation.cache.store import SOURCE, Damaged, Store, Untrusted, key_of
 from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.report import CacheReport, TraceReport
 from core.compilation.trace.traced import TracedGraph
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from core.device import Mode
 
 log = logging.getLogger("core.cache")
+_MOST_IN_REASON, _MOST_LINES = 3, 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,18 +128,23 @@ class ProgramCache:
             self.report = replace(self.report, reason="no entry of this model yet")
             return
         key, found = nearest
+        told = partial(explain, found, self._store.places(key), self._places())
         log.info("compile cache: miss; nearest is %s, %d factors differ:", key[:12], len(found))
-        for line in each_line(found):
+        for line in told():
             log.info("compile cache:   %s", line)
-        reason = f"{len(found)} factors differ from {key[:12]}: {'; '.join(each_line(found, most=2))}"
-        self.report = replace(self.report, reason=reason, differences=tuple(found))
+        reason = f"{len(found)} factors differ from {key[:12]}: {'; '.join(told(most=_MOST_IN_REASON))}"
+        lines = tuple(each_line([str(each) for each in found], most=_MOST_LINES))
+        self.report = replace(self.report, reason=reason, differences=lines)
+
+    def _places(self) -> Places:
+        return {package: source_place(package) for package in self._factors["source"]}
 
     def _encode(self) -> dict[str, Any]:
         phases = []
         for (phase, mode), made in {**self._found, **self._made}.items():
             texts = [self._encode_one(each) for each in made]
             phases.append({"phase": phase, "mode": mode, "graphs": texts})
-        return {"phases": phases}
+        return {"phases": phases, SOURCE: {package: asdict(place) for package, place in self._places().items()}}
 
     def _encode_one(self, made: CachedGraph) -> dict[str, Any]:
         failed = [each.name for each in made.report.passes if each.error]

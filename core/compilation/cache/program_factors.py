@@ -12,9 +12,9 @@ from torch import Tensor
 
 from core.compilation.cache import factors
 from core.compilation.cache.code import name_of
+from core.compilation.cache.differences import Factors
 from core.compilation.cache.inventory import Inventory
 from core.compilation.cache.reports import encode_key
-from core.compilation.cache.store import Factors
 from core.compilation.capture.inputs import InputSpec
 from core.device import Device
 

@@ -15,12 +15,13 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.compilation.cache.differences import Difference, Factors, Place, Places, differences
 from core.compilation.cache.summary import Summary, summarize
 from core.settings import Settings
 
@@ -32,10 +33,10 @@ FORMAT = 1
 _FACTORS, _GRAPHS, _CHECKSUMS = "factors.json", "graphs.json", "checksums.json"
 _KERNELS = "kernels"
 """Folder of what compilers of kernels keep, each in a folder of its name."""
+SOURCE = "source"
+"""In the graphs of an entry: where the source of each package lay that counts as a whole. No factor."""
 _TEMPORARY = ".writing-"
 _STALE_S = 3600.0
-Factors = Mapping[str, Mapping[str, str]]
-"""Groups of factors by name, in each group texts by name."""
 
 
 class Damaged(Exception):
@@ -59,7 +60,7 @@ def default_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 class Untrusted(Exception):
-    """A folder whose entries are not to be read: somebody else may have written them."""
+    """A folder that is not to be used: somebody else may have written what is in it, or its name is no good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +95,14 @@ class Store:
     def summary(self, key: str) -> Summary:
         """Return what an entry was made for, in short; raise `Damaged` where it can't be read."""
         return summarize(*self._load(self.folder / key))
+
+    def places(self, key: str) -> Places:
+        """Return where the source lay that made an entry; nothing where the entry does not say, or can't be read."""
+        try:
+            noted = self._load_one(self.folder / key, _GRAPHS).get(SOURCE, {})
+            return {package: Place(each["folder"], each["files"]) for package, each in noted.items()}
+        except (Damaged, AttributeError, KeyError, TypeError):
+            return {}
 
     def read(self, key: str, factors: Factors) -> dict[str, Any] | None:
         """Return the graphs of an entry; None where there is none. Raises `Damaged` for one that is not as written."""
@@ -152,9 +161,9 @@ class Store:
                 os.rename(self.folder / key, aside / "discarded")
             shutil.rmtree(aside, ignore_errors=True)
 
-    def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[str]] | None:
+    def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[Difference]] | None:
         """Return the key of the readable entry of the same model that differs least, with the differences; or None."""
-        best: tuple[int, str, list[str]] | None = None
+        best: tuple[int, str, list[Difference]] | None = None
         for entry in self.entries()[:most]:
             with suppress(Damaged):
                 if entry.problem:
@@ -175,20 +184,27 @@ class Store:
     def keep_kernels(self, compilers: Iterable[KernelCompiler]) -> None:
         """Have compilers of kernels keep theirs here too in this process, where the environment names no other place.
 
-        What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so.
+        What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so
+        in one line per reason.
         """
+        refused: dict[str, list[str]] = {}
         for compiler in compilers:
             folder, variable = self.kernels / compiler.name, compiler.folder_variable
             if not variable or variable in os.environ:
                 continue
             try:
+                if reason := compiler.refuses(str(folder)):
+                    raise Untrusted(reason)
                 for each in (self.kernels.parent, self.kernels, folder):
                     _make_private(each)
                     _refuse_foreign(each)
-            except (OSError, Untrusted) as reason:
-                log.warning("compile cache: not used for kernels of %s: %s", compiler.name, reason)
+            except (OSError, Untrusted) as error:
+                refused.setdefault(str(error), []).append(compiler.name)
             else:
                 os.environ[variable] = str(folder)
+        for text, names in refused.items():
+            hint = "CORE_CACHE_DIR may name another folder"
+            log.warning("compile cache: not used for kernels of %s: %s; %s", ", ".join(names), text, hint)
 
     def kernel_bytes(self) -> dict[str, int]:
         """Return the bytes that each compiler of kernels keeps here."""
@@ -278,24 +294,6 @@ def key_of(factors: Factors) -> str:
     return hashlib.sha256(_text(factors).encode()).hexdigest()[:32]
 
 
-def differences(old: Factors, new: Factors) -> list[str]:
-    """Return one line per factor that differs: its name, what it was, and what it is."""
-    lines = []
-    for group in sorted({*old, *new}):
-        was, now = old.get(group, {}), new.get(group, {})
-        for name in sorted({*was, *now}):
-            if was.get(name) != now.get(name):
-                lines.append(f"{group}: {name}: {_short(was.get(name))} -> {_short(now.get(name))}")
-    return lines
-
-
-def _short(text: str | None) -> str:
-    if text is None:
-        return "(none)"
-    text = " ".join(str(text).split())
-    return text if len(text) <= 60 else f"{text[:40]}…{text[-16:]}"
-
-
 def _text(value: Any) -> str:
     return _json(value, 0) + "\n"
 
@@ -318,10 +316,3 @@ def _size(path: Path) -> int:
             with suppress(OSError):
                 total += os.stat(os.path.join(at, name)).st_size
     return total
-
-
-def each_line(lines: list[str], *, most: int = 8) -> Iterator[str]:
-    """Yield the first lines, and how many more there are."""
-    yield from lines[:most]
-    if len(lines) > most:
-        yield f"and {len(lines) - most} more"

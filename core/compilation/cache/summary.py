@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -110,12 +110,3 @@ def _amount(num_bytes: Mapping[str, int]) -> str:
     size = float(sum(num_bytes.values()))
     unit, length = next((each for each in _UNITS if size >= each[1]), _UNITS[-1])
     return f"{size / length:.1f} {unit} {' + '.join(_SHORT.get(dtype, dtype) for dtype in num_bytes)}"
-
-
-def by_group(differences: Iterable[str]) -> str:
-    """Return lines `group: name: ...` in short: a factor by name where it is alone in its group, else how many."""
-    groups: dict[str, list[str]] = {}
-    for line in differences:
-        group, _, rest = line.partition(": ")
-        groups.setdefault(group, []).append(rest)
-    return ", ".join(f"{group} {each[0] if len(each) == 1 else f'({len(each)})'}" for group, each in groups.items())

@@ -16,6 +16,7 @@ from torch.fx.passes.split_module import split_module
 
 from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest
+from core.common.node_meta import value_of
 from core.compilation.capture.breaks import call_break
 from core.compilation.implementations import BREAK_POINT
 
@@ -145,7 +146,7 @@ def _picks(node: fx.Node) -> bool:
     if isinstance(source.target, torch._ops.OpOverload):
         returns = source.target._schema.returns
         return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
-    return isinstance(source.meta.get("example_value", source.meta.get("val")), (tuple, list))
+    return isinstance(value_of(source), (tuple, list))
 
 
 class _Lowerer(fx.Interpreter):

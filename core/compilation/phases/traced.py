@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
     from core.compilation.phases.phase import Captured, Record, Stages
     from core.compilation.phases.tracer import ServedTrace
-    from core.compilation.rewrite.manager import PassReport
+    from core.compilation.rewrite.pass_report import PassReport
     from core.compilation.trace.traced import TracedGraph
     from core.device import Mode
 

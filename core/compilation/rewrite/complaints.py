@@ -9,7 +9,7 @@ from core.errors import PassError
 
 if TYPE_CHECKING:
     from core.common.passes.declaration import NearMiss, Pass
-    from core.compilation.rewrite.manager import PassReport
+    from core.compilation.rewrite.pass_report import PassReport
 
 
 def failed(declared: Pass, error: Exception) -> PassError:

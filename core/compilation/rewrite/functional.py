@@ -17,7 +17,8 @@ from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_m
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from core.common.passes.declaration import Form
-from core.common.passes.functional.memory import Area, same, same_layout
+from core.common.passes.functional.memory import Area, same_layout
+from core.common.passes.values.sizes import same_size
 from core.errors import TraceError
 
 
@@ -73,7 +74,7 @@ def _twin(value: Any, earlier: Sequence[Any]) -> int | None:
         return None
     for index, other in enumerate(earlier):
         shares = isinstance(other, Tensor) and _storage(other) == _storage(value)
-        if shares and same_layout(other, value) and same(other.storage_offset(), value.storage_offset()):
+        if shares and same_layout(other, value) and same_size(other.storage_offset(), value.storage_offset()):
             return index
     return None
 
@@ -103,7 +104,7 @@ def _refuse_alias(index: int, args: Sequence[Any], names: Sequence[str]) -> None
 
 
 def _refuse_reshaping(name: str, old: Tensor, new: Tensor) -> None:
-    if len(old.shape) != len(new.shape) or not all(map(same, old.shape, new.shape)):
+    if len(old.shape) != len(new.shape) or not all(map(same_size, old.shape, new.shape)):
         raise TraceError(
             f"functionalising a graph that writes {name}",
             found=f"it changes the shape in place, from {tuple(old.shape)} to {tuple(new.shape)}",
@@ -118,6 +119,6 @@ def _home(output: Any, homes: dict[int, Tensor]) -> Tensor | None:
 
 def _view_of(home: Tensor, output: Tensor) -> Tensor:
     """Return the output as a view of the input, once that holds its new value."""
-    if same_layout(home, output) and same(home.storage_offset(), output.storage_offset()):
+    if same_layout(home, output) and same_size(home.storage_offset(), output.storage_offset()):
         return home
     return torch.as_strided(home, output.shape, output.stride(), output.storage_offset())

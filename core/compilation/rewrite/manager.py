@@ -14,6 +14,7 @@ import torch
 from core.common.collector import paused
 from core.common.passes.context import Analyses, PassContext
 from core.common.passes.declaration import Form, Pass, PassResult, Stage
+from core.common.passes.identity import Known, describing_once
 from core.common.passes.metadata import ASKS
 from core.common.passes.rewrite import remove_dead
 from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
@@ -26,10 +27,8 @@ from core.errors import PassError
 if TYPE_CHECKING:
     from torch import fx
 
+    from core.capabilities import Capabilities
     from core.common.passes.constants import Constants
-    from core.device import Capabilities
-
-__all__ = ["PassManager", "PassReport", "order"]
 
 log = logging.getLogger("core.passes")
 
@@ -70,7 +69,9 @@ class PassManager:
         self._left_out = [(declared, cycles[declared.name]) for declared in chosen if declared.name in cycles]
         for declared, error in self._left_out:
             log.warning("%s\n  the model runs without pass %r of %s", error, declared.name, declared.owner)
-        self._unprofitable = {declared.name: declared.on_request for declared in chosen if declared.on_request}
+        self._unprofitable = {
+            declared.name: declared.traits.on_request for declared in chosen if declared.traits.on_request
+        }
         self._unprofitable |= getattr(capabilities, "unprofitable", {})
         for name in (*(only or ()), *enable):
             self._unprofitable.pop(name, None)
@@ -82,6 +83,7 @@ class PassManager:
         self._dump_dir = dump_dir
         self._num_runs = 0
         self._uuids: dict[str, str] = {}
+        self._described: Known = {}
 
     def run(
         self,
@@ -107,7 +109,11 @@ class PassManager:
         its owner when strict; otherwise what a failing pass did is undone.
         """
         run = _Run(graph, stage, tokens, tuple(sizes), constants, check, observe, Analyses(graph), [])
-        passes = [each for each in self.passes if each.stage == stage and (each.closes or form in (None, each.form))]
+        passes = [
+            each
+            for each in self.passes
+            if each.stage == stage and (each.traits.closes or form in (None, each.traits.form))
+        ]
         if refused is not None:
             return self._skip(passes, refused)
         with paused():  # passes make many small objects and keep them
@@ -139,7 +145,8 @@ class PassManager:
 
     def _uuid(self, declared: Pass) -> str:
         if declared.name not in self._uuids:
-            self._uuids[declared.name] = declared.uuid()
+            with describing_once(self._described):
+                self._uuids[declared.name] = declared.uuid()
         return self._uuids[declared.name]
 
     def _context(self, declared: Pass, run: _Run) -> PassContext:
@@ -163,17 +170,17 @@ class PassManager:
     def _run_one(self, declared: Pass, run: _Run) -> PassReport:
         start = time.perf_counter()
         context = self._context(declared, run)
-        skipped = self._unprofitable.get(declared.name) or declared.guards.refusal(context)
+        skipped = self._unprofitable.get(declared.name) or context.refusal()
         if skipped is not None:
             log.info("pass %s: skipped, %s", declared.name, skipped)
             return self._report(declared, PassResult(matched=0), start, skipped=skipped)
         before, num_constants = Snapshot(run.graph), run.num_constants
         if run.constants is not None:
-            run.constants.reads_content = declared.reads_content
+            run.constants.reads_content = declared.traits.reads_content
         expected: int | None = None
         try:
             expected = declared.expect(context) if callable(declared.expect) else declared.expect
-            for name in declared.requires:
+            for name in declared.traits.requires:
                 context.analysis(name)
             result = self._apply(declared, context, before, num_constants)
             changed = not before.is_current()
@@ -210,7 +217,7 @@ class PassManager:
         removed = remove_dead(context.graph)
         assert context.analyses is not None
         # Removing dead nodes changes positions and nothing else that an analysis tells.
-        context.analyses.invalidate(declared.preserves - ({"order"} if removed else set()))
+        context.analyses.invalidate(declared.traits.preserves - ({"order"} if removed else set()))
         return result
 
     def _check(self, report: PassReport, run: _Run, before: Snapshot, *, changed: bool) -> PassReport:
@@ -266,7 +273,7 @@ class PassManager:
             skipped=skipped,
             error=error,
             uuid=self._uuid(declared),
-            codes=declared.codes,
+            codes=declared.traits.codes,
         )
 
     def _position(self, name: str) -> int:

@@ -12,10 +12,10 @@ def apply_pass(declared: Pass, context: PassContext) -> PassResult:
         assert declared.run is not None
         return declared.run(context)
     if declared.mechanism == "replace_pattern":
-        from core.common.passes.patterns import replace_patterns
+        from core.compilation.rewrite.fx_patterns import replace_patterns
 
         return replace_patterns(context, declared.patterns)
     # Inductor's matcher takes a second to import; only passes that use it pay.
-    from core.compilation.rewrite.inductor import apply_inductor
+    from core.compilation.rewrite.inductor_patterns import apply_inductor
 
     return apply_inductor(context, declared)

@@ -59,10 +59,12 @@ def choose(
                 remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
             )
     wanted = known if only is None else (*only, *enable)
-    chosen = [declared for declared in passes if declared.name in wanted or declared.closes]
+    chosen = [declared for declared in passes if declared.name in wanted or declared.traits.closes]
     chosen = [declared for declared in chosen if declared.name not in disable]
     # What closes a stage runs where the stage does; where nothing else is in it, only if it was asked for.
-    stages = {declared.stage for declared in chosen if not declared.closes or declared.name in (*(only or ()), *enable)}
+    stages = {
+        declared.stage for declared in chosen if not declared.traits.closes or declared.name in (*(only or ()), *enable)
+    }
     return tuple(declared for declared in chosen if declared.stage in stages)
 
 
@@ -145,8 +147,8 @@ def _direct(passes: Sequence[Pass]) -> dict[str, list[str]]:
     """Return for each pass those that one declaration puts right before it; names that no pass has mean nothing."""
     earlier: dict[str, list[str]] = {declared.name: [] for declared in passes}
     for last in passes:
-        if last.closes:
-            earlier[last.name] += [each.name for each in passes if each.stage == last.stage and not each.closes]
+        if last.traits.closes:
+            earlier[last.name] += [each.name for each in passes if each.stage == last.stage and not each.traits.closes]
     for declared in passes:
         earlier[declared.name] += [name for name in declared.after if name in earlier]
         for later in declared.before:
@@ -156,7 +158,7 @@ def _direct(passes: Sequence[Pass]) -> dict[str, list[str]]:
 
 
 def _check(declared: Pass, known: Mapping[str, Pass]) -> None:
-    check_analyses(declared.requires | declared.preserves, f"pass {declared.name!r} of {declared.owner}")
+    check_analyses(declared.traits.requires | declared.traits.preserves, f"pass {declared.name!r} of {declared.owner}")
     if declared.name in known:
         raise PassError(
             f"pass {declared.name!r} of {declared.owner}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from core.common.passes.effects import value_of
+from core.common.node_meta import value_of
 from core.common.passes.sites import site_name
 
 

@@ -38,7 +38,9 @@ def later_stages(
         return
     prepare(module)
     is_aten = False
-    forms = {declared.form for declared in passes if declared.stage == "functional" and not declared.closes}
+    forms = {
+        declared.traits.form for declared in passes if declared.stage == "functional" and not declared.traits.closes
+    }
     for form in _FORMS if "functional" in asked else ():
         if form not in (forms or {"v2"}):
             continue

@@ -20,12 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from core.common.passes.effects import value_of
+from core.common.node_meta import TRACED, origin_of, set_value, value_of
 from core.compilation.trace.traced import ConstantSlot, Slot
 from core.errors import TraceError, UsageError
 
 _PLAIN = (Tensor, nn.Parameter)
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 def register_flattening(
@@ -94,7 +93,7 @@ def flatten_constants(module: fx.GraphModule, slots: Sequence[Slot], names: Mapp
         if rule == "view":
             bound[node] = ConstantSlot(_plain(slot.value))
             node.type = Tensor
-            node.meta["example_value"] = _plain(value_of(node))
+            set_value(node, _plain(value_of(node)))
         elif rule == "parts":
             wrapped[node] = _take_apart(module.graph, node, value_of(node), slot.value, node.name, bound)
     if wrapped:
@@ -185,7 +184,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node, fake: Any, real: Any, name: str,
             with graph.inserting_before(node):
                 place = graph.placeholder(f"{name}_{attribute}")
             place.target = place.name
-            place.meta["example_value"] = inner_fake if type(inner) in _PLAIN else _plain(inner_fake)
+            place.meta[TRACED] = inner_fake if type(inner) in _PLAIN else _plain(inner_fake)
             bound[place] = ConstantSlot(plain)
         parts[attribute] = place
     return _Parts(fake, parts, context)
@@ -267,8 +266,7 @@ class _Desugared:
                 if each.op == "get_attr":  # a constant that the class spells out
                     copied.target = f"_flattened_{node.name}_{each.name}"
                     setattr(self._module, copied.target, getattr(traced, str(each.target)))
-                copied.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-                copied.meta["example_value"] = each.meta.get("val")
+                copied.meta = {**origin_of(node), TRACED: value_of(each)}
         outputs: Any = traced.graph.output_node().args[0]
         return [known[output] if isinstance(output, fx.Node) else output for output in outputs]
 

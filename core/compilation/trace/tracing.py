@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config
 from torch.utils import _pytree as pytree
 
-from core.common.passes.effects import value_of, written_args
+from core.common.node_meta import value_of
+from core.common.passes.effects import written_args
 from core.common.passes.view import kind, operand
 from core.common.passes.writes import find_writes
 from core.compilation.trace.flattening import flatten_constants, refused_class
@@ -136,7 +137,7 @@ class _Capture:
         self.slots = tuple(self._slot(node, example) for node, example in zip(nodes, examples, strict=True))
         outputs: Any = graph.graph.output_node().args[0]
         for node in outputs:
-            if not isinstance(node.meta.get("example_value"), Tensor):
+            if not isinstance(value_of(node), Tensor):
                 raise TraceError(
                     "tracing a model whose output holds a size or a number computed from its inputs",
                     found=f"graph output {node} is no tensor",
@@ -148,7 +149,7 @@ class _Capture:
         held = (getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr"))
         self.literals = tuple(value for value in held if isinstance(value, Tensor))
         # Kept apart from the graph: passes may put nodes without metadata in the outputs' place.
-        self.fakes = tuple(node.meta["example_value"] for node in outputs)
+        self.fakes = tuple(map(value_of, outputs))
         # Stand-ins with identities of their own: Dynamo builds the model's output structure around them.
         self._outputs = [torch.empty(0) for _ in outputs]
         return lambda *_: self._outputs
@@ -157,7 +158,7 @@ class _Capture:
         for node, example in zip(nodes, examples, strict=True):
             # A fake tensor counts writes as a real one does, those through views included.
             name = self._inputs.get(id(example))
-            if name is not None and name not in self._writable and node.meta["example_value"]._version > 0:
+            if name is not None and name not in self._writable and value_of(node)._version > 0:
                 raise _written_input(name)
 
     def _note_symbols(self, name: str, tensor: Tensor) -> None:
@@ -179,7 +180,7 @@ class _Capture:
     def _slot(self, node: fx.Node, example: Any) -> Slot:
         if id(example) in self._inputs:
             return InputSlot(self._inputs[id(example)])
-        fake: Any = node.meta["example_value"]
+        fake = value_of(node)
         if isinstance(fake, torch.SymInt):
             symbol = fake.node._expr
             if symbol not in self.symbols:

@@ -20,8 +20,8 @@ from core.engine.config import SamplingParams
 from core.engine.inspect.attention import implementation
 from core.engine.inspect.cache_codes import judge_rounded
 from core.engine.inspect.probe import Caching, counts_from_zero, function_bound, relative_difference
+from core.engine.models.forward import accepted_arguments
 from core.engine.serve.engine import Engine
-from core.engine.steps.runner import accepted_arguments
 
 MAX_ORACLE_PARAMETERS = 500_000_000
 """Above this an fp64 copy on the host takes more memory and time than a run should; ask for it explicitly."""

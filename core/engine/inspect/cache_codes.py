@@ -20,7 +20,7 @@ from core.common.numerics import Verdict, judge
 from core.common.ops.attention.cache import read, stored
 from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
 from core.engine.inspect.probe import Caching
-from core.engine.static.cache import cache_name
+from core.engine.models.forward import cache_name
 from core.errors import ModelError
 from core.quantization.tensors import CACHE_SCALE_NAMES
 

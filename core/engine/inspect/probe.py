@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.engine.inspect.attention import implementation
 from core.engine.models.architecture import max_position
-from core.engine.steps.runner import accepted_arguments
+from core.engine.models.forward import accepted_arguments
 from core.quantization.layers import rounds_inputs
 
 LONG, SHORT = 96, 5

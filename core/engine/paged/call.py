@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from core.engine.inspect.attention import StepTensors
-from core.engine.steps.runner import accepted_arguments
+from core.engine.models.forward import accepted_arguments
 from core.engine.steps.sampling import Sampling, next_tokens
 
 

@@ -77,20 +77,11 @@ class PagedRunner:
             self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
             self._greedy_rows = self._greedy_params(max_rows)
-            self._program = compile(
-                self._calls,
-                device,
-                inputs=step_inputs(self._max_blocks),
-                buckets=buckets,
-                options=config.compile_options(
-                    self._calls,
-                    device.capabilities,
-                    outputs=[("rows",), ("rows", None)],
-                    examples=self._examples,
-                    shared=SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens()),
-                    progress=progress,
-                ),
-            )
+            shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
+            own = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
+            options = config.compile_options(self._calls, device.capabilities, **own, progress=progress)
+            inputs = step_inputs(self._max_blocks)
+            self._program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self._program.keys:
                 most = max(b["seqs"] for sizes in buckets.values() for b in sizes)
                 self._staged = StagedSteps(

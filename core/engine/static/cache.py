@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
-from core.engine.steps.runner import accepted_arguments
+from core.engine.models.forward import cache_name
 
-__all__ = ["CachedPhase", "cache_name", "full_mask", "static_cache", "static_phases"]
+__all__ = ["CachedPhase", "full_mask", "static_cache", "static_phases"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +99,6 @@ def _bound(model: Any, name: str, cache: Any, *, mask_len: int = 0) -> Callable[
         return logits
 
     return forward
-
-
-def cache_name(model: Any) -> str:
-    """Return the name under which the forward takes a `transformers.Cache`; purely recurrent models have their own."""
-    accepted = accepted_arguments(model)
-    for name in ("past_key_values", "cache_params"):
-        if name in accepted:
-            return name
-    raise TypeError("its forward takes no cache object")
 
 
 def _full_length(cache: Any, max_len: int) -> Any:

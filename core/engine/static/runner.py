@@ -16,7 +16,8 @@ from core.compilation.program import Program
 from core.compilation.report import ProgramReport
 from core.device import Device, Mode
 from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
-from core.engine.static.cache import cache_name, full_mask, static_cache
+from core.engine.models.forward import cache_name
+from core.engine.static.cache import full_mask, static_cache
 from core.engine.steps.runner import EngineConfig, one_or_all
 from core.engine.steps.sampling import GREEDY_ROW, Sampling, next_tokens, sampling_guard, sampling_params_input
 from core.engine.steps.sequence import Sequence as EngineSequence

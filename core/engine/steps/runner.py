@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, get_args
@@ -15,9 +14,9 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from core.capabilities import Capabilities, Mode
     from core.compilation.options import ModeChoice
     from core.compilation.report import ProgramReport
-    from core.device import Capabilities, Mode
     from core.engine.inspect.cache_codes import Rounding
     from core.engine.steps.sequence import Sequence as EngineSequence
     from core.engine.steps.step import Step, StepOutput
@@ -203,11 +202,6 @@ def _is_size(value: object, least: int) -> bool:
 
 def _refusal(name: str, value: object, found: str) -> UsageError:
     return UsageError(f"{name}={value!r}", found=found, remedy=f"make the EngineConfig with another {name}")
-
-
-def accepted_arguments(model: Any) -> frozenset[str]:
-    """Return the names of the parameters that the model's forward declares itself."""
-    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def powers(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from torch import fx
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.passes.declaration import Pass, Stage
 from core.compilation.implementations import choose_implementations, put_back_unimplemented
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.stages import later_stages
 from core.compilation.rewriting import bound_constants

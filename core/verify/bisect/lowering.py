@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from core.common.lowering import Lowering, LoweringRequest
+from core.common.node_meta import value_of
 from core.common.passes.sites import site_name
 from core.common.passes.writes import find_writes
 from core.compilation.rewrite.snapshot import Snapshot
@@ -154,7 +155,7 @@ def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
     position = {node: index for index, node in enumerate(nodes)}
     allowed = [True] * (len(nodes) + 1)
     for node, index in position.items():
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = value_of(node)
         last = max((position.get(user, len(nodes)) for user in node.users), default=index)
         if not isinstance(value, (Tensor, int, torch.SymInt)):
             for between in range(index + 1, min(last, len(nodes) - 1) + 1):

@@ -195,8 +195,7 @@ def _declared(library: _Library, name: str) -> FakeOp | None:
 
 def answer(request: dict[str, Any]) -> dict[str, object]:
     """Answer a request: {"do": "open"}, or {"do": "call" or "describe", "op": name, "index": number of the call}."""
-    from core.cli.output import error_json
-    from core.errors import CoreError, broken_extension
+    from core.errors import CoreError, broken_extension, error_json
 
     try:
         if request["do"] == "open":

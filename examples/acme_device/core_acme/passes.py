@@ -6,17 +6,11 @@ It is ordered nowhere, and so runs after core's own passes: a soft cap inside at
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from core.common.passes import view
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from core.common.passes.context import PassContext
-    from torch import fx
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
+from torch import Tensor, fx, nn
 
 NAME = "acme_softcap"
 

@@ -8,7 +8,7 @@ from core.common.fakes import FakeOp
 from core.common.graphs.backend import GraphBackendFactory
 from core.common.lowering import INLINE, Lowerings
 from core.common.ops.implementation import OpImplementation
-from core.common.passes.declaration import Pass
+from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import OpenContext, hookimpl

@@ -14,7 +14,8 @@ import pytest
 import torch
 from core.common.fakes import FakeOp
 from core.common.ops.canonical import OPS
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.device import PluginInfo
 from core.errors import DeviceUnavailableError, UsageError

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from core.common.passes.declaration import Pass
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.errors import PassError
 from core.verify.planted import Mistake, spoiled

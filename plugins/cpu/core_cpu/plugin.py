@@ -7,8 +7,6 @@ own libraries may be imported here: this module is loaded only when its device i
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import replace
 
 import torch
@@ -20,6 +18,7 @@ from core.common.lowering import Lowerings
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cpu.compiler import find_cxx_compiler, missing, refuse
 from core_cpu.fakes import SGL_KERNEL
 from core_cpu.memory import read_memory, reset_peak_memory
 from core_cpu.probe import product_name
@@ -56,9 +55,12 @@ def core_open_device(context: OpenContext) -> DeviceParts:
 
 @hookimpl
 def core_lowering(context: DeviceContext) -> Lowerings:
-    """Prefer Inductor, whose CPU code needs a C++ compiler; without one, run the graph's own Python."""
-    default = "inline" if context.parts.capabilities.extra["cxx_compiler"] == _NO_COMPILER else "inductor"
-    return replace(INLINE_AND_INDUCTOR, default=default)
+    """Prefer Inductor, whose CPU code needs a C++ compiler; without one, run the graph's own Python and say why."""
+    lacking = missing()
+    if not lacking:
+        return replace(INLINE_AND_INDUCTOR, default="inductor")
+    available = {**INLINE_AND_INDUCTOR.available, "inductor": refuse(lacking)}
+    return replace(INLINE_AND_INDUCTOR, available=available, instead=f"'inductor' can't be used, as {lacking}")
 
 
 @hookimpl
@@ -71,9 +73,3 @@ def core_graph_backend() -> GraphBackendFactory:
 def core_register_fakes() -> tuple[FakeOp, ...]:
     """Let models that call `sgl_kernel` be traced, where that library is loaded and brings no fakes of its own."""
     return SGL_KERNEL
-
-
-def find_cxx_compiler() -> str | None:
-    """Return the path of the C++ compiler that Inductor would find: $CXX, else the usual names."""
-    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import platform
 import shutil
+import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import core
 from core.common.graphs.backend import CallBackend
-from core.errors import DeviceUnavailableError
-from core_cpu.plugin import find_cxx_compiler
+from core.errors import DeviceUnavailableError, LoweringError
+from core_cpu.compiler import find_cxx_compiler, missing
 from core_cpu.probe import probe, product_name
+from tests.support import refused
 
 
 def test_the_probe_names_the_processor() -> None:
@@ -65,7 +69,40 @@ def test_the_default_lowering_follows_the_compiler(monkeypatch: pytest.MonkeyPat
     assert "none found" in str(device.capabilities.extra["cxx_compiler"])
 
 
-def test_the_compiler_of_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_the_one_that_inductor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes $CXX or g++, and no other that may be there."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in ("mycxx", "clang++") else None)
     monkeypatch.setenv("CXX", "mycxx")
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert find_cxx_compiler() == "/bin/mycxx"
+    monkeypatch.setenv("CXX", "gone")
+    assert missing() == "there is no C++ compiler: CXX names gone, which is not here"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert missing() == "there is no C++ compiler: Inductor takes g++, which is not here"
+
+
+def test_without_the_headers_of_python_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert f"there is no {tmp_path}/Python.h" in missing()
+    (tmp_path / "Python.h").touch()
+    assert missing() == ""
+
+
+def test_a_program_notes_that_there_is_no_compiler_unless_it_asks_for_a_lowering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+
+    def notes(**options: Any) -> tuple[str, ...]:
+        inputs = {"input": core.InputSpec((2, 4), torch.float32)}
+        model, given = torch.nn.Linear(4, 4).eval(), core.CompileOptions(**options)
+        return core.compile(model, "cpu", inputs=inputs, options=given).report().notes
+
+    (note,) = notes()
+    assert note.startswith("lowering 'inline': 'inductor' can't be used, as there is no C++ compiler: ")
+    assert notes(lowering="inline") == () and notes(mode="off") == ()
+    with refused(LoweringError, "'inductor'", "there is no C++ compiler", "use lowering 'inline'"):
+        notes(lowering="inductor")

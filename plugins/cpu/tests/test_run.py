@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(embedded_model(), tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_the_json_document_says_what_ran_and_that_it_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys)
     assert code == 0
@@ -60,6 +61,7 @@ def test_every_field_of_the_document_is_documented(capsys: pytest.CaptureFixture
     assert not [name for name in sorted(named) if f"`{name}`" not in section]
 
 
+@pytest.mark.slow
 def test_the_table_shows_text_speed_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--prompt", "Return a list of"]) == 0
     out, err = capsys.readouterr()
@@ -77,6 +79,7 @@ def test_several_prompts_come_out_in_their_order(capsys: pytest.CaptureFixture[s
     assert "not run (--no-check)" in out
 
 
+@pytest.mark.slow
 def test_two_prompts_are_checked_together(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys, "--prompt", "Return a list of", "--prompt", "This module")
     assert code == 0
@@ -85,6 +88,7 @@ def test_two_prompts_are_checked_together(capsys: pytest.CaptureFixture[str]) ->
     assert document["check"]["passed"]
 
 
+@pytest.mark.slow
 def test_modes_are_chosen_by_phase_and_drafts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--mode", "decode=off,prefill=compile", "--lowering", "inline", "--speculative", "2", "--no-check"]
     assert main(["run", "--device", "cpu", "--prompt", "the list of the list of the list", *arguments]) == 0
@@ -106,6 +110,7 @@ def matched(document: dict[str, Any]) -> list[dict[str, int]]:
     return [{p["name"]: p["matched"] for p in trace["passes"]} for trace in document["program"]["traces"]]
 
 
+@pytest.mark.slow
 def test_passes_run_are_verified_and_can_be_switched(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys, "--verify", "sample", "--strict", "--no-pass", "lift_rotary")
     assert code == 0 and document["check"]["passed"]

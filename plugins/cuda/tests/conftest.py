@@ -12,7 +12,9 @@ import torch
 INTERPRETER, GPU = "interpreter", "gpu"
 
 
-@pytest.fixture(params=[INTERPRETER, pytest.param(GPU, marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param(INTERPRETER, marks=pytest.mark.interpreter), pytest.param(GPU, marks=pytest.mark.gpu)]
+)
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Yield the device on whose tensors the kernels run: the host's, in Triton's interpreter, and a GPU's."""
     pytest.importorskip("triton", reason="needs triton")
@@ -31,10 +33,11 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mend Triton 3.6's interpreter: rounding to narrow dtypes, products of bfloat16, sizes as bounds of loops, fma.
+    """Mend the interpreters of Triton 3.6 and 3.7, of which test_cuda_triton.py has a test for each point.
 
-    It truncates the first or loses a carry, multiplies the bits of the second as integers, reads the third in a way
-    that numpy 2.4 refuses, and rounds the product of the fourth.
+    Rounding to narrow dtypes: they truncate, or lose a carry. Products of bfloat16: they multiply the bits as integers.
+    Sizes as bounds of loops: 3.6 reads them in a way that numpy 2.4 refuses. fma: they round the product. A constant on
+    the left of a tensor: 3.6 takes what 3.7 refuses, so kernels may not hold it under either.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -65,6 +68,16 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
+    make_constant = tl.constexpr.__init__
+
+    def constant(self: Any, value: Any) -> None:
+        if isinstance(value, tl.tensor):
+            raise TypeError(
+                "a tl.constexpr stands on the left of a tensor. The interpreter then takes the result for a constant, "
+                "which Triton 3.7 refuses as an operand: write the tensor on the left"
+            )
+        make_constant(self, value)
+
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
@@ -89,6 +102,7 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_grid)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
+    monkeypatch.setattr(tl.constexpr, "__init__", constant)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", create_dot)
     monkeypatch.setattr(builder, "create_fma", create_fma)

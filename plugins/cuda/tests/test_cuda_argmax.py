@@ -1,4 +1,4 @@
-"""core_cuda/ops/argmax.py against `core::argmax`: ties, NaN, masked tokens, rows of any length and in any place."""
+"""core_cuda/ops/sampling/argmax.py against `core::argmax`: ties, NaN, masked tokens, rows of any length, anywhere."""
 
 from __future__ import annotations
 

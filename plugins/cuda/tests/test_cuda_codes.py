@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops import launching
-from core_cuda.ops.attention.cache_write import write_cache
+from core_cuda.ops.cache_write import write_cache
 from core_cuda.ops.quantize import to_codes, to_numbers
 from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
 

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = Path(__file__).parent / "support"
 SHARED = 227 * 1024
 """Bytes of a block at most, at capability 9.0."""
 SPILLS = 64
@@ -28,7 +28,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "rows": ("1", "sample", "argmax"),
     "attention": (),
-    "prefill": ("8b", "1b"),
+    "prefill": ("8b", "1b", "gemma"),
     "moe": ("qwen3", "route"),
     "rotary": ("8b", "1b", "qwen"),
 }
@@ -39,12 +39,18 @@ def compiled(family: str) -> list[dict[str, Any]]:
     """Return what each kernel of a family takes, compiled in a process without the interpreter."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "plugins/cuda"), str(ROOT)])}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "tools/compile_cuda_kernels.py", str(HERE / f"calls_{family}.py"), *CALLS[family]]
+    command = [
+        sys.executable,
+        "tools/cuda/compile_cuda_kernels.py",
+        str(SUPPORT / f"calls_{family}.py"),
+        *CALLS[family],
+    ]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("family", CALLS)
 def test_kernels_compile_and_fit(family: str) -> None:
     found = compiled(family)

@@ -1,4 +1,4 @@
-"""Products with few rows: core_cuda/ops/{linear,skinny,skinny_configs}.py and what was measured for them."""
+"""Products with few rows: core_cuda/ops/linear/{products,skinny,skinny_configs}.py and what was measured for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plugins/cuda/core_cuda/ops/{moe_route,grouped_mlp}.py against the references of the canonical ops."""
+"""core_cuda/ops/moe/{route,grouped_mlp}.py against the references of the canonical ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_cuda/ops/norm.py against the references of the canonical ops: numbers, layouts, rows of any length."""
+"""core_cuda/ops/norm/norms.py against the references of the canonical ops: numbers, layouts, rows of any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plugins/cuda/core_cuda/ops/{prefill_attention,prefill_kernel,cache_write}.py."""
+"""core_cuda/ops/attention/{prefill,prefill_kernel,cache_write}.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.kernel_cases import CPU, DTYPES, moved, randn
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.ops import launching
 from core_cuda.ops.attention import prefill as prefill_attention
-from core_cuda.ops.attention.cache_write import write_cache
 from core_cuda.ops.attention.prefill import PrefillConfig, PrefillShape
+from core_cuda.ops.cache_write import write_cache
 
 Call = dict[str, Any]
 CACHES = ("key_cache", "value_cache")

@@ -1,4 +1,4 @@
-"""Products of fp8 codes: core_cuda/ops/{quantized_linear,scaled_linear}.py."""
+"""Products of fp8 codes: core_cuda/ops/linear/{quantized,scaled}.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plugins/cuda/core_cuda/ops/{rotary,rotary_kernel}.py."""
+"""core_cuda/ops/rotary/{rotation,kernel}.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_cuda/ops/rotary_table.py: both tables against fp64, at the positions of long contexts too."""
+"""core_cuda/ops/rotary/table.py: both tables against fp64, at the positions of long contexts too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core_cuda/ops/sampling.py against `core::sample` in fp64: every cut, ties, masked tokens, rows of any length."""
+"""core_cuda/ops/sampling/sample.py against `core::sample` in fp64: every cut, ties, masked tokens, rows of any size."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from core.common.graphs.streams import capture_lock
 from core.common.graphs.weak import weak_by
 from core.common.lowering import INLINE, Lowerings
 from core.common.ops.implementation import OpImplementation
-from core.common.passes.declaration import Pass
+from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl

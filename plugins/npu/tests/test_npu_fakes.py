@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from npu_schemas import SCHEMAS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -19,15 +19,12 @@ from core.verify.fakes.parity import run_fake
 from core_npu.fakes.attention import scored, scored_v2
 from core_npu.fakes.declared import NPU_FAKES, routed
 
-SNAPSHOT = Path(__file__).parent / "data" / "npu_schemas.txt"
-SCHEMAS = [line for line in SNAPSHOT.read_text().splitlines() if not line.startswith("#")]
-
 
 @pytest.fixture(scope="module")
 def applied() -> Iterator[dict[str, FakeResult]]:
     """Have ops of torch_npu's schemas, without kernels, apply the fakes and yield what became of each."""
     if "torch_npu" in sys.modules:
-        pytest.skip("torch_npu itself is loaded; sim_tests/test_ops_fakes.py compares its ops")
+        pytest.skip("torch_npu itself is loaded; simulated/ops/test_fakes.py compares its ops")
     libraries = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb")}
     for schema in SCHEMAS:
         namespace, _, rest = schema.partition("::")

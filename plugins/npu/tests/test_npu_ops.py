@@ -28,6 +28,7 @@ from tests.support import refused
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
+@pytest.mark.slow
 def test_nothing_here_imports_torch_npu() -> None:
     modules = "core_npu.implementations, core_npu.fakes.declared, core_npu.plugin"
     program = f"import sys; sys.modules['torch_npu'] = None; import {modules}"

@@ -19,6 +19,7 @@ from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
 from core_npu.passes.linear.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
 from core_npu.passes.registry import PASSES
+from tests.marks import slow_except
 from tests.support import cpu
 
 npu_library.install()
@@ -43,7 +44,7 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", slow_except(HALVES, torch.float16), ids=str)
 def test_every_pass_fires_as_often_as_it_owes(dtype: torch.dtype) -> None:
     model, inputs = npu_decoder.Decoder(dtype).eval(), npu_decoder.inputs(dtype)
     graph = trace(model, inputs)
@@ -92,6 +93,7 @@ def program() -> Iterator[core.Program]:
         yield compiled
 
 
+@pytest.mark.slow
 def test_a_program_of_several_sizes_runs_fused(program: core.Program) -> None:
     for found in program.report().traces:
         matched = {report.name: report.matched for report in found.passes if report.owner == "npu"}

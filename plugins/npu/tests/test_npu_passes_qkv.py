@@ -21,6 +21,7 @@ from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
 from core_npu.passes.rotary.qk_norm import LIFT_QK_NORM_ROTARY as LIFT
 from core_npu.passes.rotary.qkv_cache import FUSE_QKV_RMS_NORM_ROPE_CACHE as PASS
+from tests.marks import slow_except
 
 npu_library.install()
 ops: Any = torch.ops.npu
@@ -92,9 +93,16 @@ def inputs(
     return cast(found, dtype)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("turn", ["each", "rows", "once"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["", "open tokens"])
+TURNS = [
+    (open_tokens, turn, dtype) for open_tokens in (False, True) for turn in ("each", "rows", "once") for dtype in HALVES
+]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "turn", "dtype"),
+    slow_except(TURNS, *(case for case in TURNS if case[2] == (torch.bfloat16 if case[0] else torch.float16))),
+    ids=str,
+)
 def test_split_norms_rotation_and_cache_are_one_call(dtype: torch.dtype, turn: str, dynamic: bool) -> None:
     form = Form(turn=turn)
     opened = dict.fromkeys(("qkv", "cos", "sin", "slots"), (0,)) if dynamic else None

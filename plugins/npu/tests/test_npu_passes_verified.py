@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from core.common.passes.declaration import Pass
+from core.common.passes.declaration import Pass, PassTraits
 from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter, Rewritten
 from core.compilation.trace.tracing import trace
@@ -52,7 +52,7 @@ def test_each_site_is_judged_and_passes(declared: Pass, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("declared", CODED, ids=lambda declared: declared.name)
 def test_codes_that_differ_by_a_rounding_pass_as_codes_alone(declared: Pass) -> None:
     with pytest.raises(PassError, match="elements differ"):
-        verified(replace(declared, codes=()))
+        verified(replace(declared, traits=PassTraits()))
 
 
 def argument(op: str, index: int | str, change: Callable[[Any], Any]) -> Callable[[fx.Node], bool]:

@@ -101,6 +101,7 @@ def test_fp64_stays_fp64(op: CanonicalOp, name: str) -> None:
         assert torch.equal(result.double(), wide.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", FUNCTIONAL, ids=lambda op: op.name)
 def test_the_reference_is_traceable(op: CanonicalOp) -> None:
     for one in every_sample(op):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.passes.declaration import Pass
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes.context import ANALYSES, Analyses, PassContext, value_of
+from core.common.node_meta import value_of
+from core.common.passes.context import ANALYSES, Analyses, PassContext
 from core.common.passes.effects import is_impure, written_args
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.writes import Writes, find_writes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,10 @@ import torch
 
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.identity import Known, describing_once
 from core.common.passes.patterns import Replacement
+from core.common.passes.standard import COMMON_PASSES
+from core.compilation.rewrite.manager import PassManager
 from core.device import Capabilities
 from core.errors import PassError
 from tests.common.passes.graphs import traced
@@ -100,6 +103,27 @@ def test_what_a_run_closes_over_counts() -> None:
     assert made(1).uuid() == made(1).uuid()
 
 
+def test_what_passes_share_is_described_once_and_no_uuid_is_another_for_it() -> None:
+    def described(passes: Sequence[Pass], known: Known) -> list[str]:
+        with describing_once(known):
+            return [declared.uuid() for declared in passes]
+
+    shared, alone = Known(), [Known() for _ in COMMON_PASSES]
+    uuids = [declared.uuid() for declared in COMMON_PASSES]
+    assert described(COMMON_PASSES, shared) == uuids == described(COMMON_PASSES[::-1], shared)[::-1]
+    assert [described([each], known)[0] for each, known in zip(COMMON_PASSES, alone, strict=True)] == uuids
+    assert len(shared) < sum(map(len, alone)) / 3
+
+
+def test_what_changes_between_two_managers_is_seen() -> None:
+    limits = [1]
+    declared = Pass(name="a", run=lambda context: PassResult(matched=limits[0]))
+    first = PassManager([declared])
+    (before,) = first.uuids()
+    limits.append(2)
+    assert PassManager([declared]).uuids() != (before,) == first.uuids()
+
+
 def test_patterns_and_replacements_count() -> None:
     def declared(**fields: Any) -> str:
         return Pass(name="a", mechanism="replace_pattern", patterns=(replace(PATTERN, **fields),)).uuid()
@@ -147,6 +171,7 @@ def test_helpers_classes_and_constants_of_the_module_count(tmp_path: Path) -> No
     assert loaded(tmp_path, unused=2).DECLARED.uuid() == plain
 
 
+@pytest.mark.slow
 def test_the_uuid_is_the_same_in_another_process() -> None:
     code = "from tests.common.passes.test_declaration import BASE; print(BASE.uuid())"
     command = [sys.executable, "-W", "ignore", "-c", code]
@@ -194,7 +219,7 @@ CAPABLE = Capabilities(device_name="x", dtypes=frozenset({torch.float32}), extra
     ],
 )
 def test_guards_refuse_with_a_reason(guards: Guards, fields: dict[str, Any], reason: str | None) -> None:
-    assert guards.refusal(PassContext(module=traced(torch.sin, X), **fields)) == reason
+    assert PassContext(module=traced(torch.sin, X), guards=guards, **fields).refusal() == reason
 
 
 def test_callables_of_any_kind_can_be_identified() -> None:

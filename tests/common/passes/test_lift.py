@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -14,7 +16,8 @@ from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core.common.passes.norm.layer_norm import LIFT_LAYER_NORM
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.rotary.lift import LIFT_ROTARY
-from tests.common.passes.lifting import DTYPES, lifted_graph, traced_model
+from tests.common.passes.lifting import BF16, DTYPES, F32, lifted_graph, traced_model
+from tests.marks import slow_except
 
 PASSES = (LIFT_RMS_NORM, FUSE_ADD_RMS_NORM, LIFT_GATED_ACTIVATION, LIFT_LAYER_NORM, LIFT_ROTARY)
 # Residual adds in front of a norm: pre-norm layers have two, less the first; OLMo 2 normalises before it adds.
@@ -27,8 +30,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), slow_except(product(MODELS, DTYPES), ("llama", F32), ("gemma3_text", BF16)), ids=str
+)
 def test_a_model_is_lifted_whole_and_no_bit_changes(name: str, dtype: torch.dtype) -> None:
     graph, inputs, num_norms = traced_model(name, dtype)
     result = lifted_graph(graph, inputs, *PASSES)

@@ -1,4 +1,6 @@
-"""core/common/passes/recipes.py: results made by hand are those of the calls, and no pass adds a guard on a size."""
+"""core/common/passes/values/recipes.py: results made by hand are those of the calls, and no pass adds a guard on a
+size.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from core.common.passes.metadata import NewGuard, fake_values
-from core.common.passes.recipes import call_key, expressions, flat, memory, recipe_of
 from core.common.passes.standard import COMMON_PASSES
+from core.common.passes.values.recipes import call_key, expressions, flat, memory, recipe_of
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.tracing import trace

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from core.common.node_meta import value_of
 from core.common.passes import metadata
-from core.common.passes.context import PassContext, value_of
+from core.common.passes.context import PassContext
 from core.common.passes.declaration import Guards
 from core.common.passes.rewrite import Site, fuse, near_miss, remove_dead, site_name
 from core.common.passes.sites import MADE_BY

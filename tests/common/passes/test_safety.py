@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes.context import PassContext, value_of
+from core.common.node_meta import value_of
+from core.common.passes.context import PassContext
 from core.common.passes.rewrite import Finder, Site
 from core.common.passes.sites import MADE_BY
 from core.common.passes.writes import find_writes

@@ -185,6 +185,7 @@ def test_an_op_without_any_fake_says_so(library: torch.library.Library) -> None:
     assert not result.applied and result.reason.startswith("op denies_test::bare has no fake kernel; the kernel also")
 
 
+@pytest.mark.slow
 def test_what_ops_write_is_no_part_of_what_a_pass_is() -> None:
     code = (
         "from core.common.passes.identity import fingerprint\n"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import core
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Guards, Pass, PassResult, PassTraits
 from core.compilation.cache.store import Store
 from tests.compilation.cache.cached_model import (
     NONE,
@@ -90,6 +90,7 @@ def test_a_graph_in_pieces_is_cut_at_the_same_places() -> None:
     assert torch.equal(warm(x=X)["y"], cold(x=X)["y"])
 
 
+@pytest.mark.slow
 def test_inductors_kernels_come_from_its_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     cold, warm = (start(lowering="inductor", buckets=[4]) for _ in range(2))
@@ -98,6 +99,7 @@ def test_inductors_kernels_come_from_its_own_cache(tmp_path: Path, monkeypatch: 
     assert torch.equal(warm(x=X)["y"], cold(x=X)["y"])
 
 
+@pytest.mark.slow
 def test_off_reads_and_writes_nothing(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_of(start(cache=False)).state == "off"
     monkeypatch.setenv("CORE_CACHE", "0")
@@ -140,7 +142,7 @@ def test_the_codes_that_a_pass_may_move_are_still_told() -> None:
     def run(context: PassContext) -> PassResult:
         return PassResult(matched=0)
 
-    device = {"passes": (Pass(name="looks", run=run, codes=("acme::quantize",), owner="acme 1"),)}
+    device = {"passes": (Pass(name="looks", run=run, owner="acme 1", traits=PassTraits(codes=("acme::quantize",))),)}
     cold, warm = (start(device=device) for _ in range(2))
     assert_warm(warm)
     for program in (cold, warm):
@@ -157,7 +159,11 @@ def test_what_can_not_be_written_down_is_not_cached(cache_folder: Path, caplog: 
         linear.args = (linear.args[0], context.constants.add(context.graph, "twice", weight * 2, linear.args[1]))
         return PassResult(matched=1)
 
-    device = {"passes": (Pass(name="twice", run=computed, guards=Guards(constants=True), reads_content=False),)}
+    device = {
+        "passes": (
+            Pass(name="twice", run=computed, guards=Guards(constants=True), traits=PassTraits(reads_content=False)),
+        )
+    }
     for _ in range(2):
         program = start(nn.Linear(8, 8, bias=False).eval(), device, inputs={"input": ROWS["x"]})
         assert cache_of(program).state == "refused" and counts(program)["traces"] == 1

@@ -200,6 +200,24 @@ def test_the_source_of_core_and_of_the_plugin_is_a_factor(monkeypatch: pytest.Mo
     assert any("source: core_cpu" in line for line in look().differences)
 
 
+@pytest.mark.usefixtures("made_cache")
+def test_a_miss_names_the_other_checkout_and_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core import errors
+    from core.compilation.cache import factors, program_cache
+    from core.compilation.cache.differences import Place
+    from core.compilation.cache.source import source_place
+
+    own = source_place("core")
+    assert own.folder == str(Path(errors.__file__).parent)
+    assert own.files.keys() >= {"device.py", "compilation/cache/source.py"}
+    digest = factors.source_digest
+    monkeypatch.setattr(factors, "source_digest", lambda package: digest(package) + "x" * (package == "core"))
+    other = Place("/other/core", {**own.files, "device.py": "edited"})
+    monkeypatch.setattr(program_cache, "source_place", {"core": other}.get)
+    said = f"source: core: that entry is of {own.folder}, 1 file differs: device.py"
+    assert look().reason.endswith(said) and look().reason.startswith("1 factors differ from ")
+
+
 def test_an_edited_forward_misses(tmp_path: Path) -> None:
     code = "from torch import nn\nclass Edited(nn.Module):\n    def forward(self, x):\n        return x * {}\n"
 
@@ -243,11 +261,12 @@ if sys.argv[1] == "edits":
     time.sleep(0.1)
     with open(edited_plugin.__file__, "a") as file:
         file.write("X = 2\\n")
-from core.compilation.cache.code import source_digest
+from core.compilation.cache.source import source_digest
 print(source_digest("edited_plugin"))
 """
 
 
+@pytest.mark.slow
 def test_source_that_changed_after_it_was_loaded_stands_for_nothing_else(tmp_path: Path) -> None:
     """A plugin that is edited before its first compile still runs as it was, and may not count as what it is now."""
     (tmp_path / "edited_plugin.py").write_text("X = 1\n")

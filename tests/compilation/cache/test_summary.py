@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import core
-from core.compilation.cache.store import Store, differences
-from core.compilation.cache.summary import PhaseSummary, Summary, by_group, summarize
+from core.compilation.cache.store import Store
+from core.compilation.cache.summary import PhaseSummary, Summary, summarize
 from tests.compilation.cache.cached_model import Model, cache_of, start
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -54,6 +54,7 @@ def test_weights_and_caches_are_counted_once_by_dtype() -> None:
     assert json.loads(json.dumps(found.to_json()))["phases"][0]["sizes"] == [4, 8]
 
 
+@pytest.mark.slow
 def test_entries_of_one_model_look_different() -> None:
     made = [
         summary_of(Model()),
@@ -73,10 +74,3 @@ def test_an_entry_without_factors_has_nothing_to_say() -> None:
     assert summarize({}, {}).lines() == ("", "")
     phases = {"phases": [{"phase": "main", "mode": "full"}]}
     assert summarize({"values": {"a": "1", "b.key_cache": "None"}}, phases).lines() == ("", "main full")
-
-
-def test_differences_are_told_by_group() -> None:
-    old = {"values": {"a": "1", "b": "2"}, "torch": {"modes": "none"}}
-    new = {"values": {"a": "2", "b": "1"}, "torch": {"modes": "mine"}}
-    lines = [line.rsplit(": ", 1)[0] for line in differences(old, new)]
-    assert by_group(lines) == "torch modes, values (2)" and by_group([]) == ""

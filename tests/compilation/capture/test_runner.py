@@ -199,8 +199,8 @@ def test_serving_ends_with_an_error_too() -> None:
     capture(subject)
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None:
-    gc.unfreeze()  # a library may have frozen what there was
     subject, seen = runner(), []
     with subject.capture_session():
         subject.capture(KEY, lambda: (seen.append((gc.isenabled(), is_frozen())), torch.ones(1))[1:], {})

@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import core
 from core import InputSpec, Program
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Form, Pass, PassResult
+from core.common.passes.declaration import Form, Pass, PassResult, PassTraits
 from core.common.passes.effects import written_args
 from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION
 from core.common.passes.functional.updates import FUNCTIONALIZED
@@ -61,7 +62,7 @@ def seeing(seen: list[Any], name: str = "acme_look", form: Form = "v2", **fields
         assert all(n.target is aten.copy_.default and n.args[0].op == "placeholder" for n in writing)
         return PassResult(matched=1)
 
-    return Pass(name=name, run=run, stage="functional", form=form, owner="acme", **fields)
+    return Pass(name=name, run=run, stage="functional", owner="acme", traits=PassTraits(form=form), **fields)
 
 
 def compiled(*passes: Pass, model: nn.Module | None = None, **options: Any) -> Program:
@@ -109,6 +110,7 @@ def test_passes_see_a_functional_graph_and_the_program_writes_in_place(form: For
     assert reports[FIX].stage == "functional" and program.report().traces[0].aten_s > 0
 
 
+@pytest.mark.slow
 def test_what_closes_a_stage_runs_only_with_it() -> None:
     seen: list[Any] = []
     assert FIX not in [report.name for report in compiled().report().traces[0].passes]
@@ -205,7 +207,7 @@ def test_what_cannot_be_functional_runs_without_these_passes(caplog: pytest.LogC
 
 def test_declarations_that_make_no_sense() -> None:
     with refused(PassError, "its form is 'v1'", "stage='functional'"):
-        Pass(name="odd", run=lambda context: PassResult(matched=0), stage="aten", form="v1")
+        Pass(name="odd", run=lambda context: PassResult(matched=0), stage="aten", traits=PassTraits(form="v1"))
     with refused(UsageError, "choosing pass 'fix_functionalisation'", "did you mean 'fix_functionalization'"):
         compiled(passes=("fix_functionalisation",))
 
@@ -256,7 +258,9 @@ def test_the_pass_runs_inside_inductor(form: Form) -> None:
     assert any(target in FUNCTIONALIZED for target in seen[0])
 
 
-@pytest.mark.parametrize(("model_type", "route"), [("llama", "paged"), ("bloom", "static")])
+@pytest.mark.parametrize(
+    ("model_type", "route"), [pytest.param("llama", "paged", marks=pytest.mark.slow), ("bloom", "static")]
+)
 def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> None:
     """A tiny model of transformers as `core run --pass` runs it: equal tokens, and nothing is copied."""
     pytest.importorskip("transformers")
@@ -270,16 +274,18 @@ def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> No
     config = EngineConfig(
         max_num_seqs=2,
         max_model_len=48,
+        decode_buckets=(2,),
+        prefill_buckets=(16,),
         sampling=("greedy",),
         options=core.CompileOptions(lowering="inline", strict=True),
     )
+    loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
     tokens = []
-    for passes in ((), (seeing([]),)):
-        loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
-        with Engine(loaded, cpu(passes=passes), config) as engine:
+    for mode in ("off", None):
+        with Engine(loaded, cpu(passes=(seeing([]),)), replace(config, mode=mode)) as engine:
             assert engine.route == route
             params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-            tokens.append(engine.generate([[3, 4, 5, 6], [20, 21, 22]], params)[0].token_ids)
+            tokens.append([each.token_ids for each in engine.generate([[3, 4, 5, 6], [20, 21, 22]], params)])
             reports = [report for trace in engine.report().traces for report in trace.passes if report.name == FIX]
     assert tokens[0] == tokens[1]
     assert reports and all(report.matched >= 2 and report.near_misses == () for report in reports)

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
 from core.common.passes.rewrite import Site
-from core.compilation.rewrite.manager import PassManager, order
-from core.compilation.rewrite.order import predecessors
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.order import order, predecessors
 from core.device import Capabilities
 from core.errors import PassError, UsageError
 from tests.common.passes.graphs import Stack, find_rms, fusion, traced
@@ -335,11 +335,13 @@ def test_analyses_live_until_a_pass_that_changes_the_graph() -> None:
     PassManager([asking[0], asking[1], Pass(name="x", run=changes), asking[2]]).run(graph())
     assert counts == [1, 1, 2]
     counts.clear()
-    keeps = Pass(name="x", run=changes, preserves=frozenset({"writes"}), requires=frozenset({"writes"}))
+    keeps = Pass(
+        name="x", run=changes, traits=PassTraits(preserves=frozenset({"writes"}), requires=frozenset({"writes"}))
+    )
     PassManager([asking[0], keeps, asking[2]]).run(graph())
     assert counts == [1, 1]
     with refused(UsageError, "analyses ['colour'] for pass 'a' of owner of a"):
-        PassManager([named("a", requires=frozenset({"colour"}))])
+        PassManager([named("a", traits=PassTraits(requires=frozenset({"colour"})))])
 
 
 def test_two_passes_that_claim_one_node_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss, Pass, PassResult
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.rewrite.manager import PassReport
+from core.compilation.rewrite.pass_report import PassReport
 from core.errors import PassError, UsageError
 from tests.support import compile_with, cpu, refused, rewrite
 
@@ -70,13 +70,14 @@ def test_a_pass_changes_what_runs() -> None:
     assert torch.equal(compiled({"passes": (rewrite(wrong),)})(x=X), (X + 5) * (X + 5))
 
 
+@pytest.mark.slow
 def test_passes_are_chosen_by_name() -> None:
     device = {"passes": (FUSE, rewrite(lambda graph: [], name="other"))}
     names = {
         chosen: [p.name for p in compiled(device, passes=chosen).report().traces[0].passes]
         for chosen in (None, (), ("other",), ("other", "acme_pass"))
     }
-    common = [declared.name for declared in COMMON_PASSES if not declared.closes]
+    common = [declared.name for declared in COMMON_PASSES if not declared.traits.closes]
     assert sorted(names.pop(None)) == sorted([*common, "acme_pass", "other"])
     assert names == {(): [], ("other",): ["other"], ("other", "acme_pass"): ["acme_pass", "other"]}
     kept = compiled(device, disable_passes=(*common, "other")).report().traces[0].passes
@@ -150,6 +151,7 @@ def test_verification_accepts_right_passes() -> None:
     assert {p.name: p.matched for p in program.report().traces[0].passes}["lift_rms_norm"] == 1
 
 
+@pytest.mark.slow
 def test_a_pass_of_stage_aten_sees_aten_ops_and_what_no_device_runs_as_the_model_wrote_it() -> None:
     seen: list[str] = []
 

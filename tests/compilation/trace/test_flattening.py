@@ -5,6 +5,7 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from core.compilation.trace.traced import ConstantSlot, TracedGraph
 from core.compilation.trace.tracing import trace
 from core.device import Device
 from core.errors import TraceError, UsageError
+from tests.marks import slow_except
 from tests.recording import acme
 from tests.support import cpu, refused
 
@@ -252,8 +254,11 @@ class Nested(Tensor):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", [cpu, acme])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    slow_except(product((cpu, acme), (torch.float32, torch.bfloat16)), (acme, torch.bfloat16)),
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
 def test_a_whole_model_is_compiled_and_captured(device: Callable[[], Device], dtype: torch.dtype) -> None:
     """By the processor, and by the example vendor's device, whose graphs hold addresses."""
     model = Mixed(dtype).eval()

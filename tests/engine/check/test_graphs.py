@@ -25,6 +25,7 @@ def llama() -> LoadedModel:
     return build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_each_phase_serves_inputs_of_another_order_and_prefill_of_another_length(llama: LoadedModel) -> None:
     prefill, decode = phase_graphs(llama, select_device("cpu"))
     assert (prefill.phase, decode.phase) == ("prefill", "decode")
@@ -58,6 +59,7 @@ def test_a_model_without_a_static_cache_is_refused(llama: LoadedModel, monkeypat
         phase_graphs(llama, select_device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_engines_graphs_are_those_of_the_paged_cache_where_there_is_one(llama: LoadedModel) -> None:
     before = llama.config._attn_implementation
     with engine_graphs(llama, select_device("cpu")) as graphs:

@@ -54,6 +54,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.slow
 def test_the_cache_takes_half_the_memory_of_half_precision(engine: Engine) -> None:
     runner: Any = engine._runner
     assert {tensor.dtype for tensor in runner._cache._tensors} == {FP8}

@@ -31,7 +31,10 @@ def build(model_type: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return build_model(tiny_config(model_type), torch_device=CPU, dtype=dtype)
 
 
-@pytest.mark.parametrize("model_type", REQUIRED)
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name == "gpt_neox" else pytest.param(name, marks=pytest.mark.slow) for name in REQUIRED],
+)
 def test_a_required_architecture_is_traced_whole_and_right(model_type: str) -> None:
     loaded = build(model_type)
     num_layers = loaded.config.num_hidden_layers
@@ -51,6 +54,7 @@ def test_a_required_architecture_is_traced_whole_and_right(model_type: str) -> N
     assert 0 < result.verdict.eager_max_error < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_half_precision_holds_the_criterion_too(model_type: str) -> None:
     with Engine(build(model_type, torch.bfloat16), select_device("cpu"), CONFIG) as engine:

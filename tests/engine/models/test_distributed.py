@@ -35,10 +35,16 @@ def collectives() -> list[Any]:
     return launch("tests.common.collective_worker")
 
 
+SLOW = pytest.mark.slow
+"""Of tests whose fixture starts two processes and compiles in both."""
+
+
+@SLOW
 def test_each_process_knows_its_place(llamas: list[Any]) -> None:
     assert [(each["rank"], each["size"], each["local_rank"]) for each in llamas] == [(0, 2, 0), (1, 2, 1)]
 
 
+@SLOW
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sharded_llama_gives_the_logits_of_the_whole_one(llamas: list[Any], dtype: str, phase: str) -> None:
@@ -48,6 +54,7 @@ def test_a_sharded_llama_gives_the_logits_of_the_whole_one(llamas: list[Any], dt
         assert not found["equal"], "nothing was sharded"
 
 
+@SLOW
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FIRED)
@@ -58,6 +65,7 @@ def test_passes_on_and_off_give_equal_logits(llamas: list[Any], name: str, dtype
         assert found["judged"]["passed"], found["judged"]["reason"]
 
 
+@SLOW
 def test_one_trace_of_several_buckets_is_split_and_runs_a_devices_own_ops(llamas: list[Any]) -> None:
     ops = [f"core::{name}" for name in ("all_gather", "all_gather_linear", "linear_reduce_scatter", "local_shard")]
     for each in llamas:
@@ -66,20 +74,24 @@ def test_one_trace_of_several_buckets_is_split_and_runs_a_devices_own_ops(llamas
         assert found["equal"] == [True, True]
 
 
+@SLOW
 def test_the_engine_generates_on_a_sharded_model(llamas: list[Any]) -> None:
     for each in llamas:
         assert each["tokens"]["got"] == each["tokens"]["wanted"]
 
 
+@SLOW
 def test_collectives_move_what_they_say(collectives: list[Any]) -> None:
     assert [each["moving"] for each in collectives] == [[], []]
 
 
+@SLOW
 def test_fused_ops_are_the_ops_that_their_names_end_in(collectives: list[Any]) -> None:
     for each in collectives:
         assert len(each["ops"]) == 6 and not any(each["ops"].values()), each["ops"]
 
 
+@SLOW
 def test_layers_written_by_hand_are_rewritten_right(collectives: list[Any]) -> None:
     for each in collectives:
         assert len(each["models"]) == 16

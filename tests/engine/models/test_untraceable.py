@@ -38,6 +38,7 @@ def own_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_dbrx_runs_segmented_on_a_device_with_graphs_and_the_report_says_why() -> None:
     loaded = build_model(tiny_config("dbrx"), torch_device=torch.device("cpu"), dtype=torch.float32)
     expected = [own_tokens(loaded.model, prompt, 8) for prompt in PROMPTS]
@@ -54,6 +55,7 @@ def test_dbrx_runs_segmented_on_a_device_with_graphs_and_the_report_says_why() -
     assert not any("not checked" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_without_such_graphs_it_runs_eagerly_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     loaded = build_model(tiny_config("dbrx"), torch_device=torch.device("cpu"), dtype=torch.float32)
     expected = own_tokens(loaded.model, PROMPTS[0], 4)
@@ -65,7 +67,7 @@ def test_without_such_graphs_it_runs_eagerly_with_the_reason(caplog: pytest.LogC
 
 
 def test_strict_it_is_refused() -> None:
-    loaded = build_model(tiny_config("dbrx"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    loaded = build_model(tiny_config("dbrx", n_layers=1), torch_device=torch.device("cpu"), dtype=torch.float32)
     config = EngineConfig(max_num_seqs=1, max_model_len=32, options=CompileOptions(lowering="inline", strict=True))
     with pytest.raises(TraceError):
         Engine(loaded, acme(), config)

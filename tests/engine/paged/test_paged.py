@@ -85,6 +85,7 @@ def poison(runner: PagedRunner) -> None:
         tensor.fill_(float("nan"))
 
 
+@pytest.mark.slow
 def test_the_route_names_its_layers(runner: PagedRunner) -> None:
     assert runner.route == "paged"
     assert runner.reason == "all 2 attention layers go through transformers' attention interface"

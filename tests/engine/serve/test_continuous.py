@@ -136,6 +136,7 @@ def free_blocks(engine: Engine) -> int:
     return int(pool.num_free)
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_get_the_tokens_of_each_alone(engine: Engine) -> None:
     before, free = engine.stats(), free_blocks(engine)
     work = jobs(engine, NUM_REQUESTS)

@@ -52,6 +52,7 @@ def alone(engine: Engine) -> list[Completion]:
     return [engine.generate([text], GREEDY, collect_logits=True)[0] for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_the_texts_differ_in_length_and_continuation(alone: list[Completion]) -> None:
     assert len({len(c.prompt_token_ids) for c in alone}) >= 3
     assert len({c.token_ids for c in alone}) == 4

@@ -92,6 +92,7 @@ def leave(engine: Engine) -> None:
         engine.abort(request_id)
 
 
+@pytest.mark.slow
 def test_no_line_of_python_runs_once_per_token_of_a_prompt(engine: Engine) -> None:
     def prefill(length: int) -> None:
         # As many tokens in all, so as many cache blocks: these are taken one by one.

@@ -72,6 +72,7 @@ def counts(engine: Engine | Waiting, action: Any) -> tuple[Any, dict[str, int]]:
     }
 
 
+@pytest.mark.slow
 def test_every_decode_step_but_the_first_runs_ahead_and_none_in_vain(engine: Engine, waiting: Waiting) -> None:
     found, counted = counts(engine, lambda: engine.generate(TEXTS[:3], GREEDY))
     expected, others = counts(waiting, lambda: waiting.generate(TEXTS[:3], GREEDY))

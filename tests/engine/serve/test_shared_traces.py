@@ -21,14 +21,15 @@ from core.engine.paged.runner import PagedRunner
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import step_inputs
 from core.host.selection import select_device
+from tests.marks import slow_except
 
 LENGTH = 40
 SIZES = {"prefill": {"tokens": 24, "seqs": 2, "rows": 3}, "decode": {"tokens": 4, "seqs": 4, "rows": 4}}
 ONE = {"tokens": 1, "seqs": 1, "rows": 1}
 
 
-def tiny(model_type: str) -> Any:
-    return build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32).model
+def tiny(model_type: str, **changes: Any) -> Any:
+    return build_model(tiny_config(model_type, **changes), torch_device=torch.device("cpu"), dtype=torch.float32).model
 
 
 @contextmanager
@@ -69,9 +70,10 @@ def described(graph: TracedGraph) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("model_type", slow_except(("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"), "llama"))
 def test_the_decode_graph_of_the_shared_trace_is_that_of_a_trace_of_decode(model_type: str) -> None:
-    with runner_of(tiny(model_type), options=CompileOptions(mode="off")) as runner:
+    changes = {"num_hidden_layers": 1} if model_type == "llama" else {}
+    with runner_of(tiny(model_type, **changes), options=CompileOptions(mode="off")) as runner:
         lens = runner._query_lens()
         shared = SharedTrace(op="core::attention", argument="max_query_len", values=lens)
         prefill, alone = traced(runner, "prefill"), traced(runner, "decode")
@@ -101,8 +103,10 @@ def report_of(runner: PagedRunner) -> list[tuple[str, list[int], str]]:
     return [(each.phase, [key.dims[0] for key in each.buckets], each.trace_of) for each in traces]
 
 
+@pytest.mark.slow
 def test_drafts_share_the_trace_too() -> None:
-    with runner_of(tiny("llama"), decode_buckets=(2,), prefill_buckets=(24,), speculative=2) as runner:
+    model = tiny("llama", num_hidden_layers=1)
+    with runner_of(model, decode_buckets=(2,), prefill_buckets=(24,), speculative=2) as runner:
         assert report_of(runner) == [
             ("decode", [2], ""),
             ("prefill", [24], "decode"),
@@ -123,6 +127,7 @@ class Branching(nn.Module):
         return out * 1.0 if x.shape[1] > 10 else out
 
 
+@pytest.mark.slow
 def test_a_model_that_branches_on_the_number_of_tokens_has_a_trace_for_each_way() -> None:
     model = tiny("llama")
     model.model.layers[0].mlp = Branching(model.model.layers[0].mlp)

@@ -100,6 +100,7 @@ def test_what_could_not_be_compared_is_said(ops: dict[str, OpCheck], name: str, 
     assert ops[name].reason.endswith(reason)
 
 
+@pytest.mark.slow
 def test_declared_samples_come_first_and_the_fakes_of_the_device_are_tested() -> None:
     """The pack of the cpu plugin, on a library like the real one: what is left is what its schemas keep quiet about."""
     checked = check_library("tests.sgl_kernel.installed", "cpu", timeout_s=60.0)
@@ -127,6 +128,7 @@ def test_an_op_of_another_device_is_not_called(monkeypatch: pytest.MonkeyPatch) 
     assert _fake_worker._call("aten::neg", 0, run=True) == {"state": "impossible", "why": "another chip's op"}
 
 
+@pytest.mark.slow
 def test_a_library_that_can_not_be_loaded_is_one_clear_error() -> None:
     with refused(UsageError, "op library 'no_such_module'", "it can't be loaded: ModuleNotFoundError"):
         check_library("no_such_module", "cpu", timeout_s=5.0)
@@ -151,6 +153,7 @@ def test_a_namespace_that_is_registered_already_can_be_named(tmp_path: Path) -> 
     assert _load(str(path)) == ["fake_checks_test::op"] == _load("fake_checks_test")
 
 
+@pytest.mark.slow
 def test_a_library_that_ends_the_process_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "broken_ops.py"
     path.write_text("import os\nos._exit(3)\n")
@@ -178,6 +181,7 @@ def fake(x: torch.Tensor) -> torch.Tensor:
 """
 
 
+@pytest.mark.slow
 def test_what_kernels_write_beside_themselves_is_left_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, here = tmp_path / "where", tmp_path / "here"
     here.mkdir()
@@ -191,6 +195,7 @@ def test_what_kernels_write_beside_themselves_is_left_nowhere(tmp_path: Path, mo
     assert folder != here and not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["acme", "nosuch"])
 def test_a_library_that_comes_with_a_device_gives_that_devices_own_error(
     device: str, install_vendor: Callable[..., Any]
@@ -203,12 +208,14 @@ def test_a_library_that_comes_with_a_device_gives_that_devices_own_error(
     assert type(caught.value) is type(expected.value) and str(caught.value) == str(expected.value)
 
 
+@pytest.mark.slow
 def test_a_namespace_that_opening_the_device_registers_is_found(install_vendor: Callable[..., Any]) -> None:
     install_vendor(plugin=WITH_OPS)
     (found,) = check_library("acme_opened", "acme", timeout_s=60.0).ops
     assert (found.op, found.verdict, found.lies) == ("acme_opened::same", "agrees", ())
 
 
+@pytest.mark.slow
 def test_a_backend_that_breaks_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     break_torch(tmp_path, monkeypatch)
     with pytest.raises(DeviceUnavailableError, match="torch_dev is installed and fails: libdev"):

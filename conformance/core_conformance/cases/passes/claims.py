@@ -80,9 +80,12 @@ def _marked_sites(name: str, change: Change) -> int | None:
         if not olds.issuperset(made.replaced):
             return None
         # The results of one op with several outputs are one site.
-        source = node.args[0] if node.target is operator.getitem else None
-        inner = isinstance(source, fx.Node) and source.name not in olds
-        sites.add(source if inner and isinstance(source, fx.Node) else node)
+        while node.target in (operator.getitem, "transpose"):
+            source = node.args[0]
+            if not isinstance(source, fx.Node) or source.name in olds:
+                break
+            node = source
+        sites.add(node)
     return len(sites) or None
 
 

@@ -81,11 +81,12 @@ def refusal(device: Device, declared: Pass) -> str:
     nothing = fx.GraphModule(nn.Module(), fx.Graph())
     context = PassContext(
         module=nothing,
+        guards=whatever,
         capabilities=device.capabilities,
         tokens=tokens_for(declared),
         implemented=frozenset(implementation.op for implementation in device.ops),
     )
-    reason = whatever.refusal(context)
+    reason = context.refusal()
     return f"its guard: {reason}" if reason else ""
 
 

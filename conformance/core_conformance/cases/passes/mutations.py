@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from core.common.node_meta import ATEN, TRACED, value_key, value_of
 from core.common.passes import view
-from core.common.passes.effects import value_of
 from core.common.passes.sites import MADE_BY
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.traced import ConstantSlot
@@ -171,16 +171,16 @@ def _scale_in_place(module: fx.GraphModule, source: fx.Node, after: fx.Node) -> 
 
 def _new(module: fx.GraphModule, method: str, args: tuple[Any, ...], value: Any, *, after: fx.Node) -> fx.Node:
     """Insert a method call, or its ATen op in a graph of these."""
-    on_aten = "val" in args[0].meta and "example_value" not in args[0].meta
+    key = value_key(args[0])
     with module.graph.inserting_after(after):
-        if not on_aten:
+        if key == TRACED:
             node = module.graph.call_method(method, args)
         elif method == "to":
             node = module.graph.call_function(aten._to_copy.default, args[:1], {"dtype": args[1]})
         else:
             node = module.graph.call_function(aten.mul_.Tensor, args)
-    kept = {key: item for key, item in after.meta.items() if key not in (MADE_BY, "val", "example_value")}
-    node.meta = {**kept, "val" if on_aten else "example_value": value}
+    kept = {name: item for name, item in after.meta.items() if name not in (MADE_BY, TRACED, ATEN)}
+    node.meta = {**kept, key: value}
     return node
 
 

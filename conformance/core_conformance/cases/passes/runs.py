@@ -154,7 +154,7 @@ class Bench:
             passes,
             enable=[
                 *(name for name in self.device.capabilities.unprofitable if name in names),
-                *(declared.name for declared in passes if declared.closes or declared.on_request),
+                *(declared.name for declared in passes if declared.traits.closes or declared.traits.on_request),
             ],
             capabilities=self.device.capabilities,
             implemented=frozenset(implementation.op for implementation in self.device.ops),
@@ -245,9 +245,7 @@ def _stand_in(declared: Pass, stage: Any) -> Pass:
         guards=Guards(),
         expect=None,
         stage=stage,
-        form="v2",
-        closes=False,
-        requires=frozenset(),
+        traits=replace(declared.traits, form="v2", closes=False, requires=frozenset()),
     )
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import core.common.ops.attention.paged as attention
+import core.common.ops.attention.rotary as rotary_attention
+import core.common.ops.attention.samples as attention_samples
 from core.common.ops.arguments import at_least_fp32, check_choice
-from core.common.ops.attention import paged as attention
-from core.common.ops.attention import rotary as rotary_attention
-from core.common.ops.attention import samples as attention_samples
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import CanonicalOp, Sample, declare

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import core.common.ops.attention.paged as attention
+import core.common.ops.attention.samples as attention_samples
 from core.common.ops.arguments import Draw, at_least_fp32, check
-from core.common.ops.attention import paged as attention
-from core.common.ops.attention import samples as attention_samples
 from core.common.ops.declaration import CanonicalOp, Sample, declare
 from core.common.ops.rotary.rotation import STYLES, check_rotary, qk_norm_rotary, rotary
 

@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.attention.dense import DENSE_ATTENTION
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.ops.attention import DENSE_ATTENTION
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, apply_sites, near_miss, view
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, Writes, fuse, near_miss, view
 from core.common.passes.attention.operands import Operand, is_copy, peel
 from core.common.passes.attention.scores import PRODUCTS, Mask, Scores, Unread, read_scores
 from core.common.passes.attention.sinks import gate_of, per_head
@@ -27,10 +27,6 @@ from core.common.passes.attention.terms import (
     read_values_product,
     result_of,
 )
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
-from core.common.passes.writes import Writes
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:

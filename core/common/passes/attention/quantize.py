@@ -1,50 +1,50 @@
 """Fuse attention with the quantisation of its result: `core::attention_quantize`, `core::rotary_attention_quantize`.
 
 Attention gives heads of tokens (T, H, V); the output projection quantises rows (1, T, H * V), so views stand between
-the two. The op gives codes of rows, and views put the dimensions in front back, behind it: nothing is computed
-otherwise, and no bit changes. Codes of groups stay apart, since the op has none.
+the two. The op gives codes of rows, without dimensions in front: nothing is computed otherwise, and no bit changes.
+Codes of groups stay apart, since the op has none.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.ops.attention.paged import ATTENTION
-from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, GRANULARITIES, ROTARY_ATTENTION_QUANTIZE
-from core.common.ops.attention.rotary import ROTARY_ATTENTION
-from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.quantize.symmetric import QUANTIZE
-from core.common.passes import view
+from core.common.ops.attention import (
+    ATTENTION,
+    ATTENTION_QUANTIZE,
+    GRANULARITIES,
+    ROTARY_ATTENTION,
+    ROTARY_ATTENTION_QUANTIZE,
+)
+from core.common.passes import (
+    LIFTS,
+    CanonicalOp,
+    Index,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    Site,
+    Viewed,
+    Writes,
+    calls,
+    find_op,
+    fuse,
+    near_miss,
+    view,
+)
 from core.common.passes.attention.quantize_examples import examples
-from core.common.passes.cleanup import LIFTS
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.quantize.calls import Quantize, arguments, behind, name_results, read_quantize, results
-from core.common.passes.rewrite import Site, apply_sites, near_miss
-from core.common.passes.writes import Writes
+from core.common.passes.quantize.calls import Quantize, behind, read_quantize
 
 _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     {ATTENTION.name: ATTENTION_QUANTIZE, ROTARY_ATTENTION.name: ROTARY_ATTENTION_QUANTIZE}
 )
 _VIEWS = frozenset({"view", "reshape", "flatten", "contiguous", "unsqueeze", "getitem", "squeeze"})
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """An attention whose rows alone are quantised. views: between the two, in order. lead: dimensions before rows."""
-
-    attention: fx.Node
-    quantize: Quantize
-    views: tuple[fx.Node, ...]
-    lead: int
 
 
 def _fused(node: fx.Node) -> CanonicalOp | None:
@@ -53,7 +53,7 @@ def _fused(node: fx.Node) -> CanonicalOp | None:
     return None if op is None else _FUSED.get(op.name)
 
 
-def find(node: fx.Node) -> _Found | NearMiss | None:
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Return a quantisation of an attention's rows; a near-miss where the two can't go together."""
     quantize = read_quantize(node)
     if quantize is None:
@@ -63,9 +63,7 @@ def find(node: fx.Node) -> _Found | NearMiss | None:
         return None
     views = _between(attention, quantize)
     reason = _refusal(attention, quantize, views)
-    if reason:
-        return near_miss(node, reason)
-    return _Found(attention, quantize, views, len(view.shape(quantize.x) or ()) - 2)
+    return near_miss(node, reason) if reason else _site(attention, quantize, views)
 
 
 def _source(x: fx.Node) -> fx.Node | None:
@@ -130,7 +128,7 @@ def _refusal(attention: fx.Node, quantize: Quantize, views: tuple[fx.Node, ...])
             return f"{others[0]} reads {each} too"
     if not _is_rows(attention, quantize.x):
         return f"what it quantises are no rows of all heads of a token, but {view.shape(quantize.x)}"
-    further = [user for user in quantize.node.users if user not in results(quantize.node).values()]
+    further = [user for user in quantize.node.users if user not in calls.results(quantize.node).values()]
     return f"{further[0]} reads a result of {quantize.node} a second time" if further else ""
 
 
@@ -143,122 +141,33 @@ def _is_rows(attention: fx.Node, x: fx.Node) -> bool:
     return view.same_sizes(tuple(sizes[-2:]), rows) and all(type(size) is int and size == 1 for size in sizes[:-2])
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A view as it was before it was erased. args: those after the first, which is what it views."""
-
-    node: fx.Node
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _Moved:
-    """One quantisation that reads rows of attention itself, and what it was before. restored: views after results."""
-
-    found: _Found
-    rows: fx.Node
-    value: Any
-    views: list[_Record]
-    results: list[tuple[fx.Node, Any]] = field(default_factory=list)
-    restored: list[fx.Node] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, found: _Found) -> _Moved:
-        """Let the quantisation read the attention's rows, and views after it give what it gave."""
-        node, graph = found.quantize.node, found.quantize.node.graph
-        views = [_Record(each, each.args[1:], dict(each.kwargs)) for each in found.views]
-        with graph.inserting_before(node):
-            rows = graph.call_method("flatten", (found.attention, 1))
-        wide = view.value(found.attention)
-        _describe(rows, found.attention, wide.flatten(1))
-        moved = cls(found, rows, view.value(node), views)
-        index = (0,) * found.lead
-        _set_value(node, tuple(value[index] if value.dim() else value for value in moved.value))
-        for position, member in sorted(results(node).items()):
-            old = view.value(member)
-            moved.results.append((member, old))
-            if found.lead and old.dim():
-                with graph.inserting_after(member):
-                    back = graph.call_function(operator.getitem, (member, (None,) * found.lead))
-                _describe(back, member, old)
-                _replace(member, back)
-                # What has the old shape has the old name: by it, verification compares with the value of before.
-                name = member.name
-                member._rename(f"{name}_rows")
-                back.name = name
-                moved.restored.append(back)
-            _set_value(member, view.value(node)[position])
-        node.replace_input_with(found.quantize.x, rows)
-        for each in reversed(found.views):
-            graph.erase_node(each)
-        return moved
-
-    def site(self) -> Site:
-        """Return the site of an attention, its rows and their codes."""
-        op, fused, quantize = find_op(self.found.attention.target), _fused(self.found.attention), self.found.quantize
-        assert op is not None and fused is not None  # the finder has seen it
-        given: dict[str, Any] = {**arguments(self.found.attention, op), **quantize.options, "out_scale": quantize.scale}
-        given.pop("group_size", None)
-        positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
-        outputs = tuple(member for member, _ in self.results)
-        return Site(
-            anchor=outputs[0],
-            target=fused.overload,
-            args=tuple(given.pop(name) for name in positional),
-            kwargs=given,
-            interior=(self.found.attention, self.rows, quantize.node, *outputs),
-            outputs=outputs,
-        )
-
-    def undo(self) -> None:
-        """Put the views back to where they were."""
-        node = self.found.quantize.node
-        graph, source = node.graph, self.found.attention
-        with graph.inserting_before(self.rows):
-            for view_was in self.views:
-                old, args = view_was.node, (source, *view_was.args)
-                source = graph.create_node(old.op, old.target, args, dict(view_was.kwargs), old.name)
-                source.meta = dict(old.meta)
-        node.replace_input_with(self.rows, source)
-        graph.erase_node(self.rows)
-        for back in self.restored:
-            member: fx.Node = back.args[0]  # type: ignore[assignment]  # the result that it views
-            back.replace_all_uses_with(member)
-            member.name = back.name
-            graph.erase_node(back)
-        for member, value in self.results:
-            _set_value(member, value)
-        _set_value(node, self.value)
-
-
-def _replace(member: fx.Node, back: fx.Node) -> None:
-    member.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
-
-
-def _describe(node: fx.Node, like: fx.Node, value: Any) -> None:
-    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-    node.meta["example_value" if "example_value" in like.meta else "val"] = value
-
-
-def _set_value(node: fx.Node, value: Any) -> None:
-    node.meta["example_value" if "example_value" in node.meta else "val"] = value
+def _site(attention: fx.Node, quantize: Quantize, views: tuple[fx.Node, ...]) -> Site | None:
+    """Return the site of an attention and its codes, which are those of rows without dimensions in front."""
+    op, fused = find_op(attention.target), _fused(attention)
+    assert op is not None and fused is not None  # the search has seen it
+    given: dict[str, Any] = {**calls.arguments(attention, op), **quantize.options, "out_scale": quantize.scale}
+    given.pop("group_size", None)
+    positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
+    num_lead = len(view.shape(quantize.x) or ()) - 2
+    steps = (Index((0,) * num_lead),) if num_lead else ()
+    members = calls.outputs(quantize.node)
+    anchor = next(filter(None, members), None)
+    if anchor is None:  # nothing reads the codes
+        return None
+    return Site(
+        anchor=anchor,
+        target=fused.overload,
+        args=tuple(given.pop(name) for name in positional),
+        kwargs=given,
+        interior=(attention, *views, quantize.node),
+        # A scale for all tokens has no dimensions.
+        outputs=tuple(each if each is None or not view.shape(each) else Viewed(each, steps) for each in members),
+    )
 
 
 def run(context: PassContext) -> PassResult:
     """Fuse every attention with the quantisation of its rows."""
-    name_results(context, (QUANTIZE,))
-    found = [item for item in map(find, context.graph.nodes) if item is not None]
-    misses = [item for item in found if isinstance(item, NearMiss)]
-    moved = [_Moved.of(item) for item in found if isinstance(item, _Found)]
-    if moved and context.analyses is not None:
-        context.analyses.invalidate()
-    result = apply_sites(context, [each.site() for each in moved], misses)
-    alive = set(context.graph.nodes)
-    for each in moved:
-        if each.rows in alive:  # refused
-            each.undo()
-    return result
+    return fuse(context, find)
 
 
 def expect(context: PassContext) -> int | None:
@@ -274,7 +183,7 @@ def expect(context: PassContext) -> int | None:
         reader = view.only_user(node) if _fused(node) is not None else None
         while reader is not None and view.kind(reader) in _VIEWS:
             reader = view.only_user(reader)
-        count += reader is not None and isinstance(find(reader), _Found)
+        count += reader is not None and isinstance(find(context, reader), Site)
     return count
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from core.common.ops.attention.dense import DENSE_ATTENTION
-from core.common.passes import view
+from core.common.ops.attention import DENSE_ATTENTION
+from core.common.passes import Site, view
 from core.common.passes.attention.operands import Operand
 from core.common.passes.attention.scores import Mask, Unread
-from core.common.passes.rewrite import Site
 
 
 @dataclass(slots=True)

@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes import view
-from core.common.passes.cleanup import LIFTS
+from core.common.passes import (
+    LIFTS,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    is_impure,
+    near_miss,
+    site_name,
+    value_of,
+    view,
+)
 from core.common.passes.cleanup.sharing import Sharing, name_of, same_metadata, same_place
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.effects import is_impure, value_of
-from core.common.passes.rewrite import near_miss, site_name
 
 
 def run(context: PassContext) -> PassResult:

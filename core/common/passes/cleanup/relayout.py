@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.context import value_of
+from core.common.passes import Refused, value_of
 from core.common.passes.metadata import fake_values
-from core.common.passes.recipes import Recipe, call_key, flat, memory, recipe_of, signatures
-from core.common.passes.sites import Refused
+from core.common.passes.values.recipes import Recipe, call_key, flat, memory, recipe_of, signatures
 
 
 class Relayout:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from core.common.passes.context import PassContext
-from core.common.passes.effects import value_of
-from core.common.passes.writes import Writes
+from core.common.passes import PassContext, Writes, same_size, same_sizes, value_of
 
 _NEVER = -1
 _RESHAPING = frozenset(
@@ -105,8 +102,8 @@ def _alike(left: Any, right: Any) -> bool:
     kinds = left.dtype == right.dtype and left.device == right.device and left.layout == right.layout
     return (
         kinds
-        and _equal(left.shape, right.shape)
-        and _equal(left.stride(), right.stride())
+        and same_sizes(left.shape, right.shape)
+        and same_sizes(left.stride(), right.stride())
         and left.is_neg() == right.is_neg()
         and left.is_conj() == right.is_conj()
     )
@@ -115,17 +112,10 @@ def _alike(left: Any, right: Any) -> bool:
 def same_place(left: fx.Node, right: fx.Node) -> bool:
     """Tell whether two tensors of the same metadata and storage begin at the same element."""
     leaves = [_leaves(value_of(left)), _leaves(value_of(right))]
-    return all(_equal((a.storage_offset(),), (b.storage_offset(),)) for a, b in zip(*leaves, strict=True))
+    return all(same_size(a.storage_offset(), b.storage_offset()) for a, b in zip(*leaves, strict=True))
 
 
 def _leaves(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def _equal(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    left, right = tuple(left), tuple(right)
-    return len(left) == len(right) and all(
-        a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True)
-    )

@@ -12,14 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.collective.collectives import ALL_GATHER, REDUCE_SCATTER
-from core.common.ops.collective.linear import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from core.common.ops.linear.gated import LINEAR
-from core.common.passes import view
+from core.common.ops.canonical import ALL_GATHER, ALL_GATHER_LINEAR, LINEAR, LINEAR_REDUCE_SCATTER, REDUCE_SCATTER
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, fuse, near_miss, view
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
 
 
 class _Search:
@@ -100,8 +95,8 @@ ASYNC_TENSOR_PARALLEL = Pass(
     # After the linears have become a device's own, so that a pair that is put back has these.
     after=("lift_collectives", "sequence_parallel", "merge_linears", "lift_linear", "fuse_gated_linear"),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     params=MappingProxyType(
         {"least_bytes_of_2": 0, "least_bytes_of_4": 0, "least_bytes_of_8": 0, "least_bytes_of_16": 0}
     ),
+    traits=PassTraits(reads_content=False),
 )

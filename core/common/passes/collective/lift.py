@@ -7,8 +7,7 @@ into x; where nobody else sees that memory, its readers are given the new op's r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +15,20 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
-from core.common.ops.declaration import CanonicalOp
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
+from core.common.passes import (
+    CanonicalOp,
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    fuse,
+    near_miss,
+    view,
+)
 
 _OPS: Mapping[str, tuple[CanonicalOp, tuple[str, ...]]] = MappingProxyType(
     {
@@ -61,9 +68,14 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     reason = _refusal(node, given, group)
     if reason:
         return near_miss(node, reason)
-    written = _written(wait, given["input"])
-    interior = (node, wait) if written is None else (node, wait, written)
-    return Site(anchor=interior[-1], target=op.overload, args=(given["input"], group), interior=interior)
+    x, written = given["input"], _written(wait, given["input"])
+    return Site(
+        anchor=written or wait,
+        target=op.overload,
+        args=(x, group),
+        interior=(node, wait),
+        overwritten=() if written is None else (x,),
+    )
 
 
 def _refusal(node: fx.Node, given: Mapping[str, Any], group: Any) -> str:
@@ -88,45 +100,14 @@ def _written(wait: fx.Node, x: Any) -> fx.Node | None:
     return user if writes else None
 
 
-@dataclass(slots=True)
-class _Redirected:
-    """Readers of a written tensor, given the write's result to read while a pass looks at the graph."""
-
-    write: fx.Node
-    x: fx.Node
-    readers: list[fx.Node] = field(default_factory=list)
-
-    def undo(self) -> None:
-        """Let them read the tensor again, which is the same."""
-        for reader in self.readers:
-            reader.replace_input_with(self.write, self.x)
-
-
-def _redirect(context: PassContext) -> Iterator[_Redirected]:
-    """Let all that reads a tensor after an all-reduce has been written into it read the write's result instead."""
-    order = context.analysis("order")
-    for node in list(context.graph.nodes):
-        wait = view.only_user(node) if _name(node) == "_c10d_functional::all_reduce" else None
-        x = view.operand(node, 0, "input")
-        written = _written(wait, x) if wait is not None else None
-        if written is None:
-            continue
-        found = _Redirected(written, x)
-        for reader in [user for user in x.users if order[user] > order[written]]:
-            reader.replace_input_with(x, written)
-            found.readers.append(reader)
-        yield found
-
-
 def run(context: PassContext) -> PassResult:
     """Lift every functional collective."""
-    redirected = list(_redirect(context))
-    result = fuse(context, find)
-    kept = set(context.graph.nodes)
-    for each in redirected:
-        if each.write in kept:
-            each.undo()
-    return result
+    return fuse(context, find)
 
 
-LIFT_COLLECTIVES = Pass(name="lift_collectives", run=run, guards=Guards(world_size=(2, None)), reads_content=False)
+LIFT_COLLECTIVES = Pass(
+    name="lift_collectives",
+    run=run,
+    guards=Guards(world_size=(2, None)),
+    traits=PassTraits(reads_content=False),
+)

@@ -13,10 +13,8 @@ from math import prod
 import torch
 from torch import fx
 
-from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
-from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.passes import view
-from core.common.passes.context import PassContext
+from core.common.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_size
+from core.common.passes import CanonicalOp, PassContext, find_op, view
 from core.common.passes.metadata import ASKS
 
 _LIMIT = re.compile(r"(most|least)_bytes_of_(\d+)")

@@ -13,24 +13,35 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.collective.collectives import ALL_REDUCE
-from core.common.ops.collective.norm import (
+from core.common.ops.canonical import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_QUANTIZE,
+    ALL_REDUCE,
     ALL_REDUCE_ADD_RMS_NORM,
     ALL_REDUCE_ADD_RMS_NORM_QUANTIZE,
     ALL_REDUCE_ADD_RMS_NORM_QUANTIZE_FP4,
     ALL_REDUCE_RMS_NORM,
+    QUANTIZE,
+    QUANTIZE_FP4,
+    RMS_NORM,
 )
-from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE
-from core.common.ops.quantize.fp4 import QUANTIZE_FP4
-from core.common.ops.quantize.symmetric import QUANTIZE
-from core.common.passes import view
+from core.common.passes import (
+    CanonicalOp,
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    calls,
+    find_op,
+    fuse,
+    near_miss,
+    view,
+)
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.quantize.calls import arguments, name_results, read_quantize, results
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.passes.quantize.calls import read_quantize
 
 _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     {
@@ -40,7 +51,6 @@ _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     }
 )
 """Name of what follows an all-reduce -> the op that is both."""
-_SEVERAL = (ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE, QUANTIZE, QUANTIZE_FP4)
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -53,7 +63,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if norm is None:
         return near_miss(node, f"{node} is read by {', '.join(user.name for user in node.users) or 'nothing'}")
     op = find_op(norm.target)
-    given = arguments(norm, op) if op is not None and op.name in _FUSED else {}
+    given = calls.arguments(norm, op) if op is not None and op.name in _FUSED else {}
     if op is None or node not in (given.get("x"), given.get("residual")):
         return near_miss(node, f"{norm}, which alone reads {node}, is no norm of it")
     reason = refused_group(context, group) or refused_bytes(context, group, x)
@@ -70,45 +80,48 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     return _quantized(node, norm, given) if op is ADD_RMS_NORM else _site(_FUSED[op.name], given, (node, norm))
 
 
-def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site:
+def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site | None:
     """Return the site of a norm whose result may be read by a quantisation alone."""
-    found = results(norm)
-    normed, total = found[0], found[1]
-    last = view.only_user(normed)
+    normed, total = calls.outputs(norm)
+    last = view.only_user(normed) if normed is not None else None
     op = find_op(last.target) if last is not None else None
-    interior = (node, norm, normed)
+    interior = (node, norm, *filter(None, (normed,)))
     if last is not None and op is QUANTIZE:
         quantize = read_quantize(last)
         if quantize is not None and quantize.x is normed and not quantize.unknown:
             given |= {"scale": quantize.scale, **quantize.options}
             return _site(ALL_REDUCE_ADD_RMS_NORM_QUANTIZE, given, (*interior, last), further=(total,))
     if last is not None and op is QUANTIZE_FP4:
-        given["scale"] = arguments(last, QUANTIZE_FP4).get("scale")
+        given["scale"] = calls.arguments(last, QUANTIZE_FP4).get("scale")
         return _site(ALL_REDUCE_ADD_RMS_NORM_QUANTIZE_FP4, given, (*interior, last), further=(total,))
     return _site(ALL_REDUCE_ADD_RMS_NORM, given, (node, norm))
 
 
 def _site(
-    fused: CanonicalOp, given: dict[str, Any], interior: tuple[fx.Node, ...], *, further: tuple[fx.Node, ...] = ()
-) -> Site:
+    fused: CanonicalOp,
+    given: dict[str, Any],
+    interior: tuple[fx.Node, ...],
+    *,
+    further: tuple[fx.Node | None, ...] = (),
+) -> Site | None:
     """Return the site of an op whose results are those of the last node of its interior, and further ones."""
     positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
-    last = interior[-1]
-    found = results(last) if find_op(last.target) in _SEVERAL else {0: last}
-    outputs = (*(found[index] for index in sorted(found)), *further)
+    outputs = (*calls.outputs(interior[-1]), *further)
+    anchor = next(filter(None, outputs), None)
+    if anchor is None:  # nothing reads what the norm gives
+        return None
     return Site(
-        anchor=outputs[0],
+        anchor=anchor,
         target=fused.overload,
         args=tuple(given.get(name) for name in positional),
         kwargs={name: value for name, value in given.items() if name not in positional},
-        interior=(*interior, *outputs),
+        interior=interior,
         outputs=outputs,
     )
 
 
 def run(context: PassContext) -> PassResult:
     """Fuse every all-reduce with the norm of its sum."""
-    name_results(context, _SEVERAL)
     return fuse(context, find)
 
 
@@ -120,7 +133,6 @@ FUSE_ALL_REDUCE_NORM = Pass(
         *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize", "sequence_parallel"),
     ),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     # Kernels that exchange in one step send all to all, which pays less the more processes there are. An implementation
     # knows its own limits besides, and says so in its condition: the nodes that it does not take are put back.
     params=MappingProxyType(
@@ -130,4 +142,5 @@ FUSE_ALL_REDUCE_NORM = Pass(
             "most_bytes_of_8": 8 << 20,
         }
     ),
+    traits=PassTraits(reads_content=False),
 )

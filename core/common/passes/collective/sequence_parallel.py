@@ -18,20 +18,35 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from core.common.ops.collective.collectives import ALL_GATHER, ALL_REDUCE, LOCAL_SHARD, REDUCE_SCATTER
-from core.common.ops.declaration import find_op
-from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
-from core.common.passes import view
+from core.common.ops.canonical import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_QUANTIZE,
+    ALL_GATHER,
+    ALL_REDUCE,
+    LOCAL_SHARD,
+    REDUCE_SCATTER,
+    RMS_NORM,
+    RMS_NORM_QUANTIZE,
+)
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    apply_sites,
+    calls,
+    expression,
+    find_op,
+    near_miss,
+    value_of,
+    view,
+)
 from core.common.passes.collective.limits import call_of, divided_dim, refused_bytes, refused_group
-from core.common.passes.context import PassContext, value_of
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.quantize.calls import name_results, results
-from core.common.passes.recipes import expression
-from core.common.passes.rewrite import Site, apply_sites, near_miss
 
-_SEVERAL = (ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
-_NORMS = (RMS_NORM, *_SEVERAL)
+_NORMS = (RMS_NORM, ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
 _WITH_SUM = (ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE)
 
 
@@ -53,19 +68,20 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     dim = divided_dim(context, group, node)
     if isinstance(dim, str):
         return near_miss(node, dim)
-    op = find_op(norm.target)
-    found = results(norm)
-    outputs = tuple(found[index] for index in sorted(found)) if op in _SEVERAL else (norm,)
+    outputs = calls.outputs(norm)
+    read = tuple(filter(None, outputs))
+    if not read:
+        return None
     split = _Split(norm, {**given, "reduced": reduced["x"]}, group, dim)
     inputs = dict.fromkeys(value for value in split.given.values() if isinstance(value, fx.Node) and value is not node)
     size = _size(context, node, dim)
     inputs |= dict.fromkeys(each for each in (size,) if isinstance(each, fx.Node))
     return Site(
-        anchor=outputs[0],
+        anchor=read[0],
         target=split.graph(node, outputs, tuple(inputs), size),
         args=tuple(inputs),
-        interior=(node, norm, *outputs),
-        outputs=outputs,
+        interior=(node, norm),
+        outputs=read,
     )
 
 
@@ -102,8 +118,9 @@ def _refusal(norm: fx.Node, given: Mapping[str, Any]) -> str:
         return ""
     if not view.same_shape(given["x"], given["residual"]):
         return f"{given['x']} and {given['residual']} differ in shape"
-    found = results(norm)
-    total = found[max(found)]
+    total = calls.outputs(norm)[-1]
+    if total is None:
+        return ""
     whole = [user.name for user in total.users if not _adds_part(user, total)]
     return f"{', '.join(whole)} reads the whole sum {total} too" if whole else ""
 
@@ -124,9 +141,9 @@ class _Split:
         self.given, self._norm, self._where = given, norm, (group, dim)
 
     def graph(
-        self, node: fx.Node, outputs: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...], size: fx.Node | None
+        self, node: fx.Node, outputs: Sequence[fx.Node | None], inputs: tuple[fx.Node, ...], size: fx.Node | None
     ) -> fx.GraphModule:
-        """Return a graph of these inputs that gives the whole of each output; node: the all-reduce."""
+        """Return a graph of these inputs that gives the whole of each output that is read; node: the all-reduce."""
         graph, given = fx.Graph(), dict(self.given)
         known = {each: graph.placeholder(each.name) for each in inputs}
         reduced = known[given.pop("reduced")]
@@ -145,7 +162,7 @@ class _Split:
         graph.output(self._wholes(graph, given, outputs, tokens))
         return fx.GraphModule(nn.Module(), graph)
 
-    def _wholes(self, graph: fx.Graph, given: dict[str, Any], outputs: tuple[fx.Node, ...], tokens: Any) -> Any:
+    def _wholes(self, graph: fx.Graph, given: dict[str, Any], outputs: Sequence[fx.Node | None], tokens: Any) -> Any:
         op = find_op(self._norm.target)
         assert op is not None  # the finder has seen it
         positional = [a.name for a in op.overload._schema.arguments if not a.kwarg_only]
@@ -157,13 +174,13 @@ class _Split:
             # A scale for all tokens is the same everywhere.
             graph.call_function(ALL_GATHER.overload, (part, *self._where, tokens)) if value_of(old).dim() else part
             for part, old in zip(members, outputs, strict=True)
+            if old is not None
         ]
         return tuple(wholes) if len(wholes) > 1 else wholes[0]
 
 
 def run(context: PassContext) -> PassResult:
     """Split every such all-reduce, then keep split what is gathered only to be split again."""
-    name_results(context, _SEVERAL)
     found = [find(context, node) for node in context.graph.nodes]
     sites = [item for item in found if isinstance(item, Site)]
     with _parts_of_two(sites):
@@ -235,9 +252,11 @@ SEQUENCE_PARALLEL = Pass(
         *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize"),
     ),
     guards=Guards(world_size=(2, None)),
-    reads_content=False,
     params=MappingProxyType(
         {"least_bytes_of_2": 0, "least_bytes_of_4": 0, "least_bytes_of_8": 0, "least_bytes_of_16": 0}
     ),
-    on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
+    traits=PassTraits(
+        reads_content=False,
+        on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
+    ),
 )

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.effects import value_of
-from core.common.passes.fresh import fresh
-from core.common.passes.functional.memory import Area, same, same_layout
+from core.common.node_meta import ORIGIN, value_key
+from core.common.passes import MADE_BY, same_size, set_value, site_name, value_of
+from core.common.passes.functional.memory import Area, same_layout
 from core.common.passes.functional.plan import Plan
 from core.common.passes.functional.updates import (
     VIEWS,
@@ -24,10 +24,10 @@ from core.common.passes.functional.updates import (
     wrapped_call,
 )
 from core.common.passes.metadata import NewGuard, fake_values
-from core.common.passes.sites import site_name
+from core.common.passes.values.fresh import fresh
 
 aten = torch.ops.aten
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom", "seq_nr", "core_pass")
+_KEPT = (*ORIGIN, "seq_nr", MADE_BY)
 
 
 def rewrite_updates(graph: fx.Graph, plan: Plan) -> list[str]:
@@ -139,7 +139,7 @@ class _Emitter:
             return
         value = value_of(node)
         if call.results and isinstance(value, tuple):
-            _set_value(made, node, value[0] if call.results == 1 else value[: call.results])
+            set_value(made, value[0] if call.results == 1 else value[: call.results], node)
         for user in list(node.users):
             if user.target is not operator.getitem or user.args[1] not in range(call.results):
                 continue
@@ -181,9 +181,9 @@ class _Emitter:
 
     def _call(self, like: fx.Node, op: Any, args: Any, kwargs: Mapping[str, Any], value: Any) -> fx.Node:
         made = self._graph.call_function(op, tuple(args), dict(kwargs))
-        made.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
+        made.meta.update({key: like.meta[key] for key in _KEPT if key in like.meta})
         if value is not None:
-            _set_value(made, like, value)
+            set_value(made, value, like)
         return made
 
     def _replace(self, node: fx.Node, by: Any) -> None:
@@ -195,10 +195,6 @@ class _Emitter:
             self._erase(user)
         self._gone.add(node)
         self._graph.erase_node(node)
-
-
-def _set_value(node: fx.Node, like: fx.Node, value: Any) -> None:
-    node.meta["val" if "val" in like.meta or "example_value" not in like.meta else "example_value"] = value
 
 
 def _bound(op: OpOverload[..., Any], given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -220,7 +216,7 @@ def _bound(op: OpOverload[..., Any], given: Mapping[str, Any]) -> tuple[tuple[An
 def _is_contiguous(value: Tensor) -> bool:
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not ((type(size) is int and size == 1) or same(stride, expected)):
+        if not ((type(size) is int and size == 1) or same_size(stride, expected)):
             return False
         expected = expected * size
     return True
@@ -249,11 +245,10 @@ def renew_views(graph: fx.Graph) -> None:
         if _storages(value) <= sources:
             continue
         renewed = _run(node.target, node.args, node.kwargs)
-        key = "val" if "val" in node.meta else "example_value"
         if renewed is None:
-            del node.meta[key]  # unknown is safe, wrong is not
+            del node.meta[value_key(node)]  # unknown is safe, wrong is not
         else:
-            node.meta[key] = renewed
+            set_value(node, renewed)
 
 
 def _shows(node: fx.Node) -> bool:

@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from core.common.passes.effects import value_of
-from core.common.passes.recipes import expression
-from core.common.passes.writes import Writes
+from core.common.passes import Writes, same_size, value_of
 
 _OWNED = ("placeholder", "get_attr")
 
@@ -55,7 +52,7 @@ class Area:
             return False
         for mine, theirs in zip(self.dims, other.dims, strict=True):
             pairs += zip(mine, theirs, strict=True)
-        return all(same(a, b) for a, b in pairs)
+        return all(same_size(a, b) for a, b in pairs)
 
     def is_apart(self, other: Area) -> bool:
         """Tell whether both are known to have no byte in common.
@@ -102,7 +99,7 @@ class Area:
         if mine is None or theirs is None or mine[1] != theirs[1] or self.itemsize != other.itemsize:
             return False
         return all(
-            (start == inner and same(size, length))
+            (start == inner and same_size(size, length))
             or (type(size) is int and type(length) is int and start <= inner and inner + length <= start + size)
             for (start, size), (inner, length) in zip(mine[0], theirs[0], strict=True)
         )
@@ -124,23 +121,18 @@ class Area:
         return found, rest
 
 
-def same(left: Any, right: Any) -> bool:
-    """Tell whether two sizes are known to be equal."""
-    return left is right or bool(expression(left) == expression(right)) or statically_known_true(left == right)
-
-
 def same_layout(left: Any, right: Any, *, strides: bool = True) -> bool:
     """Tell whether two tensors have one dtype, device and shape, and (strides) lie alike in their memory."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.layout != right.layout:
         return False
     if left.layout != torch.strided or left.dtype != right.dtype or left.device != right.device:
         return False
-    if left.dim() != right.dim() or not all(map(same, left.shape, right.shape)):
+    if left.dim() != right.dim() or not all(map(same_size, left.shape, right.shape)):
         return False
     if not strides:
         return True
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
-    return all((type(size) is int and size == 1) or same(mine, theirs) for size, mine, theirs in sizes)
+    return all((type(size) is int and size == 1) or same_size(mine, theirs) for size, mine, theirs in sizes)
 
 
 def _same_dims(left: Area, right: Area) -> bool:
@@ -232,7 +224,7 @@ class Memory:
         seen: list[tuple[object, Any]] = []
         while waiting:
             key, shift = waiting.pop()
-            if any(key == known and same(shift, by) for known, by in seen):
+            if any(key == known and same_size(shift, by) for known, by in seen):
                 continue
             seen.append((key, shift))
             for holder, user in self._uses(key, node, ends.get(key)):

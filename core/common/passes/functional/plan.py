@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.effects import is_impure, value_of
+from core.common.passes import Writes, is_impure, value_of
 from core.common.passes.functional.memory import Area, Memory, same_layout
 from core.common.passes.functional.updates import (
     FUNCTIONALIZED,
@@ -26,7 +26,7 @@ from core.common.passes.functional.updates import (
     scattered,
     wrapped_call,
 )
-from core.common.passes.writes import Writes, find_writes
+from core.common.passes.writes import find_writes
 
 WAS_IN_PLACE = "core_was_in_place"
 """Key of `node.meta` of functional nodes that the traced graph had as in-place calls

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, PassTraits, near_miss, remove_dead
 from core.common.passes.functional.calls import renew_views, rewrite_updates
 from core.common.passes.functional.plan import plan_updates
-from core.common.passes.rewrite import remove_dead
-from core.common.passes.sites import near_miss
 
 log = logging.getLogger("core.passes")
 
@@ -73,7 +70,6 @@ FIX_FUNCTIONALIZATION = Pass(
     name="fix_functionalization",
     run=run,
     stage="functional",
-    closes=True,
     params={"move_readers": True},
-    reads_content=False,
+    traits=PassTraits(closes=True, reads_content=False),
 )

@@ -28,7 +28,7 @@ from torch._higher_order_ops.auto_functionalize import (
 )
 from torch._ops import OpOverload
 
-from core.common.passes.effects import value_of
+from core.common.passes import value_of
 from core.common.passes.functional.memory import Area
 
 aten = torch.ops.aten

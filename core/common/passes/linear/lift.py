@@ -10,12 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
-from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.canonical import GATED_ACTIVATION_FUSED, GATED_LINEAR, LINEAR
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, fuse, near_miss, view
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -85,12 +81,12 @@ LIFT_LINEAR = Pass(
     run=run,
     after=("merge_linears",),
     guards=Guards(constants=True, implements=frozenset({LINEAR.qualified_name})),
-    reads_content=False,
+    traits=PassTraits(reads_content=False),
 )
 FUSE_GATED_LINEAR = Pass(
     name="fuse_gated_linear",
     run=run_gated,
     after=("lift_gated_activation", "fuse_gate_up", "lift_linear", "merge_linears"),
     guards=Guards(constants=True, implements=frozenset({GATED_LINEAR.qualified_name})),
-    reads_content=False,
+    traits=PassTraits(reads_content=False),
 )

@@ -24,17 +24,29 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes.cleanup import LIFTS
+from core.common.node_meta import origin_of
+from core.common.passes import (
+    LIFTS,
+    MADE_BY,
+    Guards,
+    Made,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Refused,
+    Writes,
+    near_miss,
+    set_value,
+    site_name,
+    value_of,
+)
 from core.common.passes.cleanup.relayout import Relayout
-from core.common.passes.context import PassContext, value_of
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.fresh import fresh, reread
 from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
 from core.common.passes.packing import Owners, Packing
-from core.common.passes.recipes import recipe_of, signatures
-from core.common.passes.rewrite import near_miss, site_name
-from core.common.passes.sites import MADE_BY, Made, Refused
-from core.common.passes.writes import Writes
+from core.common.passes.values.fresh import fresh, reread
+from core.common.passes.values.recipes import recipe_of, signatures
 
 _Key = tuple[str, int, torch.dtype, torch.dtype, torch.device, str]
 _KEY_NAMES = (
@@ -212,12 +224,12 @@ class _Merger:
         graph, first = self._context.graph, group[0].node
         path = _common_module(group[0], group)
         made = Made(pass_name=self._context.name, owner=self._context.owner, site=path)
-        meta: dict[str, Any] = {key: first.meta[key] for key in ("stack_trace", "custom") if key in first.meta}
-        stack = list(first.meta.get("nn_module_stack", {}).items())
+        meta = origin_of(first)
+        stack = list(meta.pop("nn_module_stack", {}).items())
         if len(stack) > 1:
             meta["nn_module_stack"] = dict(stack[:-1])
         for node, value in values.items():
-            _set_value(node, value)
+            set_value(node, value)
         sizes = [linear.num_rows for linear in group]
         with graph.inserting_before(first):
             merged = group[0].call(graph, *operands)
@@ -225,7 +237,7 @@ class _Merger:
             slices = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
         for node, value in zip((merged, parts, *slices), (fakes[0], fakes[1], *fakes[1]), strict=True):
             node.meta |= meta | {MADE_BY: made}
-            _set_value(node, value, like=first)
+            set_value(node, value, first)
         for linear, part in zip(group, slices, strict=True):
             part.meta[MADE_BY] = Made(
                 pass_name=made.pass_name, owner=made.owner, site=path, replaced=(linear.node.name,)
@@ -260,11 +272,6 @@ def _differs(key: _Key, groups: Mapping[_Key, Sequence[Linear]]) -> str:
     return f"{linears[0].node.name} reads {linears[0].x.name} too, and differs in: {', '.join(found)}"
 
 
-def _set_value(node: fx.Node, value: Any, like: fx.Node | None = None) -> None:
-    meta = node.meta if like is None else like.meta
-    node.meta["val" if "val" in meta and "example_value" not in meta else "example_value"] = value
-
-
 MERGE_LINEARS = Pass(
     name="merge_linears",
     run=run,
@@ -272,5 +279,5 @@ MERGE_LINEARS = Pass(
     guards=Guards(constants=True),
     # Rows of a merged result begin at multiples of this, and so do the slices: kernels read in units of that size.
     params=MappingProxyType({"alignment_bytes": 16}),
-    reads_content=False,
+    traits=PassTraits(reads_content=False),
 )

@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.ops.declaration import find_op
-from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
-from core.common.passes import view
-from core.common.passes.context import value_of
-from core.common.passes.quantize.calls import arguments
-from core.common.passes.sites import site_name
+from core.common.ops.quantize import QUANTIZED_LINEAR
+from core.common.passes import calls, find_op, site_name, value_of, view
 
 _SHARED = frozenset({"out_dtype", "x_zero_point"})
 """Further arguments of `core.quantized_linear` that the merged call takes over: each layer has the same."""
@@ -112,7 +108,7 @@ def read_linear(node: fx.Node) -> Linear | None:
         return _plain(x, weight, bias, node)
     if find_op(node.target) is not QUANTIZED_LINEAR:
         return None
-    given = arguments(node, QUANTIZED_LINEAR)
+    given = calls.arguments(node, QUANTIZED_LINEAR)
     x, x_scale, weight, scale = (given.pop(name) for name in ("x_codes", "x_scale", "w_codes", "w_scale"))
     found = _plain(x, weight, given.pop("bias", None), node)
     if found is None or not isinstance(x_scale, fx.Node) or not isinstance(scale, fx.Node):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.mlp import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
 from core.common.passes.rotary.halves import halves
 
 

@@ -12,12 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.ops.mlp import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
 from core.common.passes.mlp.activation_forms import Activation, read_activation
-from core.common.passes.rewrite import Site, fuse, near_miss
 from core.common.passes.rotary.halves import halves
 
 _ALWAYS_GATES = frozenset({"silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu"})

@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
-from core.common.ops.moe.experts import GROUPED_MLP
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.ops.canonical import GATED_ACTIVATION_FUSED, GROUPED_MLP
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Refused, Site, fuse, near_miss, view
 from core.common.passes.mlp import gated_activation
 from core.common.passes.moe.grouped_mlp_order import Order, is_cleared, other_form, read_order, read_sum
-from core.common.passes.rewrite import Site, fuse, near_miss
-from core.common.passes.sites import Refused
 
 # transformers wraps the product in an op of its own where torch's is not to be had.
 _FALLBACK = ("transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback.default")

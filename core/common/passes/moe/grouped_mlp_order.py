@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.declaration import NearMiss
-from core.common.passes.sites import Refused, near_miss
+from core.common.passes import NearMiss, Refused, near_miss, view
 
 _FLATTEN = ("reshape", "view", "flatten")
 

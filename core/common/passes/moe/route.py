@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.moe.experts import MOE_ROUTE
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.ops.moe import MOE_ROUTE
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Refused, Site, fuse, near_miss, view
 from core.common.passes.moe.route_scores import Ranking, is_last, read_ranking, top_k
-from core.common.passes.rewrite import Site, fuse, near_miss
-from core.common.passes.sites import Refused
 
 
 @dataclass(slots=True)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.sites import Refused
+from core.common.passes import Refused, view
 
 
 @dataclass(slots=True)

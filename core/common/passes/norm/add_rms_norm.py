@@ -6,12 +6,8 @@ import operator
 
 from torch import fx
 
-from core.common.ops.arguments import at_least_fp32
-from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.norm import ADD_RMS_NORM, RMS_NORM
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, at_least_fp32, fuse, near_miss, view
 
 _IN_PLACE = (operator.iadd, "add_", "__iadd__")
 

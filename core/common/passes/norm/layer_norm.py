@@ -12,12 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from core.common.ops.arguments import at_least_fp32
-from core.common.ops.norm.norms import LAYER_NORM
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.norm import LAYER_NORM
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, at_least_fp32, fuse, near_miss, view
 
 
 @dataclass(slots=True)

@@ -12,11 +12,8 @@ from functools import lru_cache
 import torch
 from torch import fx
 
-from core.common.ops.norm.norms import RMS_NORM
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.norm import RMS_NORM
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
 
 
 @dataclass(slots=True)

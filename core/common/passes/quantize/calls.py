@@ -1,19 +1,15 @@
-"""Reading `core.quantize` and ops of several results from a graph, for the fusions that end in codes."""
+"""Reading `core.quantize` from a graph, for the fusions that end in codes."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.quantize.symmetric import QUANTIZE
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.effects import value_of
+from core.common.ops.quantize import QUANTIZE
+from core.common.passes import calls, find_op, view
 
 _OPTIONS = ("dtype", "granularity", "group_size")
 _BETWEEN = frozenset(
@@ -39,53 +35,10 @@ def read_quantize(node: fx.Node) -> Quantize | None:
     """Return the call at a node, or None where it is no `core.quantize` of a node's value."""
     if find_op(node.target) is not QUANTIZE:
         return None
-    given = arguments(node, QUANTIZE)
+    given = calls.arguments(node, QUANTIZE)
     x, scale = given.pop("x"), given.pop("scale", None)
     options = {name: given.pop(name) for name in _OPTIONS if name in given}
     return Quantize(node, x, scale, options, tuple(given)) if isinstance(x, fx.Node) else None
-
-
-def arguments(node: fx.Node, op: CanonicalOp) -> dict[str, Any]:
-    """Return by name the arguments of an op's call that are not the schema's defaults."""
-    bound = op.bind(node.args, node.kwargs).args
-    defaults = {a.name: a.default_value for a in op.overload._schema.arguments if a.has_default_value()}
-    # By repr, so that False is not 0 and a node is compared with nothing.
-    return {k: v for k, v in bound.items() if k not in defaults or repr(v) != repr(defaults[k])}
-
-
-def results(node: fx.Node) -> dict[int, fx.Node]:
-    """Return the node that reads each result of an op with several, the first one where there are more."""
-    found: dict[int, fx.Node] = {}
-    for user in node.users:
-        if user.target is operator.getitem and len(user.args) == 2 and isinstance(user.args[1], int):
-            found.setdefault(user.args[1], user)
-    return found
-
-
-def name_results(context: PassContext, ops: Collection[CanonicalOp]) -> None:
-    """Give each result of these ops' calls a node, also where nothing reads it: a site names all that it replaces.
-
-    What nothing reads after the pass either goes with all that is dead.
-    """
-    made = False
-    for node in list(context.graph.nodes):
-        values = value_of(node) if find_op(node.target) in ops else None
-        if not isinstance(values, (tuple, list)):
-            continue
-        known = results(node)
-        for index in range(len(values)):
-            if index not in known:
-                _name_result(node, index, values[index])
-                made = True
-    if made and context.analyses is not None:
-        context.analyses.invalidate()
-
-
-def _name_result(node: fx.Node, index: int, value: Any) -> None:
-    with node.graph.inserting_after(node):
-        member = node.graph.call_function(operator.getitem, (node, index))
-    member.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
-    member.meta["example_value" if "example_value" in node.meta else "val"] = value
 
 
 def behind(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:

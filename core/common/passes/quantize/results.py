@@ -14,27 +14,32 @@ from typing import Any
 
 from torch import fx
 
-from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
-from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
-from core.common.ops.quantize.symmetric import QUANTIZE
-from core.common.passes import view
-from core.common.passes.cleanup import LIFTS
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.quantize import examples
-from core.common.passes.quantize.calls import (
-    Quantize,
-    arguments,
-    behind,
-    name_results,
-    read_quantize,
-    results,
+from core.common.ops.canonical import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_QUANTIZE,
+    GATED_ACTIVATION,
+    GATED_ACTIVATION_FUSED,
+    GATED_ACTIVATION_QUANTIZE,
+    RMS_NORM,
+    RMS_NORM_QUANTIZE,
 )
-from core.common.passes.rewrite import Site, fuse, near_miss
-from core.common.passes.writes import Writes
+from core.common.passes import (
+    LIFTS,
+    CanonicalOp,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    Site,
+    Writes,
+    calls,
+    find_op,
+    fuse,
+    near_miss,
+    view,
+)
+from core.common.passes.quantize import examples
+from core.common.passes.quantize.calls import Quantize, behind, read_quantize
 
 _SEVERAL = (ADD_RMS_NORM,)
 """Ops of several results, of which the first is the one to be quantised."""
@@ -87,27 +92,28 @@ class _Fusion:
         others = [user for user in value.users if user is not quantize.node]
         return f"{others[0]} reads {value} too" if others else ""
 
-    def _site(self, quantize: Quantize, value: fx.Node, call: fx.Node) -> Site:
+    def _site(self, quantize: Quantize, value: fx.Node, call: fx.Node) -> Site | None:
         op = find_op(call.target)
         assert op is not None  # the search has seen it
-        given: dict[str, Any] = {**arguments(call, op), "scale": quantize.scale, **quantize.options}
+        given: dict[str, Any] = {**calls.arguments(call, op), "scale": quantize.scale, **quantize.options}
         if "gate_up" in given:
             given["gate"] = given.pop("gate_up")
         positional = [a.name for a in self.fused.overload._schema.arguments if not a.kwarg_only]
-        codes, further = results(quantize.node), results(call) if op in _SEVERAL else {}
-        outputs = (codes[0], codes[1], *(further[index] for index in sorted(further) if index))
+        outputs = (*calls.outputs(quantize.node), *calls.outputs(call)[1:])
+        anchor = next(filter(None, outputs), None)
+        if anchor is None:  # nothing reads the codes
+            return None
         return Site(
-            anchor=codes[0],
+            anchor=anchor,
             target=self.fused.overload,
             args=tuple(given.pop(name, None) for name in positional),
             kwargs=given,
-            interior=(call, value, quantize.node, *outputs),
+            interior=(call, value, quantize.node),
             outputs=outputs,
         )
 
     def run(self, context: PassContext) -> PassResult:
         """Fuse every such op."""
-        name_results(context, (QUANTIZE, *_SEVERAL))
         return fuse(context, self.find)
 
     def expect(self, context: PassContext) -> int | None:
@@ -119,13 +125,13 @@ class _Fusion:
         if writes.all_written:
             return None
         values = [
-            (results(node).get(0) if find_op(node.target) in _SEVERAL else node)
+            (calls.results(node).get(0) if find_op(node.target) in _SEVERAL else node)
             for node in context.graph.nodes
             if find_op(node.target) in self.sources
         ]
         readers = [view.only_user(value) for value in values if value is not None]
-        calls = [read_quantize(reader) for reader in readers if reader is not None]
-        return sum(call is not None and not call.unknown for call in calls)
+        quantized = [read_quantize(reader) for reader in readers if reader is not None]
+        return sum(call is not None and not call.unknown for call in quantized)
 
 
 _AFTER = (*LIFTS, "eliminate_common_subexpressions", "merge_linears", "fuse_gate_up")

@@ -11,13 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from core.common.passes.constants import Constants
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
+from core.common.passes import Constants, Guards, NearMiss, Pass, PassContext, PassResult, Writes, near_miss, site_name
 from core.common.passes.quantize.calls import Quantize, read_quantize
 from core.common.passes.quantize.examples import equal_scales
-from core.common.passes.rewrite import near_miss, site_name
-from core.common.passes.writes import Writes
 
 
 def run(context: PassContext) -> PassResult:

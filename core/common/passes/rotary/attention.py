@@ -2,7 +2,7 @@
 
 `core::rotary` or `core::qk_norm_rotary` and `core::attention` become `core::rotary_attention`, and no bit changes. Only
 where the device brings that op. Models rotate with the heads first and attention has the tokens first, so views stand
-between the two; the op gets query, key and tables through views of its own, made in front of the rotation.
+between the two; the op gets query, key and tables as rows of tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +14,10 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.ops.attention.paged import ATTENTION
-from core.common.ops.attention.rotary import ROTARY_ATTENTION
-from core.common.ops.declaration import find_op
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.ops.canonical import ATTENTION, QK_NORM_ROTARY, ROTARY, ROTARY_ATTENTION, ROTARY_SINGLE
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, find_op, fuse, near_miss, view
 from core.common.passes.rotary.attention_examples import examples
-from core.common.passes.rotary.token_rows import LAYOUTS, ROWS, Layout, Views, follow, table_index
+from core.common.passes.rotary.token_rows import LAYOUTS, ROWS, Layout, follow, rows, table_index, table_rows
 
 _ROTATIONS = (ROTARY, QK_NORM_ROTARY)
 _OF_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
@@ -43,17 +37,7 @@ class _Rotated:
     views: tuple[fx.Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """An attention whose query and key one rotation gives. layout: what the dimensions of its operands are."""
-
-    attention: fx.Node
-    query: _Rotated
-    key: _Rotated
-    layout: Layout
-
-
-def find(node: fx.Node) -> _Found | NearMiss | None:
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Return an attention of a rotated query and key; a near-miss where the rotation can't go with it."""
     if node.op != "call_function" or find_op(node.target) is not ATTENTION:
         return None
@@ -64,16 +48,10 @@ def find(node: fx.Node) -> _Found | NearMiss | None:
     reason = _refusal(node, query, key)
     if reason or query is None or key is None:
         return near_miss(node, reason)
-    rotation = query.rotation
     layout = _layout(query, key)
     if layout is None:
-        return near_miss(node, f"the results of {rotation} are not read as rows of tokens")
-    given = _arguments(rotation)
-    for name in ("cos", "sin"):
-        if table_index(layout, given[name], given["query"]) is None:
-            shape = view.shape(given[name])
-            return near_miss(node, f"{name} of {rotation} is no row for each token, but {shape}")
-    return _Found(node, query, key, layout)
+        return near_miss(node, f"the results of {query.rotation} are not read as rows of tokens")
+    return _site(node, query, key, layout)
 
 
 def _rotated(operand: Any) -> _Rotated | None:
@@ -134,61 +112,25 @@ def _arguments(rotation: fx.Node) -> dict[str, Any]:
     return dict(op.bind(rotation.args, rotation.kwargs).args)
 
 
-class _Maker:
-    """Makes the sites of one graph. The rotations read their inputs through views there, until they are replaced."""
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[fx.Node, Layout], Any] = {}
-        self._before: dict[fx.Node, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._made: list[fx.Node] = []
-
-    def site(self, found: _Found) -> Site:
-        """Return the site, after the views have been put in front of the rotation.
-
-        The op's interior so reads the op's own inputs only, and a device that refuses it can have the old nodes again.
-        """
-        rotation, layout = found.query.rotation, found.layout
-        given, views, backs = _arguments(rotation), Views(rotation), Views(rotation)
-        rows = {name: views.rows(given[name], layout) for name in ("query", "key")}
-        for name in ("cos", "sin"):
-            key = given[name], layout
-            if key not in self._tables:
-                index = table_index(layout, given[name], given["query"]) or ()
-                self._tables[key] = views.table(given[name], index)
-            rows[name] = self._tables[key]
-        whole = {name: backs.undo(front, back) for name, (front, back) in rows.items()}
-        fronts = {name: front for name, (front, _) in rows.items()}
-        self._made += (*views.made, *backs.made)
-        self._before[rotation] = rotation.args, rotation.kwargs
-        self._read(rotation, whole)
-        call = dict(ATTENTION.bind(found.attention.args, found.attention.kwargs).args)
-        chains = (*found.query.views, *found.key.views)
-        return Site(
-            anchor=found.attention,
-            target=ROTARY_ATTENTION.overload,
-            args=tuple((call | fronts)[name] for name in (*_ROWS, *_PLACES)),
-            kwargs={**_options(rotation, given), **{name: call[name] for name in _OF_ATTENTION}},
-            interior=(*backs.made, rotation, *chains, found.attention),
-        )
-
-    @staticmethod
-    def _read(rotation: fx.Node, whole: Mapping[str, fx.Node]) -> None:
-        """Let a rotation read these in the place of its query, key and tables."""
-        op = find_op(rotation.target)
-        assert op is not None  # the finder has seen it
-        names = [argument.name for argument in op.overload._schema.arguments]
-        rotation.args = tuple(whole.get(name, each) for name, each in zip(names, rotation.args, strict=False))
-        rotation.kwargs = {name: whole.get(name, each) for name, each in rotation.kwargs.items()}
-
-    def clean(self, graph: fx.Graph) -> None:
-        """Take the views away again where a site was refused."""
-        alive = set(graph.nodes)
-        for rotation, (args, kwargs) in self._before.items():
-            if rotation in alive:
-                rotation.args, rotation.kwargs = args, kwargs
-        for node in reversed(self._made):
-            if node in alive and not node.users:
-                graph.erase_node(node)
+def _site(attention: fx.Node, query: _Rotated, key: _Rotated, layout: Layout) -> Site | NearMiss:
+    """Return the site of an attention and the rotation before it. layout: that of the rotation's operands."""
+    rotation = query.rotation
+    given = _arguments(rotation)
+    seen = {name: rows(given[name], layout) for name in ("query", "key")}
+    for name in ("cos", "sin"):
+        index = table_index(layout, given[name], given["query"])
+        if index is None:
+            shape = view.shape(given[name])
+            return near_miss(attention, f"{name} of {rotation} is no row for each token, but {shape}")
+        seen[name] = table_rows(given[name], index)
+    call = dict(ATTENTION.bind(attention.args, attention.kwargs).args)
+    return Site(
+        anchor=attention,
+        target=ROTARY_ATTENTION.overload,
+        args=tuple((call | seen)[name] for name in (*_ROWS, *_PLACES)),
+        kwargs={**_options(rotation, given), **{name: call[name] for name in _OF_ATTENTION}},
+        interior=(rotation, *query.views, *key.views, attention),
+    )
 
 
 def _options(rotation: fx.Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,15 +142,7 @@ def _options(rotation: fx.Node, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def run(context: PassContext) -> PassResult:
     """Fuse every rotation of a query and key with the attention of these."""
-    found = [item for item in map(find, context.graph.nodes) if item is not None]
-    misses = [item for item in found if isinstance(item, NearMiss)]
-    maker = _Maker()
-    sites = [maker.site(item) for item in found if isinstance(item, _Found)]
-    if sites and context.analyses is not None:
-        context.analyses.invalidate()
-    result = apply_sites(context, sites, misses)
-    maker.clean(context.graph)
-    return result
+    return fuse(context, find)
 
 
 FUSE_ROTARY_ATTENTION = Pass(

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes import view
-from core.common.passes.declaration import NearMiss
+from core.common.passes import NearMiss, near_miss, view
 from core.common.passes.rotary.features import Column, Features, Table
-from core.common.passes.rotary.reader import MOVES, Reader, same_sizes
-from core.common.passes.sites import near_miss
+from core.common.passes.rotary.reader import MOVES, Reader
 
 _MAX_STEPS = 32  # how far x is looked for from a sum of products
 
@@ -134,7 +132,7 @@ def _alike(x: fx.Node, result: fx.Node) -> bool:
     value, sizes, wanted = view.value(x), view.shape(x), view.shape(result)
     if not isinstance(value, Tensor) or not value.is_floating_point() or not sizes or wanted is None:
         return False
-    return x is not result and isinstance(sizes[-1], int) and same_sizes(sizes, wanted)
+    return x is not result and isinstance(sizes[-1], int) and view.same_sizes(sizes, wanted)
 
 
 def _recognise(reader: Reader, result: fx.Node, features: Features) -> Rotation | None:
@@ -185,7 +183,7 @@ def _agree(cos: Table, sin: Table, places: tuple[int, ...]) -> bool:
     sizes = view.shape(cos[0]) or (0,)
     if not all(_dtype(table).is_floating_point for table in (cos, sin)):
         return False
-    return same_sizes(sizes, view.shape(sin[0]) or ()) and sizes[-1] == max(places) + 1
+    return view.same_sizes(sizes, view.shape(sin[0]) or ()) and sizes[-1] == max(places) + 1
 
 
 _Sources = tuple[int, ...]

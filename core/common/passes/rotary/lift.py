@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.rotary.rotation import ROTARY, ROTARY_SINGLE
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.ops.rotary import ROTARY, ROTARY_SINGLE
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, apply_sites, near_miss
 from core.common.passes.rotary.features import Table
 from core.common.passes.rotary.form import Rotation, find_rotation, is_seed
 from core.common.passes.rotary.pairs import pair_up

@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
+from core.common.passes import PassContext, Writes, view
 from core.common.passes.rotary.features import Table
 from core.common.passes.rotary.form import Rotation
-from core.common.passes.writes import Writes
 
 _REPEATABLE = frozenset(
     {"unsqueeze", "squeeze", "getitem", "slice", "select", "narrow", "cast", "expand", "repeat_interleave", "neg"}

@@ -1,25 +1,18 @@
 """Fuse the norms of query and key with the rotary embedding after them to `core::qk_norm_rotary`.
 
 Runs after `lift_rms_norm` and `lift_rotary` and changes no bit. Models norm each head before they put the heads first,
-so transpositions stand between norm and rotation; rows are normed alike either way, so they go in front of the norm.
+so transpositions stand between norm and rotation; rows are normed alike either way, so the op gets them transposed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from core.common.ops.norm.norms import RMS_NORM
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.metadata import fake_values
-from core.common.passes.rewrite import Site, apply_sites, near_miss
+from core.common.ops.canonical import QK_NORM_ROTARY, RMS_NORM, ROTARY
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, Swap, Viewed, fuse, near_miss, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +29,16 @@ class _Normed:
             name: value for name, value in RMS_NORM.bind(self.norm.args, self.norm.kwargs).args.items() if name != "x"
         }
 
+    @property
+    def moved(self) -> Viewed:
+        """What is normed, transposed as the rotation reads it."""
+        source: Any = self.norm.args[0]
+        rank = len(view.shape(source) or ())
+        dims = ((view.operand(move, 1, "dim0") % rank, view.operand(move, 2, "dim1") % rank) for move in self.moves)
+        return Viewed(source, tuple(Swap(*each) for each in dims))
 
-def find(node: fx.Node) -> tuple[fx.Node, _Normed, _Normed] | NearMiss | None:
+
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Return the rotation of a normed query and key with the two norms; a near-miss where they do not go together."""
     if node.target is not ROTARY.overload:
         return None
@@ -53,7 +54,7 @@ def find(node: fx.Node) -> tuple[fx.Node, _Normed, _Normed] | NearMiss | None:
     results = _results(node)
     if results is None:
         return near_miss(node, f"{node} is used otherwise than by its two results")
-    return node, query, key
+    return _site(node, results, query, key)
 
 
 def _normed(operand: object, user: fx.Node) -> _Normed | str | None:
@@ -103,71 +104,27 @@ def _results(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (found[0], found[1]) if len(node.users) == len(found) == 2 and found.keys() == {0, 1} else None
 
 
-def _site(rotation: fx.Node, query: _Normed, key: _Normed) -> Site:
-    """Return the site, after the transpositions have been put in front of the norms."""
-    results = _results(rotation)
-    assert results is not None  # find has seen them
-    interior: list[fx.Node] = []
-    inputs = []
-    for side in (query, key):
-        inputs.append(_moved_input(side, interior))
-        interior += [side.norm, *side.moves]
+def _site(rotation: fx.Node, results: tuple[fx.Node, fx.Node], query: _Normed, key: _Normed) -> Site:
     options = query.options
     names = {"norm_compute_dtype": "compute_dtype", "normed_dtype": "normed_dtype", "weight_dtype": "weight_dtype"}
     weights = (options["weight"], key.options["weight"])
     return Site(
         anchor=results[0],
         target=QK_NORM_ROTARY.overload,
-        args=(*inputs, *weights, *rotation.args[2:], options["eps"]),
+        args=(query.moved, key.moved, *weights, *rotation.args[2:], options["eps"]),
         kwargs={
             "offset": options["offset"],
             **{name: options[source] for name, source in names.items()},
             **rotation.kwargs,
         },
-        interior=(*interior, rotation, *results),
+        interior=(query.norm, *query.moves, key.norm, *key.moves, rotation),
         outputs=results,
     )
 
 
-def _moved_input(side: _Normed, interior: list[fx.Node]) -> fx.Node:
-    """Return what is normed, transposed already; the norm reads it back through views, which join the interior.
-
-    So the op's interior reads the op's own inputs only, and a device without the op can have the old nodes again.
-    """
-    source: Any = side.norm.args[0]
-    if not side.moves:
-        return source  # type: ignore[no-any-return]
-    with side.norm.graph.inserting_before(side.norm):
-        moved = _transposed(source, side.moves, side.norm)
-        back = _transposed(moved, side.moves[::-1], side.norm)
-    node = back
-    while node is not moved:
-        interior.insert(0, node)
-        node = node.args[0]  # type: ignore[assignment]  # a transposition, made here
-    side.norm.replace_input_with(source, back)
-    return moved
-
-
-def _transposed(node: fx.Node, moves: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-    """Insert the same transpositions of another node; each is its own inverse."""
-    for move in moves:
-        dims = (view.operand(move, 1, "dim0"), view.operand(move, 2, "dim1"))
-        made = node.graph.call_method("transpose", (node, *dims))
-        value = fake_values(torch.Tensor.transpose, (view.value(node), *dims), {})[""]
-        made.meta.update({key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta})
-        made.meta["example_value" if "example_value" in like.meta else "val"] = value
-        node = made
-    return node
-
-
 def run(context: PassContext) -> PassResult:
     """Fuse every rotation of a normed query and key."""
-    found = [find(node) for node in context.graph.nodes]
-    misses = [item for item in found if isinstance(item, NearMiss)]
-    sites = [_site(*item) for item in found if isinstance(item, tuple)]
-    if sites and context.analyses is not None:
-        context.analyses.invalidate()
-    return apply_sites(context, sites, misses)
+    return fuse(context, find)
 
 
 FUSE_QK_NORM_ROTARY = Pass(name="fuse_qk_norm_rotary", run=run, after=("lift_rms_norm", "lift_rotary"))

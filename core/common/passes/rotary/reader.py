@@ -7,14 +7,13 @@ as index maps, and what comes out tells the pairing, whatever the spelling. Lead
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from core.common.passes import view
 from core.common.passes.rotary.features import (
@@ -30,12 +29,6 @@ from core.common.passes.rotary.features import (
 )
 
 _MAX_NODES = 64  # what a rotation takes at most, with room to spare; a larger graph around it is not read to its end
-
-
-def same_sizes(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Return whether two shapes are known to be equal, symbolic sizes included; adds no guard."""
-    pairs = zip(left, right, strict=False)
-    return len(left) == len(right) and all(a is b or statically_known_true(a == b) for a, b in pairs)
 
 
 class Reader:
@@ -91,7 +84,7 @@ class Reader:
         """Return a node's sizes after x's leading ones, or None where it has others."""
         sizes = view.shape(node) or ()
         tail = sizes[len(self.lead) :]
-        fits = same_sizes(sizes[: len(self.lead)], self.lead) and all(isinstance(size, int) for size in tail)
+        fits = view.same_sizes(sizes[: len(self.lead)], self.lead) and all(isinstance(size, int) for size in tail)
         return tail if fits else None
 
     def axis(self, node: object, dim: object, extra: int = 0) -> int | None:

@@ -15,12 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.ops.arguments import at_least_fp32
-from core.common.ops.rotary.table import ROTARY_TABLE
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, fuse, near_miss
+from core.common.ops.rotary import ROTARY_TABLE
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    Site,
+    at_least_fp32,
+    fuse,
+    near_miss,
+    view,
+)
 
 
 @dataclass(frozen=True, slots=True)

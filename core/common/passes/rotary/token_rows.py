@@ -1,22 +1,18 @@
 """Views between the layouts that models rotate in and the rows of tokens that attention takes: (T, H, D).
 
 A layout names the dimensions of a query or key: b sequences, of which there is one, t tokens, h heads, d features.
-Nothing here copies; the fake values of the views are made by hand.
+Nothing here copies.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from core.common.passes import view
-from core.common.passes.fresh import reread
+from core.common.passes import Index, Swap, Viewed, view
 
 Layout = tuple[str, ...]
 
@@ -25,7 +21,6 @@ LAYOUTS: Mapping[int, tuple[Layout, ...]] = MappingProxyType(
 )
 """Rank of a query or key -> what its dimensions may be."""
 ROWS: Layout = ("t", "h", "d")
-_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
 def follow(layout: Layout, views: Sequence[fx.Node]) -> Layout | None:
@@ -66,8 +61,7 @@ def _size(node: Any, dim: int) -> Any:
 def table_index(layout: Layout, table: fx.Node, x: fx.Node) -> tuple[Any, ...] | None:
     """Return what picks a row per token, (T, R), from a table of cos or sin; None where heads or sequences differ.
 
-    layout: that of x, the query that the table is multiplied with. The index that puts the dimensions back has None for
-    each 0.
+    layout: that of x, the query that the table is multiplied with.
     """
     sizes = view.shape(table)
     tokens = _size(x, layout.index("t"))
@@ -88,84 +82,13 @@ def table_index(layout: Layout, table: fx.Node, x: fx.Node) -> tuple[Any, ...] |
     return tuple(index)
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A view to make: `index` it, or where that is None, swap two dimensions. value: the fake value that it gives."""
-
-    value: Any
-    index: tuple[Any, ...] | None = None
-    swapped: tuple[int, int] = (0, 0)
+def rows(x: fx.Node, layout: Layout) -> Viewed:
+    """Return a query or key of this layout seen as rows (T, H, D)."""
+    first, second = layout.index("h"), layout.index("t")
+    swap = (Swap(first, second),) if first < second else ()
+    return Viewed(x, (*swap, Index((0,))) if "b" in layout else swap)
 
 
-class Views:
-    """Makes views in front of a node, and what undoes them. made: all of them, in order."""
-
-    def __init__(self, before: fx.Node) -> None:
-        self._before = before
-        self.made: list[fx.Node] = []
-
-    def rows(self, x: fx.Node, layout: Layout) -> tuple[fx.Node, tuple[_View, ...]]:
-        """Return a query or key of this layout as rows (T, H, D), and what `undo` needs to have it again."""
-        first, second = layout.index("h"), layout.index("t")
-        back: list[_View] = []
-        if first < second:
-            back.append(_View(view.value(x), swapped=(first, second)))
-            source = _unswapped(x, first, second)
-            if source is None:
-                source = self._make(x, _View(_transposed(view.value(x), first, second), swapped=(first, second)))
-            x = source
-        if "b" in layout:
-            back.append(_View(view.value(x), (None,)))
-            x = self._make(x, _View(_picked(view.value(x), (0,)), (0,)))
-        return x, tuple(reversed(back))
-
-    def table(self, table: fx.Node, index: tuple[Any, ...]) -> tuple[fx.Node, tuple[_View, ...]]:
-        """Return the rows (T, R) of a table that an index picks, and what `undo` needs to have the table again."""
-        if not index:
-            return table, ()
-        back = _View(view.value(table), tuple(None if each == 0 else each for each in index))
-        return self._make(table, _View(_picked(view.value(table), index), index)), (back,)
-
-    def undo(self, x: fx.Node, back: tuple[_View, ...]) -> fx.Node:
-        """Return what rows were made from."""
-        for each in back:
-            x = self._make(x, each)
-        return x
-
-    def _make(self, x: fx.Node, made: _View) -> fx.Node:
-        graph, like = self._before.graph, self._before
-        with graph.inserting_before(like):
-            if made.index is None:
-                node = graph.call_method("transpose", (x, *made.swapped))
-            else:
-                index = made.index if len(made.index) > 1 else made.index[0]
-                node = graph.call_function(operator.getitem, (x, index))
-        node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
-        node.meta["example_value" if "example_value" in x.meta else "val"] = made.value
-        self.made.append(node)
-        return node
-
-
-def _unswapped(x: fx.Node, first: int, second: int) -> fx.Node | None:
-    """Return what a node transposes, where it swaps these two dimensions."""
-    if view.kind(x) != "transpose" or not isinstance(x.args[0], fx.Node):
-        return None
-    dims = {view.operand(x, i, f"dim{i - 1}") for i in (1, 2)}
-    rank = len(view.shape(x) or ())
-    return x.args[0] if dims in ({first, second}, {first - rank, second - rank}) else None
-
-
-def _transposed(value: FakeTensor, first: int, second: int) -> FakeTensor:
-    dims = list(range(value.ndim))
-    dims[first], dims[second] = dims[second], dims[first]
-    return _reread(value, dims)
-
-
-def _picked(value: FakeTensor, index: tuple[Any, ...]) -> FakeTensor:
-    """Return a fake tensor indexed by 0 and whole slices."""
-    return _reread(value, [dim for dim in range(value.ndim) if dim >= len(index) or index[dim] != 0])
-
-
-def _reread(value: FakeTensor, dims: Sequence[int]) -> FakeTensor:
-    shape, stride = value.shape, value.stride()
-    return reread(value, [shape[dim] for dim in dims], [stride[dim] for dim in dims], value.storage_offset())
+def table_rows(table: fx.Node, index: tuple[Any, ...]) -> Viewed:
+    """Return a table seen as the rows (T, R) that an index picks."""
+    return Viewed(table, (Index(index),) if index else ())

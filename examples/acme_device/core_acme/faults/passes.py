@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Pass, PassFunction, PassResult
-from core.common.passes.rewrite import NearMiss, Site, fuse, site_name
+from core.common.passes import NearMiss, Pass, PassContext, PassFunction, PassResult, Site, fuse, site_name, view
 from torch import fx
 
 from core_acme.passes import find, fuse_softcap

@@ -1,6 +1,7 @@
 """What was measured on which GPU: the fastest way to compute each op at some sizes, as data.
 
-One JSON file per product name, written by `tools/tune_cuda.py`: for each op a list of entries with a "shape" and the
+One JSON file per product name, written by `tools/cuda/tune_cuda.py`: for each op a list of entries with a "shape" and
+the
 "config" that won there, null where the library that it was compared with did. A GPU without a file has no entries, and
 every choice falls back on a default that depends on the sizes alone.
 """

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
+from core.common.passes import PassContext, view
 
 __all__ = [
     "CODES",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from core.common.passes.declaration import Pass
+from core.common.passes import Pass
 from core_npu.passes.cleanup.copies import ERASE_COPIES
 from core_npu.passes.cleanup.multiply_add import FUSE_MULTIPLY_ADD
 from core_npu.passes.cleanup.scales import FOLD_DOUBLE_RECIPROCAL

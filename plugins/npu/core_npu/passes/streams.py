@@ -12,10 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, PassResult
-from core.common.passes.rewrite import apply_sites, near_miss
-from core.common.passes.sites import Finder, Site
+from core.common.passes import Finder, NearMiss, PassContext, PassResult, Site, apply_sites, near_miss
 
 __all__ = ["apply_in_stream", "fuse_in_stream", "streams", "together"]
 

@@ -37,6 +37,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_processes_of_a_group_get_the_sum(size: int, tmp_path: Path) -> None:
     arguments = [[sys.executable, "-c", RANK, str(tmp_path / "store"), str(rank), str(size)] for rank in range(size)]

@@ -17,7 +17,8 @@ from core.common.passes.attention.lift import LIFT_ATTENTION
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import NearMiss
 from core.compilation.implementations import choose_implementations
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph

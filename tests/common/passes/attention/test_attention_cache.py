@@ -14,7 +14,8 @@ from core.common.ops.attention.dense import DENSE_ATTENTION
 from core.common.passes.attention.cache import FUSE_ATTENTION_CACHE
 from core.common.passes.attention.lift import LIFT_ATTENTION
 from core.compilation.implementations import choose_implementations
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.verify import checker

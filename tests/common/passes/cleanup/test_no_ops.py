@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.common.passes.cleanup.no_ops import REMOVE_NO_OPS
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.execution import Run, run_graph

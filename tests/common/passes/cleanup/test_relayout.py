@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from core.common.passes.cleanup.relayout import Relayout
-from core.common.passes.fresh import fresh, reread
 from core.common.passes.sites import Refused
+from core.common.passes.values.fresh import fresh, reread
 from core.compilation.trace.tracing import trace
 
 X = torch.linspace(-1.0, 1.0, 2 * 3 * 8).view(2, 3, 8)

@@ -10,7 +10,8 @@ from torch import Tensor, distributed, nn
 
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from tests.common.processes import drawn

@@ -45,7 +45,7 @@ def test_the_residual_stays_split_from_the_first_layer_to_the_last() -> None:
 
 def test_it_runs_on_request_alone() -> None:
     report = rewritten(traced(Sharded(1), X))[NAME]
-    assert (report.matched, report.skipped) == (0, SEQUENCE_PARALLEL.on_request) and report.skipped
+    assert (report.matched, report.skipped) == (0, SEQUENCE_PARALLEL.traits.on_request) and report.skipped
 
 
 def test_norms_before_the_add_are_split_each_by_itself() -> None:

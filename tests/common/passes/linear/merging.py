@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from core.common.numerics import judge
 from core.common.passes.constants import Constants
 from core.common.passes.linear.merge import MERGE_LINEARS
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import ConstantSlot, TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.execution import Run, run_graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from core.common.passes.linear.merge import MERGE_LINEARS
 from core.common.passes.mlp.gate_up import FUSE_GATE_UP
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.compilation.implementations import choose_implementations
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
 from tests.common.passes.linear.merging import Decoder, constants_of, tokens
+from tests.marks import slow_except
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 PASSES = (LIFT_GATED_ACTIVATION, MERGE_LINEARS, FUSE_GATE_UP, LIFT_LINEAR, FUSE_GATED_LINEAR)
 BOTH = frozenset({LINEAR.qualified_name, GATED_LINEAR.qualified_name})
 GATE = GATED_ACTIVATION_FUSED.overload
@@ -64,8 +66,11 @@ class Fused:
         assert all(map(torch.equal, *runs))
 
 
-@DTYPES
-@pytest.mark.parametrize("kinds", ["---", "b-b"])
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    slow_except(product(("---", "b-b"), (torch.float32, torch.bfloat16)), ("b-b", torch.float32)),
+    ids=str,
+)
 def test_every_linear_of_a_decoder_becomes_one_of_two_ops(kinds: str, dtype: torch.dtype) -> None:
     found = Fused(Decoder(2, kinds=kinds, dtype=dtype), tokens(dtype))
     # A layer has query, key and value merged, the output, gate and up merged, and down.
@@ -83,7 +88,7 @@ def test_every_linear_of_a_decoder_becomes_one_of_two_ops(kinds: str, dtype: tor
     assert all(node.kwargs["kind"] == "silu" and node.kwargs["gate_first"] for node in gated)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", slow_except((torch.float32, torch.bfloat16), torch.bfloat16), ids=str)
 def test_what_no_implementation_takes_is_a_plain_linear_again(dtype: torch.dtype) -> None:
     found = Fused(Decoder(2, dtype=dtype), tokens(dtype))
     restored = Snapshot(found.module).module()
@@ -96,7 +101,15 @@ def test_what_no_implementation_takes_is_a_plain_linear_again(dtype: torch.dtype
 
 @pytest.mark.parametrize(
     ("implemented", "num_ops"),
-    [(frozenset(), (8, 0, 0)), ({"core::linear"}, (0, 8, 0)), ({"core::gated_linear"}, (6, 0, 2)), (BOTH, (0, 6, 2))],
+    slow_except(
+        [
+            (frozenset(), (8, 0, 0)),
+            ({"core::linear"}, (0, 8, 0)),
+            ({"core::gated_linear"}, (6, 0, 2)),
+            (BOTH, (0, 6, 2)),
+        ],
+        ({"core::gated_linear"}, (6, 0, 2)),
+    ),
 )
 def test_each_runs_only_where_the_device_brings_its_op(implemented: set[str], num_ops: tuple[int, ...]) -> None:
     found = Fused(Decoder(2), tokens(), implemented=frozenset(implemented))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from core.common.numerics import judge
 from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
 from core.common.passes.linear.merge import MERGE_LINEARS
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.quantization.quantize import quantize
 from core.verify.execution import run_graph

@@ -13,7 +13,8 @@ from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FU
 from core.common.passes.linear.merge import MERGE_LINEARS
 from core.common.passes.mlp.gate_up import FUSE_GATE_UP
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
 from tests.common.passes.linear.merging import Decoder, constants_of, tokens

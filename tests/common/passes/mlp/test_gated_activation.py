@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
-from tests.common.passes.lifting import BF16, DTYPES, Lifted, draw, lifted, lifted_graph, traced_model
+from tests.common.passes.lifting import BF16, DTYPES, F32, Lifted, draw, lifted, lifted_graph, traced_model
+from tests.marks import slow_except
 
 HIDDEN, SIZE = 12, 16
 
@@ -216,8 +218,12 @@ def test_what_plainly_is_no_gate_makes_no_noise(case: str) -> None:
     assert (report.matched, report.near_misses) == (0, ())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "moshi"])
+MODELS = ("llama", "gemma3_text", "phi3", "moshi")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), slow_except(product(MODELS, DTYPES), ("phi3", F32), ("gemma3_text", BF16)), ids=str
+)
 def test_a_model_is_lifted_whole_and_no_bit_changes(name: str, dtype: torch.dtype) -> None:
     graph, given, _ = traced_model(name, dtype)
     result = lifted_graph(graph, given, LIFT_GATED_ACTIVATION)

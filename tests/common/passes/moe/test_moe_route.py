@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from core.common.ops.moe.experts import MOE_ROUTE
 from core.common.passes.moe.route import LIFT_MOE_ROUTE
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.regions import run_graph

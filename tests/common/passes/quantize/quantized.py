@@ -19,7 +19,8 @@ from core.common.passes.quantize.results import (
 )
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.implementations import OpChoice, choose_implementations
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.quantization.quantize import quantize

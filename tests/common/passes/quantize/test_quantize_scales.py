@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
 from core.common.passes.quantize.scales import SHARE_QUANTIZE_SCALES
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
 from tests.common.passes.linear.merging import constants_of, tokens

@@ -14,7 +14,9 @@ from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.rotary.lift import LIFT_ROTARY
 from core.common.passes.rotary.qk_norm import FUSE_QK_NORM_ROTARY
 from core.compilation.implementations import choose_implementations
-from core.compilation.rewrite.manager import PassManager, PassReport
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.rewrite.snapshot import to_text
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 
@@ -188,3 +190,24 @@ def test_near_misses_stay_two_ops_with_the_reason(case: str) -> None:
 def test_tensors_without_a_norm_are_no_near_miss() -> None:
     _, report = fused(model_of(along_another), F32)
     assert report.matched == 0 and not report.near_misses
+
+
+def test_a_refused_site_leaves_every_node_as_it_was() -> None:
+    """No transposition that would only have been the op's is left in front of the norm."""
+
+    def model(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        heads = [x.view(2, 5, -1, SIZE) for x in (query, key)]
+        query, key = (qwen(x, weights[name]).transpose(1, 2) for x, name in zip(heads, weights, strict=True))
+        heads[0].mul_(2)
+        return turn(query, cos, sin), turn(key, cos, sin)
+
+    inputs = inputs_of(BF16)
+    graph = trace(lambda **given: model(**given), inputs, writable=("query",))
+    lifts = (LIFT_RMS_NORM, LIFT_ROTARY)
+    PassManager(lifts, strict=True).run(graph.module)
+    before = to_text(graph.module)
+    *_, report = PassManager((*lifts, FUSE_QK_NORM_ROTARY), strict=True).run(graph.module)
+    assert report.matched == 0 and to_text(graph.module) == before
+    (miss,) = report.near_misses
+    assert "written in between" in miss.reason

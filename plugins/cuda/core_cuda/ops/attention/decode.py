@@ -13,9 +13,9 @@ from torch import Tensor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
-from core_cuda.ops.attention.cache_write import head_stride, refused_dtypes
 from core_cuda.ops.attention.decode_kernel import decode_kernel
 from core_cuda.ops.attention.rotation import Rotation, Turning
+from core_cuda.ops.cache_write import head_stride, refused_dtypes
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.workspace import counters
 from core_cuda.tuned import winner

@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.attention.cache_write import codes_of
 from core_cuda.ops.attention.rotation import rotated_rows
+from core_cuda.ops.cache_write import codes_of
 from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
 

@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
-from core_cuda.ops.attention.cache_write import head_stride, refused_cache, refused_dtypes, write_cache
 from core_cuda.ops.attention.decode import Coding
 from core_cuda.ops.attention.prefill_kernel import Spec, prefill_kernel
+from core_cuda.ops.cache_write import head_stride, refused_cache, refused_dtypes, write_cache
 from core_cuda.ops.rotary import rotation as rotary
 from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
 from core_cuda.tuned import winner

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from core_cuda.ops.attention.cache_write import write_rows
+from core_cuda.ops.cache_write import write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
 
@@ -52,7 +52,7 @@ class Spec(NamedTuple):
 @triton.jit
 def _tanh(x):
     """Return tanh in fp32 to a few units in the last place, also next to zero, where the quotient cancels."""
-    e = tl.exp2(-2.0 * _LOG2_E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
     series = 62.0 / 2835 + y * (-1382.0 / 155925 + y * (21844.0 / 6081075))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.attention.cache_write import codes_of, write_rows
+from core_cuda.ops.cache_write import codes_of, write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 
 __all__ = ["rotary_kernel"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall
 from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from core_cuda.ops import launching
-from core_cuda.ops.attention.cache_write import CODES, head_stride
+from core_cuda.ops.cache_write import CODES, head_stride
 from core_cuda.ops.conditions import dtypes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rotary.kernel import rotary_kernel

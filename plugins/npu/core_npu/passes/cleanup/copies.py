@@ -12,13 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import view
-from core.common.passes.cleanup import LIFTS
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes import LIFTS, NearMiss, Pass, PassContext, PassResult, Writes, near_miss, site_name, view
 from core.common.passes.functional.memory import same_layout
-from core.common.passes.rewrite import near_miss, site_name
-from core.common.passes.writes import Writes
 from core_npu.passes.conditions import first_reason, same_tensors
 from core_npu.passes.streams import streams
 

@@ -13,11 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import view
-from core.common.passes.cleanup import LIFTS
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import LIFTS, Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
 from core_npu.passes.calls import other_reader
 from core_npu.passes.conditions import HALVES, first_reason, same_tensors
 from core_npu.passes.streams import fuse_in_stream

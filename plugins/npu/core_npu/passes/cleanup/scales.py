@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import view
-from core.common.passes.declaration import Pass
-from core.common.passes.patterns import Replacement
+from core.common.passes import Pass, Replacement, view
 from core_npu.passes.calls import called, read
 from core_npu.passes.streams import together
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from core.common.passes import view
-from core.common.passes.declaration import Guards, Pass
-from core.common.passes.patterns import InductorReplacement
+from core.common.passes import Guards, InductorReplacement, Pass, PassTraits, view
 from core_npu.passes.calls import op
 from core_npu.passes.conditions import HALVES, first_reason
 from core_npu.passes.streams import together
@@ -124,7 +122,9 @@ FUSE_TRANSPOSE_BATCHMATMUL = Pass(
         for product in _PRODUCTS
     ),
     guards=Guards(dtypes=HALVES, min_rank=3),
-    on_request="for it alone graphs are turned into ATen ops; it pays where heads have matrices of their own (MLA)",
     examples=examples,
     owner="npu",
+    traits=PassTraits(
+        on_request="for it alone graphs are turned into ATen ops; it pays where heads have matrices of their own (MLA)"
+    ),
 )

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss, view
 from core_npu.passes.calls import called, op, other_reader, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row
 from core_npu.passes.inlined import Builder, replacement
@@ -123,6 +120,6 @@ FUSE_SWIGLU_DYNAMIC_QUANT = Pass(
     after=("eliminate_common_subexpressions",),
     expect=expect,
     examples=examples,
-    codes=("npu::npu_dynamic_quant",),
     owner="npu",
+    traits=PassTraits(codes=("npu::npu_dynamic_quant",)),
 )

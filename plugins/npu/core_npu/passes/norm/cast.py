@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
 from core_npu.passes.calls import called, op, read, result_of, results
 from core_npu.passes.conditions import HALVES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement

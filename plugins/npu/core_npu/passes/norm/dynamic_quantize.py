@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss
 from core_npu.passes.calls import INT8, called, op, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row, same_tensors
 from core_npu.passes.inlined import Builder, replacement
@@ -118,6 +116,6 @@ FUSE_ADD_RMS_NORM_DYNAMIC_QUANT = Pass(
     after=("eliminate_common_subexpressions", "fuse_npu_add_rms_norm"),
     expect=expect,
     examples=dynamic_norms,
-    codes=("npu::npu_dynamic_quant",),
     owner="npu",
+    traits=PassTraits(codes=("npu::npu_dynamic_quant",)),
 )

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
+from core.common.passes import PassContext, view
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import is_row
 from core_npu.passes.streams import streams

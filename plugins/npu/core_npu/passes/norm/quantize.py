@@ -14,10 +14,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    near_miss,
+    set_value,
+    view,
+)
 from core_npu.passes.calls import INT8, called, op, read
 from core_npu.passes.conditions import (
     CODES,
@@ -147,7 +155,7 @@ def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype |
     made = context.constants.add(context.graph, name, zeros, like=like)
     if context.analyses is not None:  # they describe a graph without the new placeholder
         context.analyses.invalidate()
-    made.meta["example_value" if "example_value" in like.meta else "val"] = fake.new_empty(tuple(shape), dtype=dtype)
+    set_value(made, fake.new_empty(tuple(shape), dtype=dtype), like)
     return made
 
 
@@ -182,8 +190,8 @@ FUSE_ADD_RMS_NORM_QUANT = Pass(
     after=_AFTER,
     expect=expect_add,
     examples=static_norms_of_sums,
-    codes=("npu::npu_quantize",),
     owner="npu",
+    traits=PassTraits(codes=("npu::npu_quantize",)),
 )
 FUSE_RMS_NORM_QUANT = Pass(
     name="fuse_npu_rms_norm_quant",
@@ -191,7 +199,6 @@ FUSE_RMS_NORM_QUANT = Pass(
     guards=Guards(dtypes=CODES, constants=True),
     after=_AFTER,
     examples=static_norms,
-    reads_content=False,
-    codes=("npu::npu_quantize",),
     owner="npu",
+    traits=PassTraits(reads_content=False, codes=("npu::npu_quantize",)),
 )

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.ops.rotary.rotation import QK_NORM_ROTARY
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.ops.rotary import QK_NORM_ROTARY
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss, view
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import HALVES, first_reason, not_row
 from core_npu.passes.norm.normed import NORM
@@ -153,7 +150,9 @@ LIFT_QK_NORM_ROTARY = Pass(
     run=run,
     guards=Guards(dtypes=HALVES, implements=frozenset({QK_NORM_ROTARY.qualified_name})),
     after=("fuse_npu_qkv_rms_norm_rope_cache",),
-    on_request="torch_npu has no op of norm and rotation, and the plugin's implementation launches the same kernels",
     examples=examples,
     owner="npu",
+    traits=PassTraits(
+        on_request="torch_npu has no op of norm and rotation, and the plugin's implementation launches the same kernels"
+    ),
 )

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Site, near_miss
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
 from core_npu.passes.calls import called, read
 from core_npu.passes.conditions import HALVES, first_reason, not_row
 from core_npu.passes.rotary.qkv_cache_op import CACHE_MODE, qkv_cache_op

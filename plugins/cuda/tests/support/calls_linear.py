@@ -1,0 +1,36 @@
+"""Products with few rows at the sizes of models of 1 and 8 B parameters, for tools/cuda/compile_cuda_kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core_cuda.ops.activation import Gate
+from core_cuda.ops.linear.skinny import skinny_linear
+from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
+
+ROW = SkinnyConfig("row", 8, 1024)
+SIZES = ((6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (2048, 2048, False), (16384, 2048, True))
+
+
+def half(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the default configurations."""
+    for rows in (1, 8, 64):
+        for columns, depth, gated in SIZES:
+            gate = Gate("silu") if gated else None
+            call = partial(skinny_linear, half(rows, depth), half(columns, depth), gate=gate)
+            yield f"linear {rows} x {columns} x {depth}{', gated' if gated else ''}", call
+    for rows in (1, 8, 64):
+        for columns, depth, _ in SIZES[:3]:
+            x, weight = (torch.empty(n, depth, dtype=torch.float8_e4m3fn) for n in (rows, columns))
+            scales = (torch.empty(rows), torch.empty(columns))
+            for config in (default_config(rows, columns, depth, bits=8), *([ROW] if rows == 1 else [])):
+                call = partial(skinny_linear, x, weight, scales=scales, out_dtype=torch.bfloat16, config=config)
+                yield f"codes {rows} x {columns} x {depth}, {config.kernel}", call

@@ -1,0 +1,1 @@
+"""Kernels of ATB, the vendor's library for transformers."""

@@ -1,0 +1,1 @@
+"""Attention of aclnn: over pages, of dense tensors, and copies of pages."""

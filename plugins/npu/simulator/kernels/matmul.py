@@ -1,0 +1,65 @@
+"""Matrix products. They accumulate in float32 and round once, as a cube unit does; integers stay exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simulator.marshal import kernel
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y in the type of accumulation: float32 for floating types, int32 for int8, else the inputs' own."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.float() @ y.float()
+    if x.dtype == torch.int8:
+        return x.int() @ y.int()
+    return x @ y
+
+
+def _plain(x: Tensor, y: Tensor, out: Tensor, cube_math: int) -> None:
+    out.copy_(product(x, y).view(out.shape))
+
+
+for _name in ("aclnnMatmul", "aclnnMm", "aclnnBatchMatMul"):
+    kernel(_name, "TTTh")(_plain)
+
+
+@kernel("aclnnMv", "TTTh")
+def _mv(x: Tensor, y: Tensor, out: Tensor, cube_math: int) -> None:
+    out.copy_(product(x, y.unsqueeze(-1)).squeeze(-1))
+
+
+@kernel("aclnnDot", "TTT")
+def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
+    out.copy_(product(x, y))
+
+
+def _added(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any) -> Tensor:
+    result = product(y, z)
+    if alpha != 1:
+        result = result * alpha
+    # A beta of zero leaves NaN of x out, as torch documents.
+    return result if beta == 0 else result + (x.to(result.dtype) if beta == 1 else x.to(result.dtype) * beta)
+
+
+@kernel("aclnnAddmm", "TTTSSTh")
+def _addmm(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, out: Tensor, cube_math: int) -> None:
+    out.copy_(_added(x, y, z, beta, alpha))
+
+
+@kernel("aclnnInplaceAddmm", "TTTSSh")
+def _addmm_in_place(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, cube_math: int) -> None:
+    x.copy_(_added(x, y, z, beta, alpha))
+
+
+@kernel("aclnnBaddbmm", "TTTSSTh")
+def _baddbmm(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, out: Tensor, cube_math: int) -> None:
+    out.copy_(_added(x, y, z, beta, alpha))
+
+
+@kernel("aclnnInplaceBaddbmm", "TTTSSh")
+def _baddbmm_in_place(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, cube_math: int) -> None:
+    x.copy_(_added(x, y, z, beta, alpha))

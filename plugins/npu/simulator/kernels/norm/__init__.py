@@ -1,0 +1,1 @@
+"""Norms: of root mean squares, and those of torch that subtract a mean."""

@@ -1,0 +1,1 @@
+"""Kernels of one result per element: arithmetic, nonlinear functions, gates of two halves."""

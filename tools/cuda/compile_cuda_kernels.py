@@ -1,0 +1,116 @@
+"""Compile the plugin's kernels for a GPU that need not be there, and print what each one takes of it.
+
+    python tools/cuda/compile_cuda_kernels.py [--capability 90] FILE.py [NAME …]
+
+FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose shapes
+and dtypes decide what is compiled; nothing is launched. Prints a JSON line per compiled kernel: call, kernel,
+num_warps, num_stages, shared (bytes per block), registers (per thread), stack (bytes per thread: spilled registers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+
+
+class AbsentDriver(CudaDriver):
+    """What the compiler asks a driver for, answered for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:  # not the parent's: that one loads the driver library
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        """Return the GPU to compile for."""
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """Return a number for it."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Return where the calls' tensors are."""
+        return torch.device("cpu")
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return registers and stack bytes per thread of the machine code."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers is not None and stack is not None, text
+    return int(registers[1]), int(stack[1])
+
+
+@contextmanager
+def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None = None) -> Iterator[None]:
+    """Compile in place of launching, for GPUs of this compute capability (90 is 9.0); tell what each kernel takes.
+
+    What is compiled lies in Triton's cache afterwards, and is found there by processes that launch it.
+    """
+    from core_cuda.ops import launching
+
+    triton.runtime.driver.set_active(AbsentDriver(capability))
+    real = {name: getattr(launching, name) for name in ("launch", "can_overlap", "num_multiprocessors")}
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        if "OVERLAP" in kernel.arg_names:
+            meta["OVERLAP"] = launching.can_overlap()
+            if meta["OVERLAP"]:
+                meta["launch_pdl"] = True
+        made = kernel.warmup(*args, grid=grid, **meta)
+        if tell is not None:
+            registers, stack = resources(made.asm["cubin"])
+            told = {"kernel": kernel.__name__, "grid": list(grid), "num_warps": made.metadata.num_warps}
+            told |= {"num_stages": made.metadata.num_stages, "shared": made.metadata.shared}
+            tell(told | {"registers": registers, "stack": stack})
+
+    launching.launch = launch
+    launching.can_overlap = lambda: capability >= 90
+    launching.num_multiprocessors = lambda: 132
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(launching, name, function)
+
+
+def main() -> None:
+    """Compile the calls of a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    spec = importlib.util.spec_from_file_location("calls", options.file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    current = ""
+    with compile_only(options.capability, lambda told: print(json.dumps({"call": current} | told), flush=True)):
+        for current, call in module.calls():  # the printed lines name it
+            if not options.names or any(name in current for name in options.names):
+                call()
+
+
+if __name__ == "__main__":
+    main()

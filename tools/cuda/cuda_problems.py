@@ -1,0 +1,293 @@
+"""What `tools/cuda/tune_cuda.py` tunes: an op at one size each, with its data, its candidates, and what they
+compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
+from torch import Tensor
+from torch.nn import functional
+
+from core.bench.presets import PRESETS
+
+COUNTS = ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (256, 1024), (1, 8192))
+"""Sequences and positions of decode."""
+PROMPTS = (128, 512, 1024, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer at a number of rows; columns: of its result, behind the gate if it is gated."""
+
+    rows: int
+    columns: int
+    depth: int
+    gated: bool = False
+
+    op = "linear"
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move."""
+        return 2 * (self.depth * self.columns * (2 if self.gated else 1) + self.rows * (self.depth + self.columns))
+
+    def make(self, device: str) -> tuple[Tensor, Tensor]:
+        """Return x and weight."""
+        rows = self.columns * (2 if self.gated else 1)
+        return randn(self.rows, self.depth, device=device), randn(rows, self.depth, device=device)
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops.linear.skinny_configs import candidates
+
+        return list(candidates(self.rows, self.columns, self.depth, gated=self.gated))
+
+    def run(self, data: tuple[Tensor, Tensor], config: Any) -> Tensor:
+        """Compute it by the plugin's kernel."""
+        from core_cuda.ops.activation import Gate
+        from core_cuda.ops.linear.skinny import skinny_linear
+
+        return skinny_linear(*data, gate=Gate("silu") if self.gated else None, config=config)
+
+    def library(self, data: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute it by cuBLAS, and its gate by the plugin's kernel."""
+        whole = functional.linear(*data)
+        if not self.gated:
+            return whole
+        gated: Tensor = torch.ops.core_cuda.gated_activation_fused(whole, kind="silu")
+        return gated
+
+    wanted = library
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernel depends on: sizes and splits are no constants of it."""
+        tall = max(16, 1 << (self.rows - 1).bit_length()) if config.kernel == "tile" else 1
+        constants = {**asdict(config), "split_k": config.split_k > 1}
+        return (tall, self.gated, self.depth % config.block_k == 0, *constants.values())
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """A linear layer on fp8 codes, with a scale for each row of x and for each row of the weight."""
+
+    rows: int
+    columns: int
+    depth: int
+
+    op = "quantized_linear"
+    library = None
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move."""
+        return self.depth * (self.columns + self.rows) + 2 * self.rows * self.columns
+
+    def make(self, device: str) -> tuple[Tensor, ...]:
+        """Return x, weight and their scales."""
+        codes = [randn(n, self.depth, device=device).to(torch.float8_e4m3fn) for n in (self.rows, self.columns)]
+        return (*codes, *(torch.rand(n, device=device) + 0.5 for n in (self.rows, self.columns)))
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops.linear.quantized import candidates
+
+        return list(candidates(self.rows, self.columns, self.depth))
+
+    def run(self, data: tuple[Tensor, ...], config: Any) -> Tensor:
+        """Compute it by the plugin's kernels, or by torch's."""
+        from core_cuda.ops.linear.quantized import multiply
+
+        return multiply(data[0], data[1], (data[2], data[3]), None, DTYPE, config)
+
+    def wanted(self, data: tuple[Tensor, ...]) -> Tensor:
+        """Compute it by cuBLAS in the dtype of activations."""
+        x, weight, x_scale, w_scale = data
+        return functional.linear(x.to(DTYPE), weight.to(DTYPE)) * x_scale[:, None] * w_scale
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernel depends on."""
+        tall = max(16, 1 << (self.rows - 1).bit_length()) if config.kernel == "tile" else 1
+        return (
+            tall,
+            self.depth % max(config.block_k, 1) == 0,
+            *{**asdict(config), "split_k": config.split_k > 1}.values(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of sequences with `new` tokens each, of `context` in all; codes: whether the cache holds fp8 codes."""
+
+    batch: int
+    new: int
+    context: int
+    heads: Heads
+    codes: bool = False
+
+    library = None
+
+    @property
+    def op(self) -> str:
+        """Name in the file."""
+        return "decode_attention" if self.new == 1 else "prefill_attention"
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self._shape())
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move."""
+        return moved_bytes(self.batch, self.new, self.context, self.heads, codes=self.codes)
+
+    def make(self, device: str) -> dict[str, Any]:
+        """Return a call."""
+        return paged(self.batch, self.new, self.context, self.heads, device, codes=self.codes)
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention import prefill as prefill_attention
+
+        if self.new == 1:
+            return list(decode_attention.candidates(self._shape()))
+        return list(prefill_attention.candidates(self._shape()))
+
+    def run(self, data: dict[str, Any], config: Any) -> Tensor:
+        """Compute it by the plugin's kernel."""
+        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention import prefill as prefill_attention
+
+        if self.new == 1:
+            return decode_attention.decode(**data, config=config)
+        return prefill_attention.prefill(
+            **{name: value for name, value in data.items() if name != "max_query_len"}, config=config
+        )
+
+    def wanted(self, data: dict[str, Any]) -> Tensor:
+        """Compute it by torch."""
+        return dense(data, self.new, self.context)
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernel depends on."""
+        splits = {"splits": config.splits > 1} if self.new == 1 else {}
+        return (self.op, self.heads, self.codes, *{**asdict(config), **splits}.values())
+
+    def _shape(self) -> Any:
+        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention import prefill as prefill_attention
+
+        num_heads, num_kv, size = self.heads
+        if self.new == 1:
+            return decode_attention.DecodeShape(
+                num_seqs=self.batch, num_kv_heads=num_kv, num_rows=num_heads // num_kv, head_size=size,
+                value_size=size, num_positions=self.context, itemsize=1 if self.codes else DTYPE.itemsize,
+            )  # fmt: skip
+        return prefill_attention.PrefillShape(
+            num_tokens=self.batch * self.new, num_seqs=self.batch, num_heads=num_heads, num_kv_heads=num_kv,
+            key_size=size, value_size=size, element_bytes=DTYPE.itemsize,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, `top_k` of them for each token, chosen evenly."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+
+    op = "grouped_mlp"
+    library = None
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What the plugin looks it up by."""
+        return asdict(self._shape())
+
+    @property
+    def num_bytes(self) -> int:
+        """What it must move: the experts that are hit."""
+        return 2 * 3 * self.hidden * self.inner * min(self.experts, self.tokens * self.top_k)
+
+    def make(self, device: str) -> dict[str, Any]:
+        """Return a call."""
+        scores = torch.rand(self.tokens, self.experts, device=device)
+        return {
+            "x": randn(self.tokens, self.hidden, device=device),
+            "weights": torch.rand(self.tokens, self.top_k, device=device).to(DTYPE),
+            "indices": scores.topk(self.top_k, dim=-1).indices,
+            "gate_up": randn(self.experts, 2 * self.inner, self.hidden, device=device),
+            "down": randn(self.experts, self.hidden, self.inner, device=device),
+        }
+
+    def candidates(self) -> list[Any]:
+        """Return configurations to try."""
+        from core_cuda.ops.moe.grouped_configs import candidates
+
+        return list(candidates(self._shape()))
+
+    def run(self, data: dict[str, Any], config: Any) -> Tensor:
+        """Compute it by the plugin's kernels."""
+        from core_cuda.ops.activation import Gate
+        from core_cuda.ops.moe.grouped_mlp import Experts as Weights
+        from core_cuda.ops.moe.grouped_mlp import run_grouped_mlp
+
+        weights = Weights(data["gate_up"], data["down"])
+        return run_grouped_mlp(data["x"], data["weights"], data["indices"], weights, Gate("silu"), config=config)
+
+    def wanted(self, data: dict[str, Any]) -> Tensor:
+        """Compute it by the op's reference."""
+        result: Tensor = torch.ops.core.grouped_mlp(**data, kind="silu")
+        return result
+
+    def same_kernel(self, config: Any) -> tuple[Any, ...]:
+        """Return what the compiled kernels depend on."""
+        return (self.top_k, self.experts, self.hidden, self.inner, config)
+
+    def _shape(self) -> Any:
+        from core_cuda.ops.moe.grouped_configs import GroupedShape
+
+        return GroupedShape(**asdict(self))
+
+
+Problem = Linear | QuantizedLinear | Attention | Experts
+
+
+def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
+    """Yield what a shape computes as the passes leave it: query, key and value merged, gate and up too."""
+    fields: dict[str, Any] = dict(PRESETS[preset].fields)
+    hidden, head, wide = fields["hidden_size"], fields["head_dim"], fields["intermediate_size"]
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    layers = [((heads + 2 * kv_heads) * head, hidden, False), (hidden, heads * head, False)]
+    if "num_experts" not in fields:
+        layers += [(wide, hidden, True), (hidden, wide, False)]
+    layers.append((fields["vocab_size"], hidden, False))
+    for layer in layers:
+        yield from (Linear(count, *layer) for count in rows)
+    for columns, depth, gated in layers[:-1]:  # the last product is left as it is by most who quantise
+        yield from (QuantizedLinear(count, columns * (2 if gated else 1), depth) for count in rows)
+    if "num_experts" in fields:
+        experts = (fields["num_experts_per_tok"], fields["num_experts"], hidden, fields["moe_intermediate_size"])
+        yield from (Experts(tokens, *experts) for tokens in (*rows, 1024, 4096))
+    sizes = [(batch, 1, context) for batch, context in COUNTS] + [(1, tokens, tokens) for tokens in PROMPTS]
+    yield from (Attention(*size, (heads, kv_heads, head)) for size in sizes)
+    yield from (Attention(batch, 1, context, (heads, kv_heads, head), codes=True) for batch, context in COUNTS)
