@@ -68,8 +68,6 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	@echo "== pytest: the tests marked slow"
 	@$(PYTEST) --dist worksteal -m "slow and not interpreter" $(ARGS)
-	@echo "== pytest: the example vendor, its tests marked slow"
-	@cd examples/acme_device && $(PYTEST) --dist worksteal -m slow
 
 test-interpreter: $(STAMP)
 	@echo "== pytest: the CUDA kernels in Triton's interpreter"

@@ -207,6 +207,7 @@ def test_the_kernels_of_the_example_device_pass(implementation: OpImplementation
     assert not trial.failures
 
 
+@pytest.mark.slow
 def test_an_implementation_is_tried_on_what_its_condition_admits() -> None:
     def narrow(call: OpCall) -> str | None:
         return None if call.args["x"].shape[-1] % 16 == 0 else "its rows are no multiple of 16"
