@@ -26,7 +26,9 @@ def _little_to_collect() -> Iterator[None]:
 
 
 LIMIT_S = 3.0
-"""Most seconds of processor time for a test that bears none of these marks; its fixtures are not counted."""
+"""Most seconds of processor time, on a quiet machine, for a test that bears none of these marks, without fixtures."""
+NOISE = 2.0
+"""What a busy core, and a worker that holds the objects of a thousand tests, make of that."""
 DEAR = ("slow", "interpreter", "gpu", "npu_sim")
 
 
@@ -49,7 +51,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = _processor_s()
     yield
     used = _processor_s() - before
-    if used <= LIMIT_S or any(item.get_closest_marker(mark) for mark in DEAR):
+    if used <= LIMIT_S * NOISE or any(item.get_closest_marker(mark) for mark in DEAR):
         return
-    if (used := used / _slowness()) > LIMIT_S:
+    if (used := used / _slowness() / NOISE) > LIMIT_S:
         pytest.fail(f"took {used:.1f} s of processor time; the limit is {LIMIT_S:g}: make it smaller, or mark it slow")

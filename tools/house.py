@@ -166,7 +166,7 @@ def to_text(found: Mapping[str, Any]) -> str:
     lines += [f"    {' <-> '.join(members)}" for members in found["room_circles"]]
     lines += _pass_lines(found["passes"])
     if "run" in found:
-        lines += ["", f"modules from `core run` to its first captured replay: {found['run']['num_modules']}"]
+        lines += ["", f"modules on the way from `core run` to its first captured replay: {found['run']['num_modules']}"]
         lines += [f"  {room:<40}{count:>4}" for room, count in sorted(found["run"]["rooms"].items())]
         lines += [f"    {path}" for path in found["run"]["modules"]]
     return "\n".join(lines)

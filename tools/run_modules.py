@@ -1,22 +1,22 @@
-"""Which modules take part between `core run` and its first captured replay: those of which a function is called.
+"""Which modules one opens to follow `core run` to its first captured replay: those on the call stack at its landmarks.
 
 `python tools/run_modules.py CHECKOUT` runs `core run --device cpu` of that checkout, on the embedded model and with an
-empty compile cache, under Python's profiler; it stops there and prints the files as JSON. It begins where the command's
-own function does and ends with the first `Program.replay`. What only gets imported, and class bodies, do not count.
+empty compile cache, and prints the files as JSON. Landmarks are calls that every version makes: torch builds a module,
+runs one, makes or recompiles a graph module, compiles one by Inductor; and `Program.replay`, where the run is stopped.
+What a module on the way calls and gets an answer from (a pass, an op's reference, the keys of the cache) is not on the
+way: one reads it when one wants to know more.
 """
 
 from __future__ import annotations
 
-import cProfile
-import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 from typing import Any, NoReturn
 
 _OF_A_FUNCTION = 0x1  # CO_OPTIMIZED, which the code of modules and class bodies has not
@@ -24,7 +24,7 @@ _LIMIT_S = 3600
 
 
 def modules_of_a_run(root: Path) -> tuple[str, ...]:
-    """Return the files that take part, relative to the checkout; raise `RuntimeError` where there is no replay."""
+    """Return the files on the way, relative to the checkout; raise `RuntimeError` where there is no replay."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "CORE_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         command = [sys.executable, "-P", str(Path(__file__).resolve()), str(root.resolve())]
@@ -35,12 +35,15 @@ def modules_of_a_run(root: Path) -> tuple[str, ...]:
     return tuple(json.loads(lines[-1]))
 
 
-def files_called(profiler: cProfile.Profile, root: Path) -> list[str]:
-    """Return the files below a folder of which the profiler saw a function called, relative to it."""
-    codes = (entry.code for entry in profiler.getstats())
-    called = (code for code in codes if isinstance(code, CodeType) and code.co_flags & _OF_A_FUNCTION)
-    paths = {Path(code.co_filename) for code in called}
-    return sorted(path.relative_to(root).as_posix() for path in paths if path.is_relative_to(root))
+def files_on_the_stack(frame: FrameType | None, folders: tuple[Path, ...], root: Path) -> set[str]:
+    """Return the files below the folders whose functions have called this frame, relative to the root."""
+    found: set[str] = set()
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if frame.f_code.co_flags & _OF_A_FUNCTION and any(path.is_relative_to(folder) for folder in folders):
+            found.add(path.relative_to(root).as_posix())
+        frame = frame.f_back
+    return found
 
 
 def _run(root: Path) -> None:
@@ -49,25 +52,41 @@ def _run(root: Path) -> None:
 
     if not Path(core.__file__).resolve().is_relative_to(root):
         sys.exit(f"{root} holds no package `core`; found was {core.__file__}")
-    import core.cli.run
+    import pluggy
+    import torch
+    import torch._dynamo.convert_frame
+    import torch._inductor.compile_fx
 
-    program, profiler = core.Program, cProfile.Profile(builtins=False)
+    import core.cli
 
-    def begun(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            profiler.enable()
-            return command(*args, **kwargs)
+    folders, seen = (root / "core", root / "plugins"), set[str]()
+    functions: tuple[Any, ...] = (
+        pluggy.HookCaller.__call__,
+        torch.nn.Module.__init__,
+        torch.nn.Module._call_impl,
+        torch.fx.GraphModule.__init__,
+        torch.fx.GraphModule.recompile,
+        torch.fx.Graph.lint,
+        torch.fx.Graph.eliminate_dead_code,
+        torch._dynamo.convert_frame._compile,
+        torch._inductor.compile_fx.compile_fx,
+    )
+    landmarks = {function.__code__ for function in functions}
 
-        return run
+    # A profiler, as Dynamo would trace wrappers of these functions.
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in landmarks:
+            seen.update(files_on_the_stack(frame, folders, root))
 
     def end(*_: Any, **__: Any) -> NoReturn:
-        profiler.disable()
-        print(json.dumps(files_called(profiler, root)), flush=True)
+        sys.setprofile(None)
+        print(json.dumps(sorted(seen | files_on_the_stack(sys._getframe(1), folders, root) | {replay})), flush=True)
         os._exit(0)  # the rest of the run shows nothing more
 
-    core.cli.run.run = begun(core.cli.run.run)
-    program.replay = end  # type: ignore[method-assign]
+    replay = Path(core.Program.replay.__code__.co_filename).relative_to(root).as_posix()
+    threading.setprofile(look)
+    sys.setprofile(look)
+    core.Program.replay = end  # type: ignore[method-assign]
     core.cli.main(["run", "--device", "cpu", "--json"])
 
 

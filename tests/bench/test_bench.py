@@ -335,7 +335,7 @@ def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pyt
     assert found["warm"]["total_s"] == 4.5 and found["warm"]["cache"] == "hit"
     assert list(start_lines(found))[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
     assert calls[0][0][1:3] == ["-m", "core.bench.start_worker"] and json.loads(calls[0][0][3])["began"] > 0
-    folders = [env["TORCHINDUCTOR_CACHE_DIR"] for _, env in calls]
+    folders = [env["CORE_CACHE_DIR"] for _, env in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()
 
 

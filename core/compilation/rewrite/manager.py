@@ -272,7 +272,7 @@ class PassManager:
             near_misses=result.near_misses,
             skipped=skipped,
             error=error,
-            uuid=self._uuid(declared),
+            uuid=self._uuid(declared) if result.matched else "",
             codes=declared.traits.codes,
         )
 

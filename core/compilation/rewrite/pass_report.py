@@ -13,8 +13,9 @@ VERIFIED = "verified"
 class PassReport:
     """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
 
-    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity. codes: ops whose codes it
-    may move by a step (`PassTraits.codes`). All empty if not so. verification: "" where nobody asked for it or the pass
+    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity where it matched (it takes
+    milliseconds to find). codes: ops whose codes it may move by a step (`PassTraits.codes`). All empty if not so.
+    verification: "" where nobody asked for it or the pass
     matched nothing, "verified", or "not verified: " and why what it did could not be judged.
     """
 

@@ -282,7 +282,8 @@ def test_the_engine_writes_its_cache_in_place(model_type: str, route: str) -> No
     loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
     tokens = []
     for mode in ("off", None):
-        with Engine(loaded, cpu(passes=(seeing([]),)), replace(config, mode=mode)) as engine:
+        asked = replace(config, options=replace(config.options, mode=mode))
+        with Engine(loaded, cpu(passes=(seeing([]),)), asked) as engine:
             assert engine.route == route
             params = SamplingParams(max_new_tokens=6, ignore_eos=True)
             tokens.append([each.token_ids for each in engine.generate([[3, 4, 5, 6], [20, 21, 22]], params)])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,12 @@ def tiny(model_type: str, **changes: Any) -> LoadedModel:
     return build_model(config, torch_device=torch.device("cpu"), dtype=torch.float32)
 
 
-def start(loaded: LoadedModel, speculative: int = 0, **options: Any) -> tuple[ProgramReport, list[Tensor]]:
-    """Return the report of an engine and the logits of a short generation."""
+def start(
+    loaded: LoadedModel, speculative: int = 0, sizes: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[ProgramReport, list[Tensor]]:
+    """Return the report of an engine and the logits of a short generation; sizes: fields other than in `SMALL`."""
     given = {"lowering": "inline", "enable_passes": ("merge_linears",), **options}
-    config = EngineConfig(**SMALL, speculative=speculative, options=CompileOptions(**given))
+    config = EngineConfig(**{**SMALL, **(sizes or {})}, speculative=speculative, options=CompileOptions(**given))
     with Engine(loaded, select_device("cpu"), config) as engine:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
         completions = engine.generate(PROMPTS, params, collect_logits=True)
@@ -98,7 +101,7 @@ def is_warm(cold: ProgramReport, expected: list[Tensor], again: LoadedModel) -> 
 
 
 def test_what_the_model_is_and_what_the_engine_is_asked_for_are_factors(after_cold: Cold) -> None:
-    report, _ = start(tiny("llama", rms_norm_eps=1e-3), decode_buckets=(1,), max_num_seqs=1)
+    report, _ = start(tiny("llama", rms_norm_eps=1e-3), sizes={"decode_buckets": (1,), "max_num_seqs": 1})
     assert report.cache.state == "miss"
     assert any("variance_epsilon" in line and "0.001" in line for line in report.cache.differences)
     assert any("buckets: decode" in line for line in report.cache.differences), report.cache.differences

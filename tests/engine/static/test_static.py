@@ -28,6 +28,7 @@ CONFIG = EngineConfig(
     max_num_seqs=4, max_model_len=48, sampling=("greedy",), options=CompileOptions(lowering="inline", strict=True)
 )
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
+EAGER = replace(CONFIG, options=replace(CONFIG.options, mode="off"))
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
@@ -102,7 +103,7 @@ def test_sampling_is_in_the_graph_of_decode_and_gives_the_tokens_of_sampling_out
 
     inside, num_outside = sampled(bloom)
     assert num_outside == 1  # the first token comes from the prefill, which is eager
-    with Engine(tiny("bloom"), select_device("cpu"), replace(CONFIG, mode="off")) as eager:
+    with Engine(tiny("bloom"), select_device("cpu"), EAGER) as eager:
         assert sampled(eager) == (inside, 8)
 
 
@@ -115,8 +116,7 @@ def test_drafts_are_declined_with_a_word(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_one_sequence_holds_the_cache() -> None:
-    config = replace(CONFIG, mode="off")
-    runner = StaticRunner(tiny("bloom").model, select_device("cpu"), config, max_model_len=32, reason="asked for")
+    runner = StaticRunner(tiny("bloom").model, select_device("cpu"), EAGER, max_model_len=32, reason="asked for")
     first, second = (Sequence(i, [3, 4], SamplingParams()) for i in range(2))
     assert runner.admit(first)
     assert not runner.admit(second)
