@@ -1,8 +1,8 @@
 """Measure what the common passes cost on the graph of a Llama of 8B shape, pass by pass, on one core.
 
-The model lives on the meta device: its graph is that of the real one, and no weight takes memory. Tracing and lowering
-to ATen are timed beside the passes and are not part of their sum. Every round runs all passes over a fresh copy of the
-graph; figures are medians over rounds, with the lowest and the highest.
+The model lives on the meta device: its graph is that of the real one, and no weight takes memory. Tracing and turning
+the graph into ATen ops are timed beside the passes and are not part of their sum. Every round runs all passes over a
+fresh copy of the graph; figures are medians over rounds, with the lowest and the highest.
 
     python benchmarks/pass_pipeline.py [--phase decode] [--layers 32] [--rounds 7] [--json]
 """

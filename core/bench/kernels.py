@@ -1,6 +1,6 @@
 """Which kernels a step runs, by layer and by place in the layer, with what each must move and how long that takes.
 
-The lowered graph is run node by node, not captured, under torch.profiler; what runs on the device (on a device without
+The finished graph is run node by node, not captured, under torch.profiler; what runs on the device (on a device without
 kernels of its own: the host's ops) belongs to the node in whose time it began, since each node is waited for. So the
 times are those of kernels alone: neither launches nor their overlap are in them.
 """

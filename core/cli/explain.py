@@ -32,7 +32,7 @@ def explain(
     kv_cache_dtype: str = KV_CACHE_DTYPE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
-    kernels: bool = typer.Option(False, "--kernels", help="Run the lowered graphs and show the kernels of each node."),
+    kernels: bool = typer.Option(False, "--kernels", help="Run the finished graphs and show the kernels of each node."),
     batch: int = typer.Option(1, help="With --kernels: sequences of the decode step."),
     context: int = typer.Option(64, help="With --kernels: tokens of each sequence, or of the prompt."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),

@@ -1,4 +1,4 @@
-"""Running a lowered graph node by node: what each must move, and the kernels that ran in its time."""
+"""Running a finished graph node by node: what each must move, and the kernels that ran in its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core/explain/explanation: sites before and after, near-misses with node and reason, layers, and one page of it
+"""core/explain/explanation.py: sites before and after, near-misses with node and reason, layers, and one page of it
 all.
 """
 

@@ -71,7 +71,7 @@ def with_non_finite(sample: Sample, names: tuple[str, ...]) -> Sample:
 
 
 def refusal(op: CanonicalOp, condition: Condition, kwargs: Mapping[str, Any]) -> str | None:
-    """Ask a condition as lowering does, on fake tensors, and return its reason; None where it accepts."""
+    """Ask a condition as a compile does, on fake tensors, and return its reason; None where it accepts."""
     if condition is always:  # which looks at nothing: fakes would be made in vain
         return None
     _, fakes = faked(kwargs)

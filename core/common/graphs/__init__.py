@@ -1,1 +1,1 @@
-"""Capturing callables into graphs and replaying them: protocol, static buffers, buckets."""
+"""What a device captures callables with and replays them: the protocol, and two ready-made backends."""

@@ -1,4 +1,4 @@
-"""Whole models on the plugin's kernels: every op they implement is lowered to them, and the tokens stay the model's.
+"""Whole models on the plugin's kernels: every op they implement becomes one of them, and the tokens stay the model's.
 
 In Triton's interpreter the recording device stands in for the GPU; what the graphs hold are the kernels all the same.
 """

@@ -58,7 +58,7 @@ def test_attention_writes_what_its_schema_says() -> None:
     graph.output(node)
     writes = find_writes(torch.fx.GraphModule({}, graph))
     assert [name for name, place in places.items() if writes.writers(place)] == ["key_cache", "value_cache"]
-    assert find_op(paged.attention) is None  # no second lowering
+    assert find_op(paged.attention) is None  # so no implementation is chosen for it again
 
 
 # Conditions: op, a call that is taken, what is changed, and what the reason says.

@@ -1,4 +1,4 @@
-"""core/engine/check/graphs: the graphs of both phases, and inputs that each of them serves."""
+"""core/engine/check/graphs.py: the graphs of both phases, and inputs that each of them serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core/engine/static/cache: prefill and decode on a static cache, ready to be traced."""
+"""core/engine/static/cache.py: prefill and decode on a static cache, ready to be traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Area graphs, whole programs: calls of what `core.compile` and `core.capture` made; graphs.py tries the backend."""
+"""Area graphs, whole programs: calls of what `core.compile` and `core.capture` made; cases/graphs tries the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Area graphs: what a `GraphBackend` promises, tried on the device's own by hand. calls.py tries whole programs."""
+"""Area graphs: what a `GraphBackend` promises, tried on the device's own by hand. cases/calls tries whole programs."""
 
 from __future__ import annotations
 

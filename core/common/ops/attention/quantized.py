@@ -1,9 +1,8 @@
 """`core::attention_quantize`, `core::rotary_attention_quantize`: attention whose result is only needed as codes.
 
-Each is the attention of core/common/ops/attention/paged.py or rotary_attention.py followed by `core::quantize` of its
-rows,
-the heads of a token behind one another as the output projection reads them. The attention's result is rounded to its
-own dtype before it is quantised, as a model does that has two ops.
+Each is the attention of paged.py or rotary.py followed by `core::quantize` of its rows, the heads of a token behind one
+another as the output projection reads them. The attention's result is rounded to its own dtype before it is quantised,
+as a model does that has two ops.
 
 Shapes: T tokens, H query heads, V value size; codes (T, H * V), contiguous; their scale () or (T, 1).
 """

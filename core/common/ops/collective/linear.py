@@ -2,7 +2,7 @@
 
 `core::all_gather_linear` and `core::linear_reduce_scatter`, the two halves of asynchronous tensor parallelism: parts of
 the product are computed while others are on their way (Wang et al., "Overlap Communication with Dependent Computation
-via Decomposition in Large Deep Learning Models", ASPLOS 2023). Groups are those of collective.py.
+via Decomposition in Large Deep Learning Models", ASPLOS 2023). Groups are those of collectives.py.
 """
 
 from __future__ import annotations

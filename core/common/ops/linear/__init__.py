@@ -1,4 +1,4 @@
-"""Linear layers with a gate, and on quantised weights alone."""
+"""Linear layers, plain, with a gate, and on quantised weights alone."""
 
 from __future__ import annotations
 

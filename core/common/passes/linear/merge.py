@@ -5,7 +5,7 @@ slices of the merged one. Weights keep their identity and become views of the jo
 twice (core/common/passes/packing.py). A kernel may round otherwise at another width: equal by the criterion of
 core.common.numerics, not bit by bit.
 
-Quantised linears (`core.quantized_linear`) are merged likewise, those that read the same codes; the scales of their
+Quantised linears (`core::quantized_linear`) are merged likewise, those that read the same codes; the scales of their
 weights are joined with these (core/common/passes/linear/mergeable.py).
 
 Merged are linears of the innermost module that has several of the same input, such as an attention or an MLP.

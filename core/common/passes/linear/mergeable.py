@@ -1,4 +1,4 @@
-"""The linear layers that can be merged: plain ones, and `core.quantized_linear` with the scales of its weights.
+"""The linear layers that can be merged: plain ones, and `core::quantized_linear` with the scales of its weights.
 
 How scales of weights are joined is decided here: those by channel, by group and by block are laid end to end as the
 weights are. A scale for a whole weight is one number where the joined weight has one per channel: it is spread, in a
@@ -18,7 +18,7 @@ from core.common.ops.quantize import QUANTIZED_LINEAR
 from core.common.passes import calls, find_op, site_name, value_of, view
 
 _SHARED = frozenset({"out_dtype", "x_zero_point"})
-"""Further arguments of `core.quantized_linear` that the merged call takes over: each layer has the same."""
+"""Further arguments of `core::quantized_linear` that the merged call takes over: each layer has the same."""
 
 
 @dataclass(frozen=True, slots=True)

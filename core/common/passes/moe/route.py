@@ -1,6 +1,6 @@
 """Lift the choice of experts, from a router's logits to weights and indices, to `core::moe_route`.
 
-The matcher starts at the top-k and reads in both directions: back to the logits (moe_route_scores.py), on through
+The matcher starts at the top-k and reads in both directions: back to the logits (route_scores.py), on through
 normalisation, scale and cast to the weights. What follows a step that the op does not know stays in the graph.
 """
 

@@ -1,1 +1,1 @@
-"""Lifting: decomposed sequences of a traced graph become canonical ops, one hand-written matcher per op."""
+"""Passes that find norms, and the residual adds before them."""

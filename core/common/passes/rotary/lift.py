@@ -1,6 +1,6 @@
 """Lift rotary embedding, however it is spelled, to `core::rotary` or, for one tensor alone, `core::rotary_single`.
 
-Every rotation is read on its own (rotary_form.py); two by equal tables become one op (rotary_pairs.py). The op is the
+Every rotation is read on its own (form.py); two by equal tables become one op (pairs.py). The op is the
 same arithmetic and changes no bit, but for complex products, whose sums may be contracted: those keep criterion T1.
 """
 

@@ -1,4 +1,4 @@
-"""core/common/ops/norm/quantized.py and activation_quantized.py: the ops before, then `core::quantize`."""
+"""core/common/ops/norm/quantized.py and core/common/ops/mlp/quantized.py: the ops before, then `core::quantize`."""
 
 from __future__ import annotations
 

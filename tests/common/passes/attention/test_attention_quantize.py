@@ -65,7 +65,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same(one: Run, other: Run) -> bool:
-    """Tell whether two runs give the same bits and write the same; of a lowered graph, all may be written."""
+    """Tell whether two runs give the same bits and write the same; of a finished graph, all may be written."""
     outputs = all(torch.equal(bits(a), bits(b)) for a, b in zip(one.outputs, other.outputs, strict=True))
     small, large = sorted((one, other), key=lambda run: len(run.written))
     return outputs and all(torch.equal(bits(v), bits(large.written[n])) for n, v in small.written.items())

@@ -1,4 +1,4 @@
-"""core/common/passes/cleanup/relayout.py, fresh.py: fake values follow changed strides, as running the ops would."""
+"""core/common/passes/cleanup/relayout.py, values/fresh.py: fake values follow changed strides, as running ops would."""
 
 from __future__ import annotations
 

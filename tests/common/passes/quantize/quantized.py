@@ -60,7 +60,7 @@ class Quantized:
         return sum(node.target is target for node in self.graph.module.graph.nodes)
 
     def lowered(self, *implementations: Any) -> tuple[str, tuple[OpChoice, ...]]:
-        """Return the text of the graph as it is lowered, names of nodes left out, and what each op became."""
+        """Return the text of the finished graph, names of nodes left out, and what each op became."""
         module = deepcopy(self.graph.module)
         choices = choose_implementations(module, implementations)
         module.graph.eliminate_dead_code()

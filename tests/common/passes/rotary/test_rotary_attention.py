@@ -61,7 +61,7 @@ def targets(module: fx.GraphModule) -> Counter[str]:
 
 
 def same(one: Run, other: Run) -> bool:
-    """Tell whether two runs give the same bits and write the same; of a lowered graph, all may be written."""
+    """Tell whether two runs give the same bits and write the same; of a finished graph, all may be written."""
     outputs = zip(one.outputs, other.outputs, strict=True)
     small, large = sorted((one, other), key=lambda run: len(run.written))
     one, other = small, large
