@@ -14,10 +14,8 @@ MAX_LINES = 400
 MAX_CODE_LINES = 300
 """Of a file that is no test."""
 LONGER: dict[str, int] = {
-    "plugins/cpu/core_cpu/fakes/sgl_kernel_samples.py": 356,
     "plugins/cuda/core_cuda/ops/attention/decode_kernel.py": 327,
     "plugins/cuda/core_cuda/ops/attention/prefill.py": 344,
-    "tools/lift_coverage/oracle.py": 325,
 }
 """Files that were longer when the limit was set, each with its own. A file that shrinks takes its limit along."""
 _LONG = "plugins/cuda/core_cuda/ops/attention/prefill.py"
