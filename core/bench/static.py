@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import time
 import types
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
+from core.bench.dynamo_counts import Compiles
 from core.engine.models.forward import accepted_arguments, cache_name
 from core.engine.static.cache import static_cache
 from core.errors import ModelError
@@ -29,8 +29,6 @@ COMPILE_MODES = {
 _WARM_UPS = 3
 """torch.compile's modes with captured graphs compile at the first call, record at the second, replay from the third."""
 _FILL_TOKENS = 8192
-_NUM_REASONS, _MOST_REASON = 5, 300
-_HINTS = re.compile(r"(?: Hint: .*?)+(?= Developer debug context|$)")
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -95,7 +93,7 @@ class StaticSubject:
         self._step: Any = None
         self._code: types.CodeType | None = None
         self._ids: Any = None
-        self._stats = _Compiles()
+        self._stats = Compiles()
 
     @torch.no_grad()
     def open(self, cell: Cell, record: Record) -> None:
@@ -107,7 +105,7 @@ class StaticSubject:
         device.synchronize()
         start = time.perf_counter()
         self._step, self._code = self._make(self._shared.cache)
-        self._stats = _Compiles()
+        self._stats = Compiles()
         with self._stats.counting():
             record.tokens = self._warm_up(cell)
         device.synchronize()
@@ -249,58 +247,3 @@ def rewind(cache: Any, position: int) -> None:
 
 def _vocab_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-class _Compiles:
-    """What Dynamo counts during one subject's calls, before and after it is warm."""
-
-    def __init__(self) -> None:
-        self._breaks: dict[str, int] = {}
-        self._graphs = 0
-        self._warm_graphs: int | None = None
-
-    def counting(self) -> Any:
-        """Enter around calls of the compiled function."""
-        return _Counting(self)
-
-    def warm(self) -> None:
-        """Say that what is compiled from here on is compiled again."""
-        self._warm_graphs = self._graphs
-
-    def note(self, graphs: int, breaks: dict[str, int]) -> None:
-        """Add what these calls did."""
-        self._graphs += graphs
-        for reason, count in breaks.items():
-            self._breaks[reason] = self._breaks.get(reason, 0) + count
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the counts and the first reasons for graph breaks."""
-        warm = self._graphs if self._warm_graphs is None else self._warm_graphs
-        reasons = [_HINTS.sub("", " ".join(reason.split()))[:_MOST_REASON] for reason in self._breaks]
-        return {
-            "graphs": warm,
-            "graph_breaks": sum(self._breaks.values()),
-            "break_reasons": reasons[:_NUM_REASONS],
-            "recompiles": self._graphs - warm,
-        }
-
-
-class _Counting:
-    """Reads Dynamo's counters before and after calls: a plain class, since it stands inside what is measured."""
-
-    def __init__(self, stats: _Compiles) -> None:
-        self._stats = stats
-
-    def __enter__(self) -> None:
-        counters = torch._dynamo.utils.counters
-        self._graphs = counters["stats"]["unique_graphs"]
-        self._num_breaks = sum(counters["graph_break"].values())
-        self._breaks = dict(counters["graph_break"]) if self._num_breaks else {}
-
-    def __exit__(self, *_: object) -> None:
-        counters = torch._dynamo.utils.counters
-        graphs = counters["stats"]["unique_graphs"] - self._graphs
-        broken = sum(counters["graph_break"].values()) - self._num_breaks
-        if graphs or broken:
-            found = counters["graph_break"]
-            self._stats.note(graphs, {name: n - self._breaks.get(name, 0) for name, n in found.items()})

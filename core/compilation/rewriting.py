@@ -15,9 +15,10 @@ from core.common.passes.declaration import Pass, Stage
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.implementations import put_back_unimplemented
 from core.compilation.options import Verify
-from core.compilation.rewrite.manager import Check, PassManager
+from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.rewrite.run import Check
 from core.compilation.rewrite.stages import later_stages
 from core.compilation.trace.traced import ConstantSlot, TracedGraph
 from core.device import Device

@@ -13,7 +13,8 @@ from torch.utils import cpp_extension
 
 from core.common.inductor import INLINE_AND_INDUCTOR, inductor, specialize
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
-from core.compilation.trace.tracing import TracedGraph, trace
+from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.tracing import trace
 from core.errors import LoweringError, UsageError
 from tests.support import Block, refused
 

@@ -13,7 +13,8 @@ from core.common.ops.attention.dense import DENSE_ATTENTION
 from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.mlp.activation import GATED_ACTIVATION
-from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE, moe_route
+from core.common.ops.moe.experts import GROUPED_MLP
+from core.common.ops.moe.route import MOE_ROUTE, moe_route
 from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM, add_rms_norm, rms_norm
 from core.common.ops.quantize.symmetric import QUANTIZE, quantize
 from core.common.ops.rotary.rotation import ROTARY, rotary

@@ -15,13 +15,14 @@ that multiplies matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from lift_coverage.observe import FunctionCall, ModuleCall, Observation, Op, observe
+from lift_coverage.walk import VIEWS, Walk
 
 KINDS = (
     *("rms_norm", "add_rms_norm", "gated_activation", "attention", "rotary"),
@@ -29,15 +30,6 @@ KINDS = (
 )
 """All kinds of sites, in the order of reports."""
 
-# No value changes in these, or only by rounding; the tensor looked through is the first input.
-_VIEWS = frozenset(
-    {
-        *("view", "_unsafe_view", "reshape", "_reshape_copy", "expand", "slice", "select", "transpose", "t", "permute"),
-        *("unsqueeze", "squeeze", "clone", "alias", "detach", "_to_copy", "contiguous", "native_dropout", "repeat"),
-        *("split", "split_with_sizes", "chunk", "unbind", "index", "index_select", "gather"),
-    }
-)
-_CASTS = frozenset({"_to_copy", "detach", "alias", "clone"})
 _LINEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "linear", "convolution"})
 _SHIFTS = frozenset({"add", "mul", "clamp", "clamp_min", "clamp_max", "div", "cat", "index_put"})
 _MATMUL = frozenset({"mm", "bmm", "baddbmm", "addmm", "matmul"})
@@ -99,14 +91,8 @@ def _is_table(name: str) -> bool:
     return bool(_TABLES.search(name))
 
 
-class _Reader:
-    def __init__(self, seen: Observation) -> None:
-        self.seen = seen
-        self.own = seen.own_ops()
-        self.users: dict[int, list[Op]] = {}
-        for op in seen.ops:
-            for value in op.inputs:
-                self.users.setdefault(value, []).append(op)
+class _Reader(Walk):
+    """Finds the sites of each kind."""
 
     def norms(self) -> Iterator[tuple[Site, ModuleCall]]:
         """Yield rms and layer norms with their module calls."""
@@ -161,7 +147,7 @@ class _Reader:
                     break
 
     def _activation(self, value: int, owner: ModuleCall) -> str:
-        made = self._made(value, _VIEWS)
+        made = self._made(value, VIEWS)
         if made is None:
             return ""
         module = self._activation_module(made, owner)
@@ -185,7 +171,7 @@ class _Reader:
     def _is_linear(self, value: int) -> bool:
         """Tell whether a value is a linear map's, clamped or shifted by a number at most."""
         for _ in range(8):
-            made = self._made(value, _VIEWS)
+            made = self._made(value, VIEWS)
             if made is None or made.name in _LINEAR:
                 return made is not None
             if made.name.rstrip("_") not in _SHIFTS:
@@ -213,7 +199,7 @@ class _Reader:
             for user in self.users.get(values.pop(), ()):
                 if user.name in _MATMUL:
                     return True
-                if user.name in _VIEWS or user.name in ("mul", "div", "where", "masked_fill"):
+                if user.name in VIEWS or user.name in ("mul", "div", "where", "masked_fill"):
                     values += user.outputs
         return False
 
@@ -236,7 +222,7 @@ class _Reader:
         rotated: dict[int, set[int]] = {}
         for op in self.seen.ops:
             known = [value in tables for value in op.inputs]
-            if op.name in ("cos", "polar") or (any(known) and (all(known) or (op.name in _VIEWS and known[0]))):
+            if op.name in ("cos", "polar") or (any(known) and (all(known) or (op.name in VIEWS and known[0]))):
                 tables.update(op.outputs)
             elif any(known) and op.name in ("mul", "mul_") and op.index not in inside:
                 data = {self._source(value) for value in op.inputs if value not in tables}
@@ -264,61 +250,6 @@ class _Reader:
             names = {op.name for op in self.own.get(call.index, [])}
             if re.search(r"experts", call.class_name, re.IGNORECASE) and names & _LINEAR:
                 yield Site("experts", call.path, call.class_name, form=", ".join(sorted(names & _LINEAR)))
-
-    def _owner(self, op: Op, wanted: re.Pattern[str], unwanted: re.Pattern[str] | None = None) -> ModuleCall | None:
-        """Return the innermost module call around an op whose class is wanted, unless an unwanted one is nearer."""
-        for call in self.seen.ancestors(op.call):
-            if unwanted is not None and unwanted.search(call.class_name):
-                return None
-            if wanted.search(call.class_name):
-                return call
-        return None
-
-    def _made(self, value: int, through: frozenset[str]) -> Op | None:
-        made = self.seen.producer(value)
-        while made is not None and made.name in through and made.inputs:
-            made = self.seen.producer(made.inputs[0])
-        return made
-
-    def _source(self, value: int) -> int:
-        """Return the value that views and casts lead back to."""
-        made = self.seen.producer(value)
-        while made is not None and made.name in _VIEWS and made.inputs:
-            value = made.inputs[0]
-            made = self.seen.producer(value)
-        return value
-
-    def _root(self, value: int) -> int:
-        made = self.seen.producer(value)
-        while made is not None and made.name in _CASTS and made.inputs:
-            value = made.inputs[0]
-            made = self.seen.producer(value)
-        return value
-
-    def _is(self, value: int, name: str) -> bool:
-        made = self._made(value, _VIEWS)
-        return made is not None and made.name == name
-
-    def _uses(self, op: Op, maker: Op) -> bool:
-        return any(self._made(value, _VIEWS) is maker for value in op.inputs)
-
-    def _chain(self, op: Op, depth: int) -> Iterator[Op]:
-        """Yield the ops above an op, itself first."""
-        yield op
-        for value in op.inputs if depth else ():
-            made = self.seen.producer(value)
-            if made is not None and made.call == op.call:
-                yield from self._chain(made, depth - 1)
-
-    def _above(self, op: Op, depth: int) -> set[str]:
-        return {above.name for above in self._chain(op, depth)}
-
-    def _names(self, value: int, depth: int) -> set[str]:
-        made = self.seen.producer(value)
-        return self._above(made, depth) if made is not None else set()
-
-    def _form(self, ops: Sequence[Op]) -> str:
-        return " ".join(op.name for op in ops if op.name not in ("detach", "alias"))
 
 
 def _is_inverse_root(op: Op) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from core.common.ops.arguments import at_least_fp32
 from core.common.ops.mlp.activation import ACTIVATIONS
-from core.common.ops.moe.experts import SCORINGS
+from core.common.ops.moe.route import SCORINGS
 from core.common.ops.quantize.symmetric import GRANULARITIES, RANGES
 from core_conformance.fuzzing.quantized import codes, scale
 from core_conformance.fuzzing.source import Source

@@ -42,10 +42,10 @@ def encode_graph(traced: TracedGraph, targets: Targets, path_of: PathOf) -> dict
         "slots": [_encode_slot(slot, path_of) for slot in traced.slots],
         "output": [_encode_leaf(ref) for ref in traced.output.leaves],
         "structure": _checked_structure(traced.output.spec),
-        "output_sizes": [[_encode_size(size, symbols) for size in fake.shape] for fake in traced.outputs],
+        "output_sizes": [[sizes.encode_size(size, symbols) for size in fake.shape] for fake in traced.outputs],
         "shapes": {name: list(shape) for name, shape in traced.shapes.items()},
-        "symbols": [_encode_symbol(symbol, traced) for symbol in traced.symbols],
-        **_encode_conditions(traced, symbols),
+        "symbols": [sizes.encode_symbol(symbol, traced) for symbol in traced.symbols],
+        **sizes.encode_conditions(traced, symbols),
     }
 
 
@@ -56,23 +56,16 @@ def decode_graph(text: Mapping[str, Any], targets: Targets, tensors: Mapping[str
     """
     symbols = {each["name"]: sizes.make_symbol(each["name"], each["assumptions"]) for each in text["symbols"]}
     placed = {symbols[each["name"]]: each for each in text["symbols"]}
-    shapes = sizes.StoredShapes(
-        guards=tuple(sizes.StoredGuard(sizes.decode_expression(each, symbols)) for each in text["guards"]),
-        var_to_range={s: sizes.StoredRange(_upper(each["most"])) for s, each in placed.items()},
-        replacements={
-            symbols[name]: sizes.decode_expression(each, symbols) for name, each in text["replacements"].items()
-        },
-    )
     leaves = tuple(OutputRef(**each) for each in text["output"])
     return TracedGraph(
         module=_decode_module(text, targets, tensors),
         slots=_decode_slots(text["slots"], tensors),
         output=OutputTree(leaves, _decode_structure(text["structure"])),
-        outputs=tuple(_decode_output(shape, symbols) for shape in text["output_sizes"]),
+        outputs=tuple(sizes.decode_output(shape, symbols) for shape in text["output_sizes"]),
         shapes={name: tuple(shape) for name, shape in text["shapes"].items()},
         symbols={symbol: SizeSlot(each["input"], each["dim"]) for symbol, each in placed.items()},
         least={symbol: each["least"] for symbol, each in placed.items()},
-        shape_env=shapes if symbols else None,
+        shape_env=sizes.decode_conditions(text, symbols) if symbols else None,
         elapsed_s=0.0,
     )
 
@@ -264,47 +257,3 @@ def _find_class(name: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
-
-
-def _encode_size(size: Any, symbols: Mapping[str, Any]) -> Any:
-    expression = getattr(getattr(size, "node", None), "expr", size)
-    return sizes.checked_expression(expression, symbols)
-
-
-def _decode_output(shape: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
-    decoded = (sizes.decode_expression(size, symbols) if not isinstance(size, int) else size for size in shape)
-    return sizes.StoredOutput(tuple(map(sizes.stored_size, decoded)))
-
-
-def _encode_symbol(symbol: Any, traced: TracedGraph) -> dict[str, Any]:
-    slot, bounds = traced.symbols[symbol], traced.shape_env.var_to_range.get(symbol)
-    upper: Any = None if bounds is None else bounds.upper
-    bounded = isinstance(upper, int) or getattr(upper, "is_Integer", False)
-    return {
-        "name": symbol.name,
-        "assumptions": sizes.encode_symbol(symbol),
-        "input": slot.name,
-        "dim": slot.dim,
-        "least": traced.least[symbol],
-        "most": int(upper) if bounded else None,
-    }
-
-
-def _upper(most: int | None) -> Any:
-    return float("inf") if most is None else most
-
-
-def _encode_conditions(traced: TracedGraph, symbols: Mapping[str, Any]) -> dict[str, Any]:
-    if traced.shape_env is None:
-        return {"guards": [], "replacements": {}}
-    known = set(symbols.values())
-    replaced = {s: r for s, r in traced.shape_env.replacements.items() if s in known}
-    missing = {each for r in replaced.values() for each in getattr(r, "free_symbols", ())} - known
-    unknown = {each for guard in traced.shape_env.guards for each in guard.expr.free_symbols} - known
-    if missing | unknown:
-        raise Uncacheable(f"its conditions hold sizes of no input: {sorted(map(str, missing | unknown))}")
-    guards = [sizes.checked_expression(guard.expr, symbols) for guard in traced.shape_env.guards]
-    return {
-        "guards": guards,
-        "replacements": {s.name: sizes.checked_expression(r, symbols) for s, r in replaced.items()},
-    }

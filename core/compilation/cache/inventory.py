@@ -18,7 +18,6 @@ import hashlib
 import logging
 import os
 import re
-import sys
 import threading
 import types
 import weakref
@@ -30,12 +29,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.compilation.cache import code
-from core.compilation.cache.facts import Facts
+from core.compilation.cache.reached import ATOMS, Reached
 
-_ATOMS = (
-    *(type(None), bool, int, float, complex, str, bytes, slice, range, types.EllipsisType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
-)
 _OPAQUE = (
     *(logging.Logger, logging.LoggerAdapter, logging.Handler),
     *(type(threading.Lock()), type(threading.RLock())),
@@ -56,7 +51,7 @@ _ORIGIN = frozenset(
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-class Inventory(Facts):
+class Inventory(Reached):
     """What a few callables reach. facts: values by path. code: functions by name. tensors: by the first path to them.
 
     modules: paths of modules, the outermost first. refusals: what could not be read; a model with any can't be cached.
@@ -65,22 +60,13 @@ class Inventory(Facts):
 
     def __init__(self, roots: Mapping[str, Callable[..., Any]], *, whole: Iterable[str] = ()) -> None:
         """Collect what the named callables reach. whole: packages whose source counts as a whole."""
-        super().__init__()
-        self.code: dict[str, str] = {}
+        super().__init__(whole)
         self.tensors: dict[str, Tensor] = {}
         self.refusals: list[str] = []
         self.modules: list[str] = []
-        self.unloaded: set[str] = set()
-        self.codes: set[types.CodeType] = set()
-        self._whole = frozenset(whole)
         self._paths: dict[int, str] = {}
-        self._spaces: dict[str, dict[str, tuple[str, Any]]] = {}
-        self._waiting: deque[tuple[str, Any]] = deque([*roots.items(), *code.patches(self._whole)])
-        self._names: set[str] = {"forward"}  # by which torch calls a module
-        self._classes: dict[type, dict[str, tuple[type, Any]]] = {}
+        self._waiting.extend([*roots.items(), *code.patches(self._whole)])
         self._storages: dict[int, str] = {}
-        self._texts: set[str] = set()
-        self._asks_environment = False
         self._collect()
         if self._asks_environment:
             for name in sorted(self._texts & os.environ.keys()):
@@ -91,41 +77,16 @@ class Inventory(Facts):
         path = self._paths.get(id(tensor))
         return path if path is not None and self.tensors.get(path) is tensor else None
 
-    def covers(self, function: types.CodeType) -> bool:
-        """Tell whether code that a trace ran through is counted here."""
-        return function in self.codes
-
     def _collect(self) -> None:
         while self._waiting:
             while self._waiting:
                 path, value = self._waiting.popleft()
                 self._describe(path, value)
-            # Members by name: what any code here calls by the name that some class here has.
-            for known in self._classes.values():
-                for name in [name for name, held in known.items() if self._is_reached(name, *held)]:
-                    base, member = known.pop(name)
-                    self._add_member(f"{self.own_name(base)}.{name}", member)
-            for space in self._spaces.values():
-                for name in sorted(self._names & space.keys()):
-                    self._waiting.append(space.pop(name))
-
-    def _is_reached(self, name: str, base: type, member: Any) -> bool:
-        """Tell whether a member counts: by name, as a plain value (its name may be composed), or put into torch."""
-        if name in self._names or code.is_dunder(name) or type(member) in _ATOMS:
-            return True
-        return code.is_whole(code.package_of(base), self._whole)
-
-    def _add_member(self, path: str, member: Any) -> None:
-        if isinstance(member, type):  # such as the class of a model's configuration: what makes one is not called here
-            self.note(path, f"class {self.own_name(member)}")
-            held = [(name, value) for name, value in code.plain_members(member) if type(value) in _ATOMS]
-            self._add_values(f"{self.own_name(member)}.", held)
-            return
-        self._waiting += [(path, each) for each in code.unwrapped(member) or [member]]
+            self._add_named()
 
     def _describe(self, path: str, value: Any) -> None:
         kind = type(value)
-        if kind in _ATOMS or (kind in (tuple, frozenset) and not value):
+        if kind in ATOMS or (kind in (tuple, frozenset) and not value):
             self.note(path, repr(value))
             self._texts.update([value] if kind is str else ())
             return
@@ -188,8 +149,8 @@ class Inventory(Facts):
             self.note(path, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}")
             owner = getattr(value, "__self__", None)  # of `mapping.get`, the mapping
             self._waiting += [] if isinstance(owner, types.ModuleType) else [(f"{path}.__self__", owner)]
-        elif isinstance(value, _ATOMS):
-            self.note(path, f"{self.own_name(kind)} {code.plain_repr(value, _ATOMS)}")
+        elif isinstance(value, ATOMS):
+            self.note(path, f"{self.own_name(kind)} {code.plain_repr(value, ATOMS)}")
             self._add_class(kind)
             self._add_state(path, value)
         elif isinstance(value, _OPAQUE) or kind is object:
@@ -255,78 +216,10 @@ class Inventory(Facts):
             elif name not in _ORIGIN:
                 self._waiting.append((f"{path}.{name}", value))
 
-    def _add_class(self, owner: type) -> None:
-        if owner in self._classes:
-            return
-        self._classes[owner] = code.members(owner, self._whole)
-        if not code.is_whole(code.package_of(owner), self._whole):
-            self.note(f"{self.own_name(owner)}.__mro__", ", ".join(map(self.own_name, owner.__mro__[1:-1])))
-
-    def _add_function(self, name: str, function: types.FunctionType) -> None:
-        self.codes.update(code.nested(function.__code__))
-        if code.is_whole(code.package_of(function), self._whole):
-            # Wrappers of torch and of the standard library: what they wrap, and with what, may be anybody's.
-            inner = [(f"{name}.{key}", held) for key, held in code.callables_in(function)]
-            self._waiting += [(at, held) for at, held in inner if type(held) in _ATOMS or _is_followed(held)]
-            return
-        self.code[name] = code.digest_of(function.__code__)
-        names = code.names_of(function)
-        self._names.update(names)
-        self._texts.update(names)
-        self._asks_environment = self._asks_environment or not {"environ", "getenv"}.isdisjoint(names)
-        parts = [*code.callables_in(function), *vars(function).items()]
-        parts += [("defaults", function.__defaults__), ("kwdefaults", function.__kwdefaults__)]
-        self._waiting += [(f"{name}.{key}", held) for key, held in parts if held is not None]
-        for _, held in code.callables_in(function):
-            if isinstance(held, types.ModuleType):
-                self._add_attributes(held, frozenset(names), set())
-        self._add_globals(function)
-
-    def _add_globals(self, function: types.FunctionType) -> None:
-        space = function.__globals__
-        names = code.names_of(function)
-        home = self.own_name(space, str(space.get("__name__")))
-        for name in [name for name in names if name in space]:
-            value = space[name]
-            if isinstance(value, types.ModuleType):
-                self._add_attributes(value, frozenset(names), set())
-            else:
-                self._waiting.append((f"{home}:{name}", value))
-        for name in code.imports_of(function):
-            module: Any = sys.modules.get(name)
-            if isinstance(module, types.ModuleType):
-                self._add_attributes(module, frozenset(names), set())
-            elif module is not None:  # a stand-in that loads the module when it is used: that would be done here
-                self.note(f"module {name}", code.name_of(type(module)))
-            elif not code.is_whole(name.partition(".")[0], self._whole):
-                self.unloaded.add(name)
-
-    def _add_attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[str]) -> None:
-        """Note what code may read from a module: all of its names that the code uses, modules in it included."""
-        if module.__name__ in seen:
-            return
-        seen.add(module.__name__)
-        whole = code.is_whole(module.__name__.partition(".")[0], self._whole)
-        home = self.own_name(vars(module), module.__name__)
-        for name in sorted((names | {"__getattr__"}) & vars(module).keys()):
-            value, path = vars(module)[name], f"{home}:{name}"
-            if isinstance(value, types.ModuleType):
-                self._add_attributes(value, names, seen)
-            elif not whole:
-                self._waiting.append((path, value))
-            elif isinstance(value, types.FunctionType) and not code.is_whole(code.package_of(value), self._whole):
-                self._waiting.append((path, value))  # somebody's own in the place of one of torch's
-            elif getattr(value, "__name__", name) != name:
-                self.note(path, str(value.__name__))  # another name for it, or another function in its place
-
-    def _add_values(self, home: str, held: Iterable[tuple[str, Any]]) -> None:
-        """Keep what may be read from a module or class that stands as a value; code behind it is not followed."""
-        self._spaces.setdefault(home, {name: (f"{home}{name}", value) for name, value in held})
-
     def _add_items(self, path: str, mapping: Mapping[Any, Any]) -> None:
         kind, names = type(mapping), []
         for number, (key, value) in enumerate(code.items_of(path, mapping)):
-            if type(key) in _ATOMS:
+            if type(key) in ATOMS:
                 name = repr(key)
                 self._texts.update([key] if type(key) is str else ())
             elif isinstance(key, (type, types.FunctionType)):
@@ -349,7 +242,7 @@ class Inventory(Facts):
             self._add_state(path, items)
         if isinstance(items, (set, frozenset)):
             items = sorted(items, key=_order)
-        if all(type(item) in _ATOMS for item in items):
+        if all(type(item) in ATOMS for item in items):
             text += f": {list(items)!r}"
             self._texts.update(item for item in items if type(item) is str)
         else:
@@ -379,13 +272,9 @@ class Inventory(Facts):
                 self._waiting.append((f"{path}.{name}", held))
 
 
-def _is_followed(value: Any) -> bool:
-    return code.is_code(value) or (hasattr(value, "__dict__") and not isinstance(value, types.ModuleType))
-
-
 def _order(item: Any) -> str:
     """Return what a set is sorted by; its own order differs between processes."""
-    if type(item) in _ATOMS:
+    if type(item) in ATOMS:
         return repr(item)
     return code.name_of(item if isinstance(item, (type, types.FunctionType)) else type(item))
 

@@ -16,12 +16,13 @@ from core.compilation.cache import graphs
 from core.compilation.cache.code import is_foreign_code
 from core.compilation.cache.differences import Places, each_line, explain
 from core.compilation.cache.digests import changed_contents, encode_contents
+from core.compilation.cache.folders import Untrusted
 from core.compilation.cache.inventory import Inventory
 from core.compilation.cache.literals import Targets
 from core.compilation.cache.program_factors import compiler_packages, factors_of, plugin_packages, runtime_packages
 from core.compilation.cache.reports import decode_report, encode_report
 from core.compilation.cache.source import source_place
-from core.compilation.cache.store import SOURCE, Damaged, Store, Untrusted, key_of
+from core.compilation.cache.store import SOURCE, Damaged, Store, key_of
 from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.report import CacheReport, TraceReport
 from core.compilation.trace.traced import TracedGraph

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
 from core.compilation.cache.uncacheable import Uncacheable
+from core.compilation.trace.traced import TracedGraph
 
 _KINDS = ("Add", "Mul", "Pow", "Mod", "Max", "Min", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")
 _NAMES = {"Equality": "Eq", "Unequality": "Ne", "StrictLessThan": "Lt", "LessThan": "Le"} | {
@@ -107,16 +108,71 @@ def _function(kind: str) -> Any:
     return getattr(functions, kind, None) if kind in functions.__all__ else None
 
 
-def encode_symbol(symbol: Any) -> dict[str, Any]:
-    """Return a symbol with what is assumed of it."""
-    return {key: value for key, value in sorted(symbol.assumptions0.items()) if key in ("integer", "positive")}
-
-
 def make_symbol(name: str, assumptions: Mapping[str, bool]) -> Any:
     """Return the symbol of that name."""
     return sympy.Symbol(name, **assumptions)
 
 
-def stored_size(size: Any) -> int | StoredSize:
-    """Return a size of an output that `TracedGraph.crop` can read."""
+def encode_size(size: Any, symbols: Mapping[str, Any]) -> Any:
+    """Return a size of an output, symbolic or not, as JSON; raise `Uncacheable` where it has no form."""
+    expression = getattr(getattr(size, "node", None), "expr", size)
+    return checked_expression(expression, symbols)
+
+
+def decode_output(shape: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
+    """Return an output's shape from the sizes that `encode_size` wrote, for `TracedGraph.crop` to read."""
+    decoded = (decode_expression(size, symbols) if not isinstance(size, int) else size for size in shape)
+    return StoredOutput(tuple(map(_stored_size, decoded)))
+
+
+def _stored_size(size: Any) -> int | StoredSize:
     return size if isinstance(size, int) else StoredSize(_Expression(size))
+
+
+def encode_symbol(symbol: Any, traced: TracedGraph) -> dict[str, Any]:
+    """Return a symbol of a graph with what is assumed of it, the input it is a size of, and its range."""
+    slot, bounds = traced.symbols[symbol], traced.shape_env.var_to_range.get(symbol)
+    upper: Any = None if bounds is None else bounds.upper
+    bounded = isinstance(upper, int) or getattr(upper, "is_Integer", False)
+    return {
+        "name": symbol.name,
+        "assumptions": _assumptions(symbol),
+        "input": slot.name,
+        "dim": slot.dim,
+        "least": traced.least[symbol],
+        "most": int(upper) if bounded else None,
+    }
+
+
+def _assumptions(symbol: Any) -> dict[str, Any]:
+    return {key: value for key, value in sorted(symbol.assumptions0.items()) if key in ("integer", "positive")}
+
+
+def encode_conditions(traced: TracedGraph, symbols: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the conditions that a trace has on its sizes; raise `Uncacheable` for one on a size of no input."""
+    if traced.shape_env is None:
+        return {"guards": [], "replacements": {}}
+    known = set(symbols.values())
+    replaced = {s: r for s, r in traced.shape_env.replacements.items() if s in known}
+    missing = {each for r in replaced.values() for each in getattr(r, "free_symbols", ())} - known
+    unknown = {each for guard in traced.shape_env.guards for each in guard.expr.free_symbols} - known
+    if missing | unknown:
+        raise Uncacheable(f"its conditions hold sizes of no input: {sorted(map(str, missing | unknown))}")
+    guards = [checked_expression(guard.expr, symbols) for guard in traced.shape_env.guards]
+    return {
+        "guards": guards,
+        "replacements": {s.name: checked_expression(r, symbols) for s, r in replaced.items()},
+    }
+
+
+def decode_conditions(text: Mapping[str, Any], symbols: Mapping[str, Any]) -> StoredShapes:
+    """Return the conditions that `encode_conditions` wrote, and the ranges of a graph's symbols."""
+    return StoredShapes(
+        guards=tuple(StoredGuard(decode_expression(each, symbols)) for each in text["guards"]),
+        var_to_range={symbols[each["name"]]: StoredRange(_upper(each["most"])) for each in text["symbols"]},
+        replacements={symbols[name]: decode_expression(each, symbols) for name, each in text["replacements"].items()},
+    )
+
+
+def _upper(most: int | None) -> Any:
+    return float("inf") if most is None else most

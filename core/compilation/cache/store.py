@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import shutil
-import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -22,6 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.cache.differences import Difference, Factors, Place, Places, differences
+from core.compilation.cache.folders import (
+    Untrusted,
+    default_folder,
+    make_private,
+    refuse_foreign,
+    size_of,
+    subfolders,
+)
 from core.compilation.cache.summary import Summary, summarize
 from core.settings import Settings
 
@@ -41,26 +47,6 @@ _STALE_S = 3600.0
 
 class Damaged(Exception):
     """An entry that is not what was written; the text says how."""
-
-
-def default_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where a user's caches lie by the custom of the system: XDG on Linux."""
-    values = os.environ if environ is None else environ
-    home = Path(values.get("HOME") or os.path.expanduser("~"))
-    shared = Path(values.get("XDG_CACHE_HOME", ""))  # counts only where it is absolute, by its specification
-    if not home.is_absolute():  # a user whom the system does not know: no folder of whichever place this runs in
-        return Path(tempfile.gettempdir()) / f"core-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-    if sys.platform == "win32":
-        base = Path(values.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = shared if shared.is_absolute() else home / ".cache"
-    return base / "core"
-
-
-class Untrusted(Exception):
-    """A folder that is not to be used: somebody else may have written what is in it, or its name is no good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +95,7 @@ class Store:
         path = self.folder / key
         if not path.is_dir():
             return None
-        _refuse_foreign(self.folder)
+        refuse_foreign(self.folder)
         stored, graphs = self._load(path)
         if stored != json.loads(_text(factors)):
             raise Damaged("it was made for other factors than its name says")
@@ -117,9 +103,9 @@ class Store:
 
     def write(self, key: str, factors: Factors, graphs: Mapping[str, Any]) -> Path:
         """Write an entry, whole or not at all, in place of one that is damaged; raise `OSError` where that can't be."""
-        _make_private(self.folder.parent)
-        _make_private(self.folder)
-        _refuse_foreign(self.folder)
+        make_private(self.folder.parent)
+        make_private(self.folder)
+        refuse_foreign(self.folder)
         self._remove_stale()
         made = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{key[:8]}-", dir=self.folder))
         try:
@@ -178,7 +164,7 @@ class Store:
 
     def entries(self) -> list[Entry]:
         """Return all entries, the latest first; damaged ones with what is wrong."""
-        paths = [path for path in _folders(self.folder) if not path.name.startswith(_TEMPORARY)]
+        paths = [path for path in subfolders(self.folder) if not path.name.startswith(_TEMPORARY)]
         return sorted(map(self._entry, paths), key=lambda entry: entry.age_s)
 
     def keep_kernels(self, compilers: Iterable[KernelCompiler]) -> None:
@@ -196,8 +182,8 @@ class Store:
                 if reason := compiler.refuses(str(folder)):
                     raise Untrusted(reason)
                 for each in (self.kernels.parent, self.kernels, folder):
-                    _make_private(each)
-                    _refuse_foreign(each)
+                    make_private(each)
+                    refuse_foreign(each)
             except (OSError, Untrusted) as error:
                 refused.setdefault(str(error), []).append(compiler.name)
             else:
@@ -208,13 +194,13 @@ class Store:
 
     def kernel_bytes(self) -> dict[str, int]:
         """Return the bytes that each compiler of kernels keeps here."""
-        return {path.name: _size(path) for path in sorted(_folders(self.kernels))}
+        return {path.name: size_of(path) for path in sorted(subfolders(self.kernels))}
 
     def clear(self) -> tuple[int, int]:
         """Remove all entries, kernels, and whatever was left half-written; return how many entries, and bytes."""
         count = num_bytes = 0
-        for path in [*_folders(self.folder), *_folders(self.kernels)]:
-            num_bytes += _size(path)
+        for path in [*subfolders(self.folder), *subfolders(self.kernels)]:
+            num_bytes += size_of(path)
             count += path.parent == self.folder and not path.name.startswith(_TEMPORARY)
             shutil.rmtree(path)
         return count, num_bytes
@@ -232,7 +218,7 @@ class Store:
         return Entry(
             key=path.name,
             path=path,
-            num_bytes=_size(path),
+            num_bytes=size_of(path),
             age_s=age_s,
             model=model,
             device=device,
@@ -261,32 +247,10 @@ class Store:
 
     def _remove_stale(self) -> None:
         """Remove what a writer left that did not live to rename it."""
-        for path in _folders(self.folder):
+        for path in subfolders(self.folder):
             with suppress(OSError):
                 if path.name.startswith(_TEMPORARY) and time.time() - path.stat().st_mtime > _STALE_S:
                     shutil.rmtree(path, ignore_errors=True)
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    except OSError:
-        return []
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder that only its user may use, where there is none; those above it as the user's other folders."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True, mode=0o700)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that others may write: an entry says which functions are called."""
-    if not hasattr(os, "getuid"):
-        return
-    status = folder.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Untrusted(f"others may write to {folder}; make it the user's own, with mode 0700")
 
 
 def key_of(factors: Factors) -> str:
@@ -307,12 +271,3 @@ def _json(value: Any, depth: int) -> str:
         return "[" + ",".join(step + _json(item, depth + 1) for item in value) + end + "]"
     items = sorted(value.items()) if depth < 2 else value.items()
     return "{" + ",".join(f"{step}{json.dumps(name)}: {_json(item, depth + 1)}" for name, item in items) + end + "}"
-
-
-def _size(path: Path) -> int:
-    total = 0
-    for at, _, names in os.walk(path):
-        for name in names:
-            with suppress(OSError):
-                total += os.stat(os.path.join(at, name)).st_size
-    return total

@@ -23,7 +23,7 @@ from torch.fx.traceback import preserve_node_meta
 from core.common.node_meta import value_of
 from core.common.passes.declaration import Form
 from core.common.passes.effects import written_args
-from core.common.passes.functional.plan import WAS_IN_PLACE
+from core.common.passes.functional.updates import WAS_IN_PLACE
 from core.common.passes.sites import MADE_BY
 from core.compilation.rewrite.functional import functionalized, wrapping
 from core.errors import TraceError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from core.compilation.rewrite.complaints import broken_promise, conflict, failed
 from core.compilation.rewrite.mechanisms import apply_pass
 from core.compilation.rewrite.order import choose, order, order_without_cycles, predecessors
 from core.compilation.rewrite.pass_report import VERIFIED, PassReport
+from core.compilation.rewrite.run import Check, Observer, Run
 from core.compilation.rewrite.snapshot import Snapshot, interface_of, to_text
 from core.errors import PassError
 
@@ -31,14 +32,6 @@ if TYPE_CHECKING:
     from core.common.passes.constants import Constants
 
 log = logging.getLogger("core.passes")
-
-
-Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], str | None]
-"""Called with a pass's report and the graph before and after it; raises `PassError` where the rewrite is wrong.
-
-Returns why it could not be judged, "" where it was, None to leave that out of the report."""
-Observer = Callable[[PassReport, Snapshot, "fx.GraphModule"], None]
-"""Called with the report of a pass that changed the graph, what the graph was, and what it is; changes nothing."""
 
 
 class PassManager:
@@ -108,7 +101,7 @@ class PassManager:
         observe: is told of each pass that changed the graph and was not undone. Raises `PassError` naming the pass and
         its owner when strict; otherwise what a failing pass did is undone.
         """
-        run = _Run(graph, stage, tokens, tuple(sizes), constants, check, observe, Analyses(graph), [])
+        run = Run(graph, stage, tokens, tuple(sizes), constants, check, observe, Analyses(graph), [])
         passes = [
             each
             for each in self.passes
@@ -149,7 +142,7 @@ class PassManager:
                 self._uuids[declared.name] = declared.uuid()
         return self._uuids[declared.name]
 
-    def _context(self, declared: Pass, run: _Run) -> PassContext:
+    def _context(self, declared: Pass, run: Run) -> PassContext:
         return PassContext(
             module=run.graph,
             stage=run.stage,
@@ -167,7 +160,7 @@ class PassManager:
             analyses=run.analyses,
         )
 
-    def _run_one(self, declared: Pass, run: _Run) -> PassReport:
+    def _run_one(self, declared: Pass, run: Run) -> PassReport:
         start = time.perf_counter()
         context = self._context(declared, run)
         skipped = self._unprofitable.get(declared.name) or context.refusal()
@@ -220,7 +213,7 @@ class PassManager:
         context.analyses.invalidate(declared.traits.preserves - ({"order"} if removed else set()))
         return result
 
-    def _check(self, report: PassReport, run: _Run, before: Snapshot, *, changed: bool) -> PassReport:
+    def _check(self, report: PassReport, run: Run, before: Snapshot, *, changed: bool) -> PassReport:
         """Judge what the pass did: its promise, nodes that two passes claim, and its numbers if asked to.
 
         Return its report with what verification found.
@@ -283,26 +276,6 @@ class PassManager:
         if self._strict:
             raise error
         log.warning("%s", error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What the passes of one run over one graph share."""
-
-    graph: fx.GraphModule
-    stage: Stage
-    tokens: tuple[int, int] | None
-    sizes: tuple[Mapping[Any, int], ...]
-    constants: Constants | None
-    check: Check | None
-    observe: Observer | None
-    analyses: Analyses
-    changed: list[str]
-
-    @property
-    def num_constants(self) -> int:
-        """How many constants the passes so far have added."""
-        return 0 if self.constants is None else len(self.constants.added)
 
 
 def _world_size() -> int:

@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from core.common.node_meta import TRACED, origin_of, set_value, value_of
+from core.compilation.trace.subclasses import (
+    PLAIN,
+    as_plain,
+    class_name,
+    comes_in_parts,
+    dispatches,
+    rule_of,
+    unknown_class,
+)
 from core.compilation.trace.traced import ConstantSlot, Slot
 from core.errors import TraceError, UsageError
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def register_flattening(
@@ -41,10 +47,10 @@ def register_flattening(
     tensors by these names and the context. The class gets torch's own protocol for this (`__tensor_flatten__`), which
     torch.compile needs as well. Raises `UsageError` where the class has it already, or handles no operation itself.
     """
-    asked = f"a rule to flatten {_name(kind)}"
+    asked = f"a rule to flatten {class_name(kind)}"
     if "__tensor_flatten__" in dir(kind):
         raise UsageError(asked, found="the class brings __tensor_flatten__", remedy="leave the rule out")
-    if not _dispatches(kind):
+    if not dispatches(kind):
         raise UsageError(
             asked,
             found="it has no __torch_dispatch__, so operations see its data as a plain tensor does",
@@ -63,17 +69,6 @@ def register_flattening(
     setattr(kind, "__tensor_unflatten__", staticmethod(unflatten))  # noqa: B010
 
 
-def refused_class(tensors: Iterator[tuple[str, Tensor]], said: str) -> TraceError | None:
-    """Return the error that names the first of these tensors, by path, whose class made a trace fail; None if none did.
-
-    said: Dynamo's reason, which names the class but neither the tensor nor what helps.
-    """
-    for path, tensor in tensors:
-        if _rule(tensor) == "unknown" and type(tensor).__name__ in said:
-            return _unknown(path, tensor)
-    return None
-
-
 def flatten_constants(module: fx.GraphModule, slots: Sequence[Slot], names: Mapping[int, str]) -> tuple[Slot, ...]:
     """Rewrite a Dynamo graph, in place, so that no constant of it is a tensor subclass; return its slots after that.
 
@@ -87,13 +82,13 @@ def flatten_constants(module: fx.GraphModule, slots: Sequence[Slot], names: Mapp
     for node, slot in list(bound.items()):
         if not isinstance(slot, ConstantSlot) or not isinstance(slot.value, Tensor):
             continue
-        rule = _rule(slot.value)
+        rule = rule_of(slot.value)
         if rule == "unknown":
-            raise _unknown(names.get(id(slot.value), node.name), slot.value)
+            raise unknown_class(names.get(id(slot.value), node.name), slot.value)
         if rule == "view":
-            bound[node] = ConstantSlot(_plain(slot.value))
+            bound[node] = ConstantSlot(as_plain(slot.value))
             node.type = Tensor
-            set_value(node, _plain(value_of(node)))
+            set_value(node, as_plain(value_of(node)))
         elif rule == "parts":
             wrapped[node] = _take_apart(module.graph, node, value_of(node), slot.value, node.name, bound)
     if wrapped:
@@ -101,44 +96,6 @@ def flatten_constants(module: fx.GraphModule, slots: Sequence[Slot], names: Mapp
         for node in [each for each in bound if each in wrapped]:
             del bound[node]
     return tuple(bound[node] for node in module.graph.find_nodes(op="placeholder"))
-
-
-def _rule(tensor: Tensor) -> str:
-    """Return how a tensor gets plain: it is ("plain"), it is viewed as such, it comes in parts, or nobody knows."""
-    if type(tensor) in _PLAIN:
-        return "plain"
-    if _comes_in_parts(tensor):
-        return "parts"
-    return "unknown" if _dispatches(type(tensor)) else "view"
-
-
-def _comes_in_parts(tensor: Any) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
-
-
-def _dispatches(kind: type) -> bool:
-    """Tell whether a class handles operations itself, beneath torch's functions."""
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
-
-
-def _unknown(path: str, tensor: Tensor) -> TraceError:
-    return TraceError(
-        f"tracing with {path}, a {_name(type(tensor))}",
-        found=f"{path} is a {_name(type(tensor))}; this tensor class handles operations itself and does not say of "
-        "which tensors it is made (core.compilation.trace.flattening.register_flattening takes a rule)",
-        remedy="give it __tensor_flatten__ and __tensor_unflatten__, or register a rule: "
-        "core.compilation.trace.flattening.register_flattening",
-    )
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor of the same memory, which nothing that the class overrides reaches."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        return tensor.detach().as_subclass(Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +129,19 @@ def _take_apart(graph: fx.Graph, node: fx.Node, fake: Any, real: Any, name: str,
     parts: dict[str, Any] = {}
     for attribute in attributes:
         inner, inner_fake = getattr(real, attribute), getattr(fake, attribute)
-        if _comes_in_parts(inner):
+        if comes_in_parts(inner):
             parts[attribute] = _take_apart(graph, node, inner_fake, inner, f"{name}_{attribute}", bound)
             continue
-        if _rule(inner) == "unknown":
-            raise _unknown(f"{name}.{attribute}", inner)
-        plain = inner if type(inner) in _PLAIN else _plain(inner)
+        if rule_of(inner) == "unknown":
+            raise unknown_class(f"{name}.{attribute}", inner)
+        plain = inner if type(inner) in PLAIN else as_plain(inner)
         known = (each for each, slot in bound.items() if isinstance(slot, ConstantSlot) and slot.value is plain)
         place = next(known, None)
         if place is None:
             with graph.inserting_before(node):
                 place = graph.placeholder(f"{name}_{attribute}")
             place.target = place.name
-            place.meta[TRACED] = inner_fake if type(inner) in _PLAIN else _plain(inner_fake)
+            place.meta[TRACED] = inner_fake if type(inner) in PLAIN else as_plain(inner_fake)
             bound[place] = ConstantSlot(plain)
         parts[attribute] = place
     return _Parts(fake, parts, context)
@@ -209,7 +166,7 @@ class _Desugared:
             if node.op == "output":
                 raise TraceError(
                     "tracing a model that returns one of its weights, or what it made of it",
-                    found=f"output {taken[0].name} is a {_name(type(value_of(taken[0])))}",
+                    found=f"output {taken[0].name} is a {class_name(type(value_of(taken[0])))}",
                     remedy="return plain tensors",
                 )
             self._inline(node)
@@ -280,7 +237,7 @@ def _opened(value: Any) -> tuple[Any, list[Any]]:
     leaves: list[Any] = []
 
     def place(each: Any) -> Any:
-        if _comes_in_parts(each):
+        if comes_in_parts(each):
             attributes, context = each.__tensor_flatten__()
             return _Parts(each, {name: place(getattr(each, name)) for name in attributes}, context)
         leaves.append(each)

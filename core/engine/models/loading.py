@@ -9,9 +9,7 @@ logs: weights that are missing or have the wrong shape.
 from __future__ import annotations
 
 import copy
-import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,14 +25,22 @@ from core.engine.models.architecture import (
     max_position,
     stop_token_ids,
 )
-from core.engine.models.checkpoint import Checkpoint, Progress, asked_for, inspect_checkpoint, read_json
-from core.engine.models.hf import driven, import_transformers, unusable
+from core.engine.models.checkpoint import Progress, asked_for, inspect_checkpoint, read_json
+from core.engine.models.hf import driven, import_transformers
 from core.engine.models.quantized import QuantizedCheckpoint
-from core.errors import CoreError, ModelError, UsageError, one_line
+from core.engine.models.reading import (
+    described,
+    few,
+    load_tokenizer,
+    read_config,
+    read_folder,
+    read_weights,
+    refuse_codes,
+)
+from core.errors import ModelError, UsageError
 from core.quantization.config import stated_config
-from core.quantization.formats import REMEDY, other_format, refuse_other_format
+from core.quantization.formats import other_format, refuse_other_format
 from core.quantization.layers import num_weights, share_input_scales
-from core.quantization.tensors import QUANTIZED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,22 +100,22 @@ def load_model(
     warnings = check_architecture(asked, checkpoint.config)
     refuse_other_format(asked, checkpoint.config)
     with driven(progress) as logged:
-        config = _read_config(asked, checkpoint.path)
+        config = read_config(asked, checkpoint.path)
         check_causal(asked, config)
         dtype = dtype or config_dtype(config)
         stated = stated_config(checkpoint.config)
         if stated is None:
-            read = partial(_read_folder, checkpoint.path, config, dtype)
-            model, unexpected = _read_weights(asked, read, logged, other_format(checkpoint.config))
+            read = partial(read_folder, checkpoint.path, config, dtype)
+            model, unexpected = read_weights(asked, read, logged, other_format(checkpoint.config))
         else:
             quantized = QuantizedCheckpoint(asked, checkpoint, stated, config, dtype)
-            model, unexpected = _read_weights(asked, quantized.load, logged)
+            model, unexpected = read_weights(asked, quantized.load, logged)
             warnings += quantized.warnings
-        tokenizer, tokenizer_error = _load_tokenizer(checkpoint)
-    _refuse_codes(asked, unexpected)
+        tokenizer, tokenizer_error = load_tokenizer(checkpoint)
+    refuse_codes(asked, unexpected)
     _move(asked, model, torch_device, progress)
     if unexpected:
-        warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {_few(unexpected)}")
+        warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {few(unexpected)}")
     if tokenizer_error is not None:
         warnings.append(f"no tokenizer: {tokenizer_error.found}")
     return _loaded(
@@ -145,7 +151,7 @@ def build_model(
             if not file.is_file():
                 raise ModelError(asked, found="no such file", remedy="pass a config.json or a folder that holds one")
             check_architecture(asked, read_json(file.parent, file))
-            config = _read_config(asked, file)
+            config = read_config(asked, file)
         else:
             asked = f"build a model from a {type(config).__name__}"
             check_architecture(asked, config.to_dict())
@@ -191,104 +197,11 @@ def _loaded(
     )
 
 
-def _refuse_codes(asked: str, unexpected: list[str]) -> None:
-    """Refuse weights of quantised layers that nothing says how to read: their codes would be taken for weights."""
-    codes = [name for name in unexpected if QUANTIZED.fullmatch(name)]
-    if codes:
-        raise ModelError(
-            asked,
-            found=f"{len(codes)} tensors of quantised layers ({_few(codes)}), and config.json states no "
-            "quantization_config",
-            remedy="use config.json and weights of one and the same checkpoint, as its author saved them",
-        )
-
-
 def _check_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(
             f"load weights as {dtype}", found="it is not a floating dtype", remedy="pass torch.bfloat16, or None"
         )
-
-
-def _read_config(asked: str, path: Path) -> Any:
-    try:
-        return import_transformers().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except ImportError as error:
-        raise unusable(error, asked) from error
-    except Exception as error:  # configuration classes validate with exceptions of many kinds
-        raise ModelError(
-            asked, found=f"transformers rejects config.json: {_one_line(error)}", remedy="correct config.json"
-        ) from error
-
-
-def _read_folder(path: Path, config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    return import_transformers().AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-        **options,
-    )
-
-
-def _read_weights(
-    asked: str, read: Callable[..., Any], logged: list[str], quantized: str = ""
-) -> tuple[nn.Module, list[str]]:
-    """Return the model that read gives, on the host, with the names of weights in the files that have no place.
-
-    quantized: the format in which transformers is to read them, for the error where it can't.
-    """
-    try:
-        # A wrong shape is reported in `info` and refused below; otherwise it would only be in a log.
-        model, info = read(ignore_mismatched_sizes=True)
-    except CoreError:
-        raise
-    except Exception as error:  # any model's constructor or conversion runs in there
-        found = f"transformers could not load it: {_conversion_problem(logged) or _one_line(error)}"
-        remedy = "check that config.json and the weights belong together and that what they need is installed"
-        if quantized:
-            found = f"its weights are quantised as {quantized!r}, and {found}"
-            remedy = f"install what it needs; or {REMEDY}"
-        raise ModelError(asked, found=found, remedy=remedy) from error
-    logged[:] = [message for message in logged if "LOAD REPORT" not in message]  # judged here, from the same facts
-    mismatched = sorted((name, tuple(found), tuple(wanted)) for name, found, wanted in info["mismatched_keys"])
-    remedy = "use the config.json and the weights of one and the same model"
-    if mismatched:
-        shown = _few([f"{name}: {found} in the file, {wanted} in the model" for name, found, wanted in mismatched])
-        raise ModelError(asked, found=f"{len(mismatched)} weights have another shape: {shown}", remedy=remedy)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(asked, found=f"{len(missing)} weights are missing: {_few(missing)}", remedy=remedy)
-    return model, sorted(info["unexpected_keys"])
-
-
-def _conversion_problem(logged: list[str]) -> str | None:
-    """Return which weights transformers failed to convert, and why: it says so in the log only."""
-    report = "".join(message for message in logged if "LOAD REPORT" in message)
-    names = re.findall(r"^(\S+.*?) *\| *CONVERSION", report, re.MULTILINE)
-    reason = re.search(r"^\w*(?:Error|Exception): .*", report, re.MULTILINE)
-    return f"conversion of {_few(names)} failed: {reason[0] if reason else 'no reason given'}" if names else None
-
-
-def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Any | None, ModelError | None]:
-    """Return the tokenizer, or the error that says why there is none: a model can be served by token ids alone."""
-    asked = f"use text with model {str(checkpoint.path)!r}"
-    remedy = "put the model's tokenizer files there, or pass prompts as lists of token ids"
-    # From tokenizer_config.json alone transformers may make a tokenizer that encodes every text to nothing.
-    if not checkpoint.has_vocabulary:
-        found = "the folder has no tokenizer files (tokenizer.json or a vocabulary)"
-        return None, ModelError(asked, found=found, remedy=remedy)
-    try:
-        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
-            checkpoint.path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # parsers of several formats and optional libraries run in there
-        found = f"transformers could not load the tokenizer: {_one_line(error)}"
-        return None, ModelError(asked, found=found, remedy=remedy)
-    return tokenizer, None
 
 
 def _move(asked: str, model: nn.Module, torch_device: torch.device, progress: Progress | None) -> None:
@@ -302,7 +215,7 @@ def _move(asked: str, model: nn.Module, torch_device: torch.device, progress: Pr
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         raise ModelError(
             asked,
-            found=f"the weights take {num_bytes / 2**30:.2f} GiB, too much for {torch_device}: {_one_line(error)}",
+            found=f"the weights take {num_bytes / 2**30:.2f} GiB, too much for {torch_device}: {described(error)}",
             remedy="free memory there, choose a narrower dtype, or a smaller model",
         ) from error
     share_input_scales(model)  # where moving a parameter makes a new one
@@ -321,12 +234,3 @@ def _perturb_constants(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             row = module.weight[module.padding_idx]
             row.copy_(torch.randn(row.shape, dtype=torch.float32).mul_(module.weight.float().std()))
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(str(error))}"
-
-
-def _few(names: list[str], limit: int = 3) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -16,19 +16,13 @@ from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
 from core.engine.config import SamplingParams
-from core.engine.inspect.attention import SERVE, AttentionLayer, NotPageable, inspect, set_implementation
-from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, amplification, layer_scales, rounding
+from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
+from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
 from core.engine.inspect.masks import EXHAUSTIVE
-from core.engine.inspect.probe import (
-    counts_from_zero,
-    depends_on_longest,
-    largest_difference,
-    own_logits,
-    probe_sequences,
-    rounding_bound,
-)
+from core.engine.inspect.probe import depends_on_longest
 from core.engine.paged.cache import BlockPool, PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
+from core.engine.paged.self_check import check_same_function
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.runner import EngineConfig, powers
 from core.engine.steps.sampling import GREEDY_ROW, Sampling, sampling_guard
@@ -252,35 +246,14 @@ class PagedRunner:
 
     @torch.no_grad()
     def _check_same_function(self, max_model_len: int) -> None:
-        """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
-
-        This finds models that keep state outside attention (recurrent layers, shared caches), and those whose
-        sequences see each other: a long and a short one share both steps, and each is compared with itself alone.
-        A quantised cache is compared with the forward on transformers' cache of the same codes, and rounding may tell
-        more there: `amplification`.
-        """
-        if not counts_from_zero(self._model):
-            raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
-        probes = probe_sequences(self._model, max_model_len=max_model_len, max_num_seqs=self.max_num_seqs)
-        expected = own_logits(self._model, probes)
-        bound = rounding_bound(self._model, probes, expected)
-        if self.cache_rounding is not None:
-            plain, expected = expected, own_logits(self._model, probes, self.cache_rounding.caching)
-            if all(torch.equal(one, other) for one, other in zip(plain, expected, strict=True)):
-                raise NotPageable(
-                    f"its forward takes keys and values past transformers' cache, so {self._codes} of them "
-                    "can't be checked"
-                )
-            bound *= amplification(bound, self.cache_rounding.dtype)
-        set_implementation(self._model, SERVE)
-        for phase, logits in self._run_probes(probes, max_model_len).items():
-            difference = largest_difference(logits, expected)
-            if not difference <= bound:
-                raise NotPageable(
-                    f"a prefill and one {phase} step on the paged cache differ from its own forward by "
-                    f"{difference:.2g}, more than rounding ({bound:.2g}): it keeps state outside attention, or mixes "
-                    "sequences of a step"
-                )
+        """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ."""
+        check_same_function(
+            self._model,
+            lambda probes: self._run_probes(probes, max_model_len),
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            rounding=self.cache_rounding,
+        )
 
     def _run_probes(self, probes: Sequence[list[int]], max_model_len: int) -> dict[str, list[Tensor]]:
         """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify."""

@@ -6,41 +6,34 @@ engine hands each sequence its tokens. `generate` is that in a loop.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.compilation.options import Progress
 from core.compilation.report import ProgramReport
 from core.device import Device
 from core.engine.config import SamplingParams
-from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.cache_codes import Rounding
 from core.engine.models.loading import LoadedModel, load_model
-from core.engine.paged.runner import PagedRunner
-from core.engine.serve.prompts import EncodedPrompt, Prompt, encode_prompt, encode_prompts
+from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompt, encode_prompts
 from core.engine.serve.request import Completion, Request, RequestOutput
+from core.engine.serve.route import make_runner
 from core.engine.serve.scheduler import Scheduler
+from core.engine.serve.served_models import SERVED, refuse_served
 from core.engine.serve.stats import EngineStats, StatsCounter
-from core.engine.static.runner import StaticRunner
-from core.engine.steps.runner import EngineConfig, ModelRunner
-from core.engine.steps.sampling import make_generator, next_tokens
-from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.serve.tokens import TokenReader
+from core.engine.steps.runner import EngineConfig
 from core.engine.steps.speculation import accept
-from core.engine.steps.step import Flight, Part, Step, StepOutput, step_behind
+from core.engine.steps.step import Flight, Part, Step, step_behind
 from core.errors import UsageError
 from core.host.selection import select_device
 
-log = logging.getLogger("core.engine")
 OnText = Callable[[int, str], None]
 """Called as `on_text(prompt index, piece)` when a piece of text has become certain."""
-_served: WeakSet[nn.Module] = WeakSet()  # the models of open engines
 
 
 class Engine:
@@ -68,14 +61,11 @@ class Engine:
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
         start = time.perf_counter()
-        if loaded.model in _served:
-            raise UsageError(
-                f"an engine for {type(loaded.model).__name__}",
-                found="the model is served by another engine",
-                remedy="close that one first, or load the model once more",
-            )
-        self._runner = self._make_runner(progress)
-        _served.add(loaded.model)
+        refuse_served(loaded.model)
+        self._runner = make_runner(
+            loaded.model, device, self.config, max_model_len=self.max_model_len, progress=progress
+        )
+        SERVED.add(loaded.model)
         self.compile_time_s = time.perf_counter() - start
         self._scheduler = Scheduler(
             self._runner.admit,
@@ -87,7 +77,7 @@ class Engine:
         self._collecting: set[int] = set()  # requests that want their logits
         self._num_requests = 0
         self._counts = StatsCounter()
-        self._said_outside = False
+        self._tokens = TokenReader(self._counts).read
         asked, drafts = self.config.run_ahead, self._runner.num_drafts
         self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not drafts
         self._flight: Flight | None = None
@@ -176,12 +166,7 @@ class Engine:
         Raises as `generate` does for a prompt that the model can't take.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise UsageError(
-                f"a request with params={params!r}",
-                found=f"a {type(params).__name__}",
-                remedy="pass a SamplingParams: SamplingParams(max_new_tokens=8)",
-            )
+        check_params(params)
         encoded = encode_prompt(prompt, self.loaded, params, max_context=self.max_model_len)
         return self._add(encoded, params, collect_logits)
 
@@ -245,7 +230,7 @@ class Engine:
             for request_id in tuple(self._requests):
                 self.abort(request_id)
             self._runner.close()
-            _served.discard(self.loaded.model)
+            SERVED.discard(self.loaded.model)
 
     def __enter__(self) -> Engine:
         return self
@@ -256,10 +241,7 @@ class Engine:
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
         if self._closed:
             raise UsageError("a request", found="the engine is closed", remedy="make another one")
-        if prompt.max_new_tokens != params.max_new_tokens:
-            params = replace(params, max_new_tokens=prompt.max_new_tokens)
-        ids = list(prompt.token_ids)
-        sequence = EngineSequence(self._num_requests, ids, params, make_generator(params), array=prompt.array)
+        sequence = prompt.sequence(self._num_requests, params)
         request = Request(sequence, self.loaded, collect_logits=collect_logits)
         self._num_requests += 1
         self._requests[sequence.index] = request
@@ -291,22 +273,6 @@ class Engine:
     def _wants_logits(self, step: Step) -> bool:
         return bool(self._collecting) and any(part.sequence.index in self._collecting for part in step.parts)
 
-    def _tokens(self, step: Step, output: StepOutput) -> list[int]:
-        """Return the token of each row: one wait for the device, and the graph's own tokens where it sampled."""
-        if not step.is_random or output.sampled:
-            return output.tokens.tolist() if output.read is None else output.read()
-        if step.phase == "decode" and not self._said_outside:
-            self._said_outside = True
-            log.warning(
-                "sampling outside of the captured graph, which is greedy; EngineConfig(sampling=('greedy', 'random')) "
-                "captures both"
-            )
-        self._counts.sampled_outside += sum(
-            part.num_rows for part in step.parts if part.emits and not part.sequence.params.greedy
-        )
-        params = step.sampling_params(output.logits.device)
-        return next_tokens(output.logits, params, "random").tolist()
-
     def _advance(self, request: Request, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
         """Hand a sequence the tokens that its part of a step gave, up to one that ends it."""
         sequence = request.sequence
@@ -330,22 +296,3 @@ class Engine:
         self._requests.pop(request.sequence.index, None)
         self._collecting.discard(request.sequence.index)
         self._counts.left += request.sequence.num_computed > 0  # who waited never joined
-
-    def _make_runner(self, progress: Progress | None) -> ModelRunner:
-        model, length = self.loaded.model, self.max_model_len
-        with torch.inference_mode(False):  # steps in any mode write the cache
-            try:
-                return PagedRunner(model, self.device, self.config, max_model_len=length, progress=progress)
-            except NotPageable as refusal:
-                # As text: a handler that keeps records would keep the model with the error's frames.
-                reason = str(refusal)
-                if self.config.kv_cache_dtype != "auto":
-                    raise UsageError(
-                        f"a key/value cache of {self.config.kv_cache_dtype!r}",
-                        found=f"{type(model).__name__} can't run on the paged cache, which alone has it: {reason}",
-                        remedy='take kv_cache_dtype="auto"',
-                    ) from None
-                log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
-                return StaticRunner(
-                    model, self.device, self.config, max_model_len=length, reason=reason, progress=progress
-                )

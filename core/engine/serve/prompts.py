@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
+from core.engine.steps.sampling import make_generator
+from core.engine.steps.sequence import Sequence as EngineSequence
 from core.errors import ModelError, UsageError
 
 Prompt = str | Sequence[int]
@@ -32,6 +34,22 @@ class EncodedPrompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def sequence(self, index: int, params: SamplingParams) -> EngineSequence:
+        """Return a sequence of that index that begins with this prompt and ends where it is bounded."""
+        if self.max_new_tokens != params.max_new_tokens:
+            params = replace(params, max_new_tokens=self.max_new_tokens)
+        return EngineSequence(index, list(self.token_ids), params, make_generator(params), array=self.array)
+
+
+def check_params(params: object) -> None:
+    """Raise `UsageError` for what is no `SamplingParams`."""
+    if not isinstance(params, SamplingParams):
+        raise UsageError(
+            f"a request with params={params!r}",
+            found=f"a {type(params).__name__}",
+            remedy="pass a SamplingParams: SamplingParams(max_new_tokens=8)",
+        )
 
 
 def encode_prompts(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from core.common.numerics import MIN_ELEMENTS, judge_pooled
 from core.common.ops.implementation import OpCall
-from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
+from core.common.ops.moe.experts import GROUPED_MLP
+from core.common.ops.moe.route import MOE_ROUTE
 from tests.kernel_cases import CPU, DTYPES, check, faked, in_fp64, laid_out, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from core.common.kernel_compilers import INDUCTOR, KernelCompiler
-from core.compilation.cache.store import Damaged, Store, Untrusted, default_folder, key_of
+from core.compilation.cache.folders import Untrusted, default_folder
+from core.compilation.cache.store import Damaged, Store, key_of
 
 COMPILERS = (INDUCTOR, KernelCompiler(name="acme", counting=INDUCTOR.counting, folder_variable="ACME_CACHE_DIR"))
 FACTORS = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "values": {"a": "1"}}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.compilation.trace.tracing import ConstantSlot, InputSlot, SizeSlot, TracedGraph, trace
+from core.compilation.trace.traced import ConstantSlot, InputSlot, SizeSlot, TracedGraph
+from core.compilation.trace.tracing import trace
 from core.errors import CaptureError, TraceError
 from tests.support import Block, Cache, refused
 

@@ -15,7 +15,8 @@ from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.mlp.activation import gated_activation
-from core.common.ops.moe.experts import grouped_mlp, moe_route
+from core.common.ops.moe.experts import grouped_mlp
+from core.common.ops.moe.route import moe_route
 from core.common.ops.norm.norms import rms_norm
 from core.common.ops.rotary.rotation import rotary
 from core_conformance.cases.ops import collect as ops

@@ -24,7 +24,8 @@ from core.engine.inspect.attention import (
     inspect,
 )
 from core.engine.models.loading import build_model
-from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.models.tiny import tiny_config
+from core.engine.models.tiny_rules import WINDOW
 
 CPU = torch.device("cpu")
 

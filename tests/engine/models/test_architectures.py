@@ -8,7 +8,8 @@ import torch
 from core.compilation.options import CompileOptions
 from core.engine.check.comparison import compare
 from core.engine.models.loading import LoadedModel, build_model
-from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.models.tiny import tiny_config
+from core.engine.models.tiny_rules import WINDOW
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device

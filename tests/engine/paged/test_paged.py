@@ -15,7 +15,8 @@ from core.engine.config import SamplingParams
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import counts_from_zero, position_difference
 from core.engine.models.loading import build_model
-from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.models.tiny import tiny_config
+from core.engine.models.tiny_rules import WINDOW
 from core.engine.paged.runner import PagedRunner
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence

@@ -13,7 +13,8 @@ from core.compilation.options import CompileOptions
 from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
 from core.engine.models.loading import build_model
-from core.engine.models.tiny import WINDOW, tiny_config
+from core.engine.models.tiny import tiny_config
+from core.engine.models.tiny_rules import WINDOW
 from core.engine.serve.engine import Engine
 from core.engine.static.runner import StaticRunner
 from core.engine.steps.runner import EngineConfig

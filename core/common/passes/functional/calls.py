@@ -15,14 +15,8 @@ from core.common.node_meta import ORIGIN, value_key
 from core.common.passes import MADE_BY, same_size, set_value, site_name, value_of
 from core.common.passes.functional.memory import Area, same_layout
 from core.common.passes.functional.plan import Plan
-from core.common.passes.functional.updates import (
-    VIEWS,
-    Argument,
-    WrappedCall,
-    in_place_form,
-    view_call,
-    wrapped_call,
-)
+from core.common.passes.functional.updates import VIEWS, in_place_form
+from core.common.passes.functional.wrapped import Argument, WrappedCall, view_call, wrapped_call
 from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.values.fresh import fresh
 

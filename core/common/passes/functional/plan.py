@@ -7,34 +7,19 @@ that a copy is left only where two versions are needed at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from core.common.passes import Writes, is_impure, value_of
+from core.common.passes import is_impure, value_of
 from core.common.passes.functional.memory import Area, Memory, same_layout
-from core.common.passes.functional.updates import (
-    FUNCTIONALIZED,
-    VIEWS,
-    Target,
-    WrappedCall,
-    in_place_form,
-    nodes_of,
-    scattered,
-    wrapped_call,
-)
-from core.common.passes.writes import find_writes
+from core.common.passes.functional.updates import Updates
+from core.common.passes.functional.wrapped import Target, WrappedCall
 
-WAS_IN_PLACE = "core_was_in_place"
-"""Key of `node.meta` of functional nodes that the traced graph had as in-place calls
-(core/compilation/rewrite/functional.py).
-"""
-_COPY = torch.ops.aten.copy_.default
 _COPIED = torch.ops.aten.copy.default  # elementwise, though torch does not tag it so
-_OWNED = ("placeholder", "get_attr")
 
 
 @dataclass(slots=True)
@@ -60,62 +45,15 @@ class Plan:
 
 def plan_updates(module: fx.GraphModule, *, move_readers: bool = True) -> Plan:
     """Judge every update of a graph; nodes may be moved if move_readers, nothing else is changed."""
-    planner = _Planner(module, _Updates(module), move_readers=move_readers)
+    planner = _Planner(module, Updates(module), move_readers=move_readers)
     planner.run()
     return planner.plan
-
-
-class _Updates:
-    """The updates of a graph, told before any of them is judged."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.writes: Writes = find_writes(module)
-        nodes = list(module.graph.nodes)
-        self.calls: dict[fx.Node, WrappedCall | str] = {n: wrapped_call(n) for n in nodes if n.target in FUNCTIONALIZED}
-        scatters = [n for n in nodes if n.target in VIEWS and len(n.args) > 1]
-        self.scatters = {n: area for n in scatters if (area := scattered(n)) is not None}
-        self.closing = [n for n in nodes if n.target is _COPY and n.args[0].op in _OWNED]
-        self.functional = {n for n in nodes if WAS_IN_PLACE in n.meta and in_place_form(n.target) is not None}
-        for node in self.closing:
-            self._lead(node.args[1], self.writes.of(node.args[0]))
-
-    def _lead(self, node: Any, owner: Collection[object]) -> bool:
-        """Note the ATen ops through which a value is made from the input that it is copied into; tell if it is."""
-        chain: list[fx.Node] = []
-        while isinstance(node, fx.Node) and not self.writes.of(node) & set(owner):
-            if node in self.scatters:
-                self._lead(node.args[1], owner)
-            elif in_place_form(node.target) is not None:
-                chain.append(node)
-            elif not self._views(node):
-                node = self._version_before(node)
-                continue
-            node = node.args[0] if node.args else None
-        if not isinstance(node, fx.Node):
-            return False
-        self.functional.update(chain)
-        return True
-
-    def _views(self, node: fx.Node) -> bool:
-        source = node.args[0] if node.args else None
-        return (
-            isinstance(source, fx.Node)
-            and bool(self.writes.of(node) & self.writes.of(source))
-            and (source not in self.calls)
-        )
-
-    def _version_before(self, node: fx.Node) -> fx.Node | None:
-        source = node.args[0] if node.args else None
-        call = self.calls.get(source) if isinstance(source, fx.Node) else None
-        if not isinstance(call, WrappedCall):
-            return None
-        return next((target.old for target in call.targets if target.new is node), None)
 
 
 class _Planner:
     """One walk over the updates."""
 
-    def __init__(self, module: fx.GraphModule, found: _Updates, *, move_readers: bool) -> None:
+    def __init__(self, module: fx.GraphModule, found: Updates, *, move_readers: bool) -> None:
         self._graph, self._found, self._move_readers = module.graph, found, move_readers
         self.plan = Plan(Memory(found.writes, found.scatters))
         self._memory = self.plan.memory
@@ -140,7 +78,7 @@ class _Planner:
             return
         clones: dict[int, str] = {}
         taken: list[tuple[object, Area]] = []
-        others = tuple(nodes_of(dict(call.plain)))
+        others = tuple(_nodes_of(dict(call.plain)))
         for target in call.targets:
             if call.buffers:
                 self._buffer(node, target)
@@ -178,7 +116,7 @@ class _Planner:
         if area is None:
             return
         target = Target(old=old, new=node, parts=(area,), index=0)
-        read = list(nodes_of((node.args[1:], dict(node.kwargs))))
+        read = list(_nodes_of((node.args[1:], dict(node.kwargs))))
         others = [each for each in read if not self._elementwise(node, each, old)]
         reason = self._refusal(node, target, others, ())
         if reason:
@@ -335,3 +273,10 @@ class _Planner:
             if not is_final:
                 return f"{user.name} needs {new.name} after {owner} was written"
         return ""
+
+
+def _nodes_of(value: Any) -> Iterator[fx.Node]:
+    """Yield the nodes in an argument, at any depth."""
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    yield from found

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 from core.common.passes import NearMiss, near_miss, view
 from core.common.passes.rotary.features import Column, Features, Table
-from core.common.passes.rotary.reader import MOVES, Reader
+from core.common.passes.rotary.operations import MOVES, OPERATIONS
+from core.common.passes.rotary.reader import Reader
 
 _MAX_STEPS = 32  # how far x is looked for from a sum of products
 
@@ -67,7 +68,7 @@ def find_rotation(seed: fx.Node, order: Mapping[fx.Node, int]) -> Rotation | Nea
             if _alike(x, result):
                 reader = readers.get(x)
                 if reader is None:
-                    reader = readers[x] = Reader(x, order)
+                    reader = readers[x] = Reader(x, order, OPERATIONS)
                 features = reader.read(result)
                 found = None if features is None else _recognise(reader, result, features)
                 if found is not None:

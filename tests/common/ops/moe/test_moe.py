@@ -1,4 +1,4 @@
-"""core/common/ops/moe/experts.py against transformers' own routers and experts."""
+"""core/common/ops/moe/{route,experts}.py against transformers' own routers and experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from core.common.numerics import Fp64Mode, judge
 from core.common.ops.moe import experts as moe
-from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
+from core.common.ops.moe.experts import GROUPED_MLP
+from core.common.ops.moe.route import MOE_ROUTE
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_close, assert_raises, in_fp64, run, sample
 
 # An older router may hand out its weights in another dtype; the op states which it means.

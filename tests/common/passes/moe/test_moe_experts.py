@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 pytest.importorskip("transformers.integrations.moe", reason="needs the extra 'hf'")
 
 from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
-from core.common.ops.moe.experts import GROUPED_MLP, MOE_ROUTE
+from core.common.ops.moe.experts import GROUPED_MLP
+from core.common.ops.moe.route import MOE_ROUTE
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.moe.grouped_mlp import LIFT_GROUPED_MLP
 from core.common.passes.moe.route import LIFT_MOE_ROUTE

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from core.common.ops.moe.experts import MOE_ROUTE
+from core.common.ops.moe.route import MOE_ROUTE
 from core.common.passes.moe.route import LIFT_MOE_ROUTE
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.moe.experts import MOE_ROUTE
+from core.common.ops.moe.route import MOE_ROUTE
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import all_of, computes_in_fp32, dtypes
 from core_cuda.ops.launching import start_next, wait_for_inputs

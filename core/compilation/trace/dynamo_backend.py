@@ -1,0 +1,229 @@
+"""The Dynamo backend of one trace: keeps the graph that Dynamo made, and says what each placeholder is bound to."""
+
+from __future__ import annotations
+
+import re
+import time
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from core.common.node_meta import value_of
+from core.common.passes.effects import written_args
+from core.common.passes.view import kind, operand
+from core.common.passes.writes import find_writes
+from core.compilation.trace.flattening import flatten_constants
+from core.compilation.trace.state import Change
+from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
+from core.errors import TraceError
+
+_SIZE = re.compile(r"\.size\(\)\[(\d+)\]$")  # how Dynamo names the source of a size
+
+
+class Capture:
+    """The Dynamo backend of one trace: keeps the graph and returns stand-ins instead of computing."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], writable: Collection[str]) -> None:
+        self._tensors = inputs
+        self._writable = frozenset(writable)
+        self._inputs = {id(tensor): name for name, tensor in inputs.items()}
+        self.used: set[str] = set()
+        self.graph: fx.GraphModule | None = None
+        self.slots: tuple[Slot, ...] = ()
+        self.symbols: dict[Any, SizeSlot] = {}
+        self.shape_env: Any = None
+        self.fakes: tuple[Tensor, ...] = ()
+        self.code: tuple[types.CodeType, ...] = ()
+        self.literals: tuple[Tensor, ...] = ()
+        self._outputs: list[Tensor] = []
+
+    def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Tensor]]:
+        self.graph = graph
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for name, tensor in self._tensors.items():
+            self._note_symbols(name, tensor)
+        self.slots = tuple(self._slot(node, example) for node, example in zip(nodes, examples, strict=True))
+        outputs: Any = graph.graph.output_node().args[0]
+        for node in outputs:
+            if not isinstance(value_of(node), Tensor):
+                raise TraceError(
+                    "tracing a model whose output holds a size or a number computed from its inputs",
+                    found=f"graph output {node} is no tensor",
+                    remedy="return tensors only; read sizes off the inputs",
+                )
+        self._refuse_written_inputs(nodes, examples)
+        _note_squeezes(graph)
+        self.code = tuple(dict.fromkeys(torch._guards.TracingContext.get_traced_code() or ()))
+        held = (getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr"))
+        self.literals = tuple(value for value in held if isinstance(value, Tensor))
+        # Kept apart from the graph: passes may put nodes without metadata in the outputs' place.
+        self.fakes = tuple(map(value_of, outputs))
+        # Stand-ins with identities of their own: Dynamo builds the model's output structure around them.
+        self._outputs = [torch.empty(0) for _ in outputs]
+        return lambda *_: self._outputs
+
+    def _refuse_written_inputs(self, nodes: Sequence[fx.Node], examples: Sequence[Any]) -> None:
+        for node, example in zip(nodes, examples, strict=True):
+            # A fake tensor counts writes as a real one does, those through views included.
+            name = self._inputs.get(id(example))
+            if name is not None and name not in self._writable and value_of(node)._version > 0:
+                raise _written_input(name)
+
+    def _note_symbols(self, name: str, tensor: Tensor) -> None:
+        # Asked of Dynamo, not read off the placeholders: a model may look at nothing but an input's size. An input it
+        # never looks at is unknown here, and may have any size.
+        context: Any = torch._guards.TracingContext.get()
+        known = context.tensor_to_context.get(tensor)
+        if known is None:
+            return
+        self.used.add(name)
+        sizes: Mapping[str, Any] = next(iter(known.shape_env_to_source_to_symbol_cache.values()), {})
+        for source, size in sizes.items():
+            match = _SIZE.search(source)
+            if match is not None and getattr(size, "is_Symbol", False):
+                # As first given, before replacements: so ties between sizes can be checked.
+                self.shape_env = context.fake_mode.shape_env
+                self.symbols.setdefault(size, SizeSlot(name, int(match[1])))
+
+    def _slot(self, node: fx.Node, example: Any) -> Slot:
+        if id(example) in self._inputs:
+            return InputSlot(self._inputs[id(example)])
+        fake = value_of(node)
+        if isinstance(fake, torch.SymInt):
+            symbol = fake.node._expr
+            if symbol not in self.symbols:
+                raise TraceError(
+                    f"tracing with the symbolic size {symbol}",
+                    found="it belongs to none of the declared inputs",
+                    remedy="declare the tensor it comes from as an input",
+                )
+            return self.symbols[symbol]
+        return ConstantSlot(example)
+
+    def finish(
+        self, name: str, result: Any, changes: Sequence[Change], start: float, names: Mapping[int, str]
+    ) -> TracedGraph:
+        """Return the traced graph; raise `TraceError` where the model keeps state that a graph would not repeat."""
+        if self.graph is None:
+            raise TraceError(
+                f"tracing {name}",
+                found="it runs no torch operation on its inputs",
+                remedy="pass a module or function that computes with the declared inputs",
+            )
+        self._refuse_writes_to_inputs()
+        repeated = {self._repeated(change) for change in changes}
+        least = self._take_ranges()
+        slots = flatten_constants(self.graph, self.slots, names)
+        return TracedGraph(
+            module=self.graph,
+            slots=slots,
+            output=self._output_tree(result, repeated),
+            outputs=self.fakes,
+            shapes={name: tuple(tensor.shape) for name, tensor in self._tensors.items() if name in self.used},
+            symbols=self.symbols,
+            least=least,
+            shape_env=self.shape_env,
+            elapsed_s=time.perf_counter() - start,
+            code=self.code,
+            literals=self.literals,
+        )
+
+    def _take_ranges(self) -> dict[Any, int]:
+        """Return the smallest size that each symbol may be; from here on, it counts as 2 and more.
+
+        Passes are to find what they find in any trace: what they ask is about the graph, not about the model.
+        """
+        from torch.utils._sympy.numbers import int_oo  # imports sympy, which only who traces has loaded
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        least = {symbol: max(int(self.shape_env.var_to_range[symbol].lower), 1) for symbol in self.symbols}
+        for symbol in self.symbols:
+            self.shape_env._update_var_to_range(symbol, ValueRanges(2, int_oo))
+        # What was asked while tracing is kept under this number; with torch 2.11 the answers would outlive the ranges.
+        if self.symbols:
+            self.shape_env._version_counter += 1
+        return least
+
+    def _repeated(self, change: Change) -> int:
+        """Return the graph output that a changed attribute now names, if the graph itself repeats the change.
+
+        `self.count += 1` writes into the tensor and assigns the same tensor again: the write is in the graph.
+        """
+        index = next((i for i, output in enumerate(self._outputs) if output is change.after), -1)
+        if index >= 0 and self.graph is not None:
+            outputs: Any = self.graph.graph.output_node().args[0]
+            placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+            values = dict(zip(placeholders, self.slots, strict=True))
+            for written in written_args(outputs[index]):
+                slot = values.get(written)
+                if isinstance(slot, ConstantSlot) and slot.value is change.before:
+                    return index
+        raise TraceError(
+            f"tracing a model that assigns to {change.place}",
+            found="what a forward assigns happens once, while tracing; a captured graph would not repeat it",
+            remedy="keep state in a buffer and write into it in place (buffer.copy_(new)), or move it out of forward",
+        )
+
+    def _refuse_writes_to_inputs(self) -> None:
+        assert self.graph is not None
+        writes = find_writes(self.graph)
+        for node, slot in zip(self.graph.graph.find_nodes(op="placeholder"), self.slots, strict=True):
+            if isinstance(slot, InputSlot) and slot.name not in self._writable and writes.writers(node):
+                raise _written_input(slot.name)
+
+    def _output_tree(self, result: Any, repeated: set[int]) -> OutputTree:
+        leaves, spec = pytree.tree_flatten(result)
+        positions = {id(tensor): index for index, tensor in enumerate(self._outputs)}
+        refs = []
+        for leaf in leaves:
+            if id(leaf) in positions:
+                refs.append(OutputRef(index=positions[id(leaf)]))
+            elif id(leaf) in self._inputs:
+                refs.append(OutputRef(name=self._inputs[id(leaf)]))
+            elif leaf is None or isinstance(leaf, (int, float, bool, str, Tensor)):
+                refs.append(OutputRef(value=leaf))
+            else:
+                raise TraceError(
+                    f"tracing a model that returns {type(leaf).__name__!r}",
+                    found="it is not a tree of tensors that torch.utils._pytree knows",
+                    remedy="return tensors, tuples, dicts or a registered output class",
+                )
+        if {ref.index for ref in refs if ref.index >= 0} | repeated != set(positions.values()) | repeated:
+            error = TraceError(
+                "tracing a model that keeps a computed tensor",
+                found="besides its output it assigns one to an attribute or puts it into a list or dict, which a "
+                "captured graph would not repeat; an empty stand-in may be there now",
+                remedy="write into a buffer in place (buffer.copy_(new)), or return the tensor; or load the model anew "
+                "and run it with mode 'off' or 'segmented'",
+            )
+            error.spoiled = True
+            raise error
+        return OutputTree(tuple(refs), spec)
+
+
+def _note_squeezes(graph: fx.GraphModule) -> None:
+    """Have each size that is squeezed leave a guard: one of 1 would go, and what the model does next may differ.
+
+    Of torch's ops whose outcome depends on a size of 1, these alone leave none.
+    """
+    for node in graph.graph.nodes:
+        if kind(node) != "squeeze" and node.target != "squeeze_":
+            continue
+        source, dims = value_of(operand(node, 0, "input")), operand(node, 1, "dim")
+        if not isinstance(source, Tensor):
+            continue
+        for dim in range(source.dim()) if dims is None else dims if isinstance(dims, (tuple, list)) else (dims,):
+            if isinstance(source.shape[dim], torch.SymInt):
+                bool(source.shape[dim] != 1)  # asking is what records it
+
+
+def _written_input(name: str) -> TraceError:
+    return TraceError(
+        f"tracing a model that writes into its declared input {name!r}",
+        found="a program runs on its own copy of the inputs, so the caller would not see the write",
+        remedy="make the tensor a buffer of the model (it is then bound once), or copy before writing",
+    )

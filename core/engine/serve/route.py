@@ -1,0 +1,41 @@
+"""Which cache a model runs on: the paged one, else transformers' own."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from core.compilation.options import Progress
+from core.device import Device
+from core.engine.inspect.attention import NotPageable
+from core.engine.paged.runner import PagedRunner
+from core.engine.static.runner import StaticRunner
+from core.engine.steps.runner import EngineConfig, ModelRunner
+from core.errors import UsageError
+
+log = logging.getLogger("core.engine")
+
+
+def make_runner(
+    model: nn.Module, device: Device, config: EngineConfig, *, max_model_len: int, progress: Progress | None
+) -> ModelRunner:
+    """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache.
+
+    Raises `UsageError` where it can't have the paged cache and the configuration asks for what that alone has.
+    """
+    with torch.inference_mode(False):  # steps in any mode write the cache
+        try:
+            return PagedRunner(model, device, config, max_model_len=max_model_len, progress=progress)
+        except NotPageable as refusal:
+            # As text: a handler that keeps records would keep the model with the error's frames.
+            reason = str(refusal)
+            if config.kv_cache_dtype != "auto":
+                raise UsageError(
+                    f"a key/value cache of {config.kv_cache_dtype!r}",
+                    found=f"{type(model).__name__} can't run on the paged cache, which alone has it: {reason}",
+                    remedy='take kv_cache_dtype="auto"',
+                ) from None
+            log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
+            return StaticRunner(model, device, config, max_model_len=max_model_len, reason=reason, progress=progress)
