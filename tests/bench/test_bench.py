@@ -86,6 +86,7 @@ def test_each_cell_has_each_subject_measured_and_checked(report: BenchReport) ->
     assert [trace["phase"] for trace in prefill["subjects"][1]["program"]["traces"]] == ["prefill"]
 
 
+@pytest.mark.slow
 def test_facts_name_device_model_and_settings(report: BenchReport) -> None:
     document = report.to_json()
     assert document["device"]["name"] == "cpu" and document["versions"]["torch"] == torch.__version__

@@ -16,7 +16,7 @@ Context = Callable[[], AbstractContextManager[None]]
 BOTH = pytest.mark.parametrize("context", [paused, frozen], ids=lambda context: context.__name__)
 
 
-pytestmark = pytest.mark.usefixtures("nothing_frozen")
+pytestmark = [pytest.mark.usefixtures("nothing_frozen"), pytest.mark.slow]  # each walks all objects
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ def run_alone(program: str, *arguments: str, path: Path, **options: Any) -> Any:
     return subprocess.run(command, env=environment, text=True, timeout=120, check=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -131,6 +132,7 @@ def test_exit_codes(
     assert "Traceback" not in streams.err and (code != 2 or streams.out == "")
 
 
+@pytest.mark.slow
 def test_expected_failures_excuse_a_level_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def test_a_report_is_written_in_every_form_and_read_again(tmp_path: Path, capsys
     assert main(["conformance", "--from", str(files["html"])]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_over_a_failure_fails_when_it_is_read_again(tmp_path: Path) -> None:
     assert main([*chosen("models/fails"), "--json", str(tmp_path / "r.json")]) == 1
     assert main(["conformance", "--from", str(tmp_path / "r.json")]) == 1
@@ -263,6 +266,7 @@ def test_the_first_failure_ends_the_run_where_asked(tmp_path: Path, capsys: pyte
     assert "models/fails" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_debugger_stops_where_a_case_raises(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

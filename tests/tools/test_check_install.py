@@ -74,6 +74,7 @@ def test_a_pin_that_contradicts_torch_is_told_in_one_line(scripts: Any, index: d
     assert text.startswith("pip can't resolve it: ") and "\n" not in text
 
 
+@pytest.mark.slow
 def test_an_extra_without_wheels_is_refused_as_expected_or_is_a_failure(scripts: Any, index: dict[str, str]) -> None:
     refusal = "No matching distribution found for torch"
     absent = extras(scripts, machines=("abacus",), refusal=refusal)
@@ -89,6 +90,7 @@ def test_an_extra_without_wheels_is_refused_as_expected_or_is_a_failure(scripts:
         scripts.resolve(sys.executable, extras(scripts), index)
 
 
+@pytest.mark.slow
 def test_wheels_of_this_machine_are_out_of_sight(
     scripts: Any, index: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def test_serving_ends_with_an_error_too() -> None:
     capture(subject)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_frozen")
 def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None:
     subject, seen = runner(), []

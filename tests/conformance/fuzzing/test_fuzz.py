@@ -89,6 +89,7 @@ def draws(op: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", CALLS)
 def test_whatever_can_vary_varies(op: str) -> None:
     seen: defaultdict[str, set[Any]] = defaultdict(set)
@@ -200,6 +201,7 @@ def test_honest_implementations_pass(seeds: Sequence[int]) -> None:
             assert trial.measurements and trial.measurements[0].ratio <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda each: each.name)
 def test_the_kernels_of_the_example_device_pass(implementation: OpImplementation) -> None:
     op = implementation.op.removeprefix("core::")

@@ -83,6 +83,7 @@ WRONG: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fn"), [(name, fn) for name, fns in WRONG.items() for fn in fns])
 def test_what_is_right_on_small_shapes_alone_is_rejected(name: str, fn: Callable[..., Any]) -> None:
     opened = (cpu(ops=(OpImplementation(op=f"core::{name}", name="small", fn=fn),)), ConformanceProfile())

@@ -99,6 +99,7 @@ def test_an_end_between_two_cases_is_told_with_the_later_one() -> None:
         assert len(lane.run(info()).notes) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("opening", "problem"),
     [

@@ -226,6 +226,7 @@ def test_what_a_case_leaves_behind_is_put_back_and_told(outcomes: dict[str, Outc
     assert len(notes) == 2
 
 
+@pytest.mark.slow
 def test_a_case_alone_in_this_process_draws_the_same_numbers(
     everything: SuiteModules, outcomes: dict[str, Outcome]
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_case_alone_in_this_process_draws_the_same_numbers(
     assert noted(other, "drew") != noted(outcome, "drew")
 
 
+@pytest.mark.slow
 def test_this_process_gives_the_same_outcomes(
     everything: SuiteModules, outcomes: dict[str, Outcome], install_vendor: InstallVendor
 ) -> None:
@@ -248,6 +250,7 @@ def test_this_process_gives_the_same_outcomes(
         assert len(outcome.notes) == len(there.notes)
 
 
+@pytest.mark.slow
 def test_a_debugger_is_called_where_a_case_raises(everything: SuiteModules) -> None:
     seen: list[BaseException] = []
     options = Options(device="cpu", in_process=True, chosen=("ops/raises", "ops/fails"), suite=everything)
@@ -317,6 +320,7 @@ def test_the_suite_itself_is_collected_the_same_each_time_and_travels() -> None:
     assert Collected.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 
+@pytest.mark.slow
 def test_threads_are_one_or_those_asked_for_and_given_back(suite: InstallSuite) -> None:
     modules = suite("CASES = (case('host/one', lambda trial: trial.note(f'threads {torch.get_num_threads()}')),)")
     before = torch.get_num_threads()
@@ -326,6 +330,7 @@ def test_threads_are_one_or_those_asked_for_and_given_back(suite: InstallSuite) 
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_a_case_that_was_not_collected_fails(everything: SuiteModules) -> None:
     lane = LocalLane(WorkerOptions(device="cpu", suite=everything))
     outcome = lane.run(CaseInfo(id="ops/elsewhere", what="", level=1))
@@ -344,6 +349,7 @@ def core_open_device(context):
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_breaks_the_device_fails_and_gives_the_process_up(
     install_vendor: InstallVendor, suite: InstallSuite, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_two_hundred_requests_get_the_tokens_of_each_alone(engine: Engine) -> No
     assert not engine.report().fallbacks and not engine.report().compiles
 
 
+@pytest.mark.slow
 def test_a_seed_gives_its_tokens_alone_and_batched_with_drafts_and_without(engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=24, temperature=0.4, seed=5, ignore_eos=True)
     prompt = repetitive(engine)

@@ -81,6 +81,7 @@ def test_every_decode_step_but_the_first_runs_ahead_and_none_in_vain(engine: Eng
     assert others == {"decode": 11, "ahead": 0, "discarded": 0}
 
 
+@pytest.mark.slow
 def test_sequences_that_end_in_turn(engine: Engine, waiting: Waiting) -> None:
     each = [replace(GREEDY, max_new_tokens=count) for count in (1, 4, 9, 2)]
     found, counted = counts(engine, lambda: engine.generate(TEXTS, each))

@@ -52,6 +52,7 @@ def ops(checked: LibraryCheck) -> dict[str, OpCheck]:
     return {each.op.removeprefix("lying_ops::"): each for each in checked.ops}
 
 
+@pytest.mark.slow
 def test_the_library_and_the_device_are_named(checked: LibraryCheck) -> None:
     assert checked.library == LYING and checked.device.startswith("cpu (")
     assert [each.op for each in checked.ops] == sorted(each.op for each in checked.ops) and len(checked.ops) == 19

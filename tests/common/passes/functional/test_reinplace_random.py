@@ -151,6 +151,7 @@ def test_what_was_in_place_is_in_place_again(form: Form, seed: int, kinds: list[
     assert sum(n.target is aten.clone.default for n in functional.graph.nodes) <= num_clones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), kinds=st.lists(st.sampled_from((*CHOICES, "transpose")), min_size=4, max_size=14))
