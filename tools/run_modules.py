@@ -1,8 +1,9 @@
 """Which modules one opens to follow `core run` to its first captured replay: those on the call stack at its landmarks.
 
-`python tools/run_modules.py CHECKOUT` runs `core run --device cpu` of that checkout, on the embedded model and with an
-empty compile cache, and prints the files as JSON. Landmarks are calls that every version makes: torch builds a module,
-runs one, makes or recompiles a graph module, compiles one by Inductor; and `Program.replay`, where the run is stopped.
+`python tools/run_modules.py CHECKOUT` runs `core run --device cpu --lowering inline` of that checkout, on the embedded
+model and with an empty compile cache, and prints the files as JSON. Landmarks are calls that every version makes: torch
+builds a module, runs one, traces a frame, makes, lints or recompiles a graph; a hook is called; and `Program.replay`,
+where the run is stopped.
 What a module on the way calls and gets an answer from (a pass, an op's reference, the keys of the cache) is not on the
 way: one reads it when one wants to know more.
 """
@@ -55,7 +56,6 @@ def _run(root: Path) -> None:
     import pluggy
     import torch
     import torch._dynamo.convert_frame
-    import torch._inductor.compile_fx
 
     import core.cli
 
@@ -69,7 +69,6 @@ def _run(root: Path) -> None:
         torch.fx.Graph.lint,
         torch.fx.Graph.eliminate_dead_code,
         torch._dynamo.convert_frame._compile,
-        torch._inductor.compile_fx.compile_fx,
     )
     landmarks = {function.__code__ for function in functions}
 
@@ -87,7 +86,7 @@ def _run(root: Path) -> None:
     threading.setprofile(look)
     sys.setprofile(look)
     core.Program.replay = end  # type: ignore[method-assign]
-    core.cli.main(["run", "--device", "cpu", "--json"])
+    core.cli.main(["run", "--device", "cpu", "--lowering", "inline", "--json"])
 
 
 if __name__ == "__main__":
