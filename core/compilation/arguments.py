@@ -56,7 +56,8 @@ def check_bound(bound: Mapping[str, Tensor] | None, inputs: Mapping[str, InputSp
         raise UsageError(
             f"bound={sorted(bound)}",
             found=f"inputs declared with padding 'bound' are: {', '.join(sorted(declared)) or 'none'}",
-            remedy="give the tensor of each of these, and of no other: bound={name: tensor}",
+            remedy="give the tensor of each of these, and of no other: "
+            "options=core.CompileOptions(bound={name: tensor})",
         )
     for name, tensor in bound.items():
         if not isinstance(tensor, Tensor):

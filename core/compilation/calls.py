@@ -162,7 +162,7 @@ class Calls:
             return CaptureError(
                 asked,
                 found=f"not captured with {given}; captured are: {', '.join(map(str, self.captured))}",
-                remedy="compile with this value too: guards={name: (value, …)}",
+                remedy="compile with this value too: options=core.CompileOptions(guards={name: (value, …)})",
             )
         return CaptureError(
             asked,

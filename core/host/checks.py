@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from core.capabilities import Capabilities, Mode
@@ -32,8 +33,10 @@ def check_parts(value: Any) -> str:
     for name, (field, kind) in fields.items():
         if not isinstance(field, kind):
             return f"DeviceParts whose {name} is {_kind(field)} instead of {kind.__name__}"
-    compilers = _sequence(value.kernel_compilers, KernelCompiler) or _duplicate(
-        [INDUCTOR, *value.kernel_compilers], lambda item: f"kernel compiler {item.name!r}"
+    compilers = (
+        _sequence(value.kernel_compilers, KernelCompiler)
+        or _duplicate([INDUCTOR, *value.kernel_compilers], lambda item: f"kernel compiler {item.name!r}")
+        or _no_folder([item.name for item in value.kernel_compilers])
     )
     if compilers:
         return f"DeviceParts whose kernel_compilers are {compilers}"
@@ -105,6 +108,12 @@ def _sequence(value: Any, item_type: type) -> str:
         if not isinstance(item, item_type):
             return f"a sequence whose item {number} is {_kind(item)} instead of {item_type.__name__}"
     return ""
+
+
+def _no_folder(names: Sequence[str]) -> str:
+    """Name a compiler whose kernels could not lie in a folder of their own, where `core cache` finds them."""
+    wrong = [name for name in names if name in ("", "..") or Path(name).name != name]
+    return f"kernel compiler {wrong[0]!r}, whose name can't be that of a folder" if wrong else ""
 
 
 def _duplicate(items: Sequence[Any], label: Callable[[Any], str]) -> str:

@@ -173,6 +173,8 @@ def test_what_an_argument_can_not_be_is_said_before_any_work(
 
 def test_a_bound_input_is_a_tensor() -> None:
     specs = {"x": InputSpec((4, 4), torch.float32, padding="bound")}
+    with refused(UsageError, "bound=[]", "are: x", "options=core.CompileOptions(bound={name: tensor})"):
+        compiled(untouched, inputs=specs, buckets=None)
     with refused(UsageError, "bound['x']=[", "a list", "the tensor itself"):
         compiled(untouched, inputs=specs, buckets=None, bound={"x": [torch.ones(4, 4)]})
 

@@ -75,7 +75,9 @@ def test_a_guard_value_that_was_not_captured_runs_eagerly_or_is_refused() -> Non
     ((reason, count),) = program.report().fallbacks.items()
     assert "sampling = random" in reason and "not captured with sampling = random" in reason and count == 1
     strict = compiled(guarded, guards={"sampling": ("greedy",)}, buckets=[4], strict=True)
-    with refused(CaptureError, "sampling = random", "not captured with sampling = random", "guards={"):
+    with refused(
+        CaptureError, "sampling = random", "not captured with sampling = random", "core.CompileOptions(guards={"
+    ):
         strict(x=rows(2), guards={"sampling": "random"})
     with refused(UsageError, "guards='random'", "a str", "give a mapping"):
         strict(x=rows(2), guards="random")

@@ -160,6 +160,16 @@ def test_an_entry_point_that_names_a_class_is_refused(install_vendor: InstallVen
             "a sequence whose item 0 is an object of type int",
         ),
         ("core_open_device", "replace(parts(), kernel_compilers=(INDUCTOR,))", "kernel compiler 'inductor' twice"),
+        (
+            "core_open_device",
+            "replace(parts(), kernel_compilers=(replace(INDUCTOR, name='../acme'),))",
+            "kernel compiler '../acme', whose name can't be that of a folder",
+        ),
+        (
+            "core_open_device",
+            "replace(parts(), kernel_compilers=(replace(INDUCTOR, name=''),))",
+            "kernel compiler '', ",
+        ),
         ("core_lowering", "{'inline': 1}", "type dict instead of core.common.lowering.Lowerings"),
         ("core_lowering", "Lowerings(available={}, default='x')", "default 'x' is not among []"),
         ("core_graph_backend", "3", "type int instead of a callable"),

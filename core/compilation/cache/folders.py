@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -52,6 +53,12 @@ def refuse_foreign(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Untrusted(f"others may write to {folder}; make it the user's own, with mode 0700")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise `PermissionError` for a folder in which this user can make no file."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def size_of(path: Path) -> int:

@@ -25,6 +25,7 @@ from core.compilation.cache.folders import (
     default_folder,
     make_private,
     refuse_foreign,
+    refuse_unwritable,
     size_of,
     subfolders,
 )
@@ -170,8 +171,8 @@ class Store:
     def keep_kernels(self, compilers: Iterable[KernelCompiler]) -> None:
         """Have compilers of kernels keep theirs here too in this process, where the environment names no other place.
 
-        What lies there is run: where others may write to a folder, its compiler keeps to its own, and the log says so
-        in one line per reason.
+        What lies there is run: where others may write to a folder, or this user can't, its compiler keeps to its own,
+        and the log says so in one line per reason.
         """
         refused: dict[str, list[str]] = {}
         for compiler in compilers:
@@ -184,6 +185,7 @@ class Store:
                 for each in (self.kernels.parent, self.kernels, folder):
                     make_private(each)
                     refuse_foreign(each)
+                refuse_unwritable(folder)
             except (OSError, Untrusted) as error:
                 refused.setdefault(str(error), []).append(compiler.name)
             else:

@@ -272,5 +272,5 @@ def _other_way(key: GraphKey, name: str) -> CaptureError:
         f"capturing {key} in parts",
         found=f"at break point {name} it went another way, or gave other shapes, than in the run before: control flow "
         "outside the break points depends on data",
-        remedy="take the module around it as the break point: eager=[its path]",
+        remedy="take the module around it as the break point: options=core.CompileOptions(eager=(its path,))",
     )

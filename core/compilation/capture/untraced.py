@@ -50,7 +50,8 @@ class UntracedCall:
             raise CaptureError(
                 f"capturing a callable that writes into its input {written[0]!r}",
                 found="inputs are copied into static buffers, so the caller's tensor would not change",
-                remedy='write into a copy, or declare InputSpec(…, padding="bound") and give the tensor in bound=',
+                remedy='write into a copy, or declare InputSpec(…, padding="bound") and give the tensor: '
+                f"options=core.CompileOptions(bound={{{written[0]!r}: tensor}})",
             )
         leaves, spec = pytree.tree_flatten(result)
         tensors: list[Tensor] = []
@@ -152,6 +153,7 @@ class ObservedCropper:
         raise CaptureError(
             f"padding to {key}",
             found=f"dimension {dim} of output {index} has sizes {sorted(set(seen.values()))} in the buckets captured, "
-            "which does not tell where padding lies in it; outputs=[…] would",
-            remedy="declare the outputs: outputs=[('tokens', None)], or fill a bucket exactly",
+            "which does not tell where padding lies in it",
+            remedy="declare the outputs: options=core.CompileOptions(outputs=[('tokens', None)]); or fill a bucket "
+            "exactly",
         )

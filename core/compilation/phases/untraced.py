@@ -25,6 +25,7 @@ MAX_FOUND = 16
 """Break points that are found by trial; a model that needs more is better described by hand."""
 NUM_CHECKS = 2
 """Input sets made up where no examples are given."""
+_EAGER = "options=core.CompileOptions(eager={})"
 
 
 class UntracedPhase:
@@ -85,10 +86,11 @@ class UntracedPhase:
         if not further:
             raise error
         if set(further) <= set(self._found):
-            error.remedy = f"take a module around {', '.join(further)} as the break point: eager=(its path,)"
+            around = ", ".join(further)
+            error.remedy = f"take a module around {around} as the break point: {_EAGER.format('(its path,)')}"
             raise error
         if self._options.eager is not None or self._options.strict or len(self._found) >= MAX_FOUND:
-            error.remedy = f"run it eagerly between the graphs: eager={(*self._found, *further)!r}"
+            error.remedy = f"run it eagerly between the graphs: {_EAGER.format((*self._found, *further))}"
             raise error
         self._found += further
         names, reason = ", ".join(further), one_line(error.found)
@@ -111,7 +113,7 @@ class UntracedPhase:
         sets = self._further_inputs(key, views)
         if not sets:
             why = "which integers are valid is not for core to guess"
-            self._unchecked(why, f"give input sets: examples={{{self.name!r}: [inputs]}}")
+            self._unchecked(why, f"give input sets: options=core.CompileOptions(examples={{{self.name!r}: [inputs]}})")
             return
         try:
             self._compare(key, bound, views, sets)
@@ -145,7 +147,8 @@ class UntracedPhase:
             raise CaptureError(
                 f"checking {key} on further inputs",
                 found="its replay differs from a run without graphs: what Python decided at capture was frozen",
-                remedy="take the module that decides by data as a break point: eager=[its path]; or mode 'off'",
+                remedy=f"take the module that decides by data as a break point: {_EAGER.format('(its path,)')}; "
+                "or mode 'off'",
             )
 
     def _unchecked(self, why: str, remedy: str) -> None:

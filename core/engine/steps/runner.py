@@ -111,11 +111,13 @@ class EngineConfig:
         return length
 
     def modes_of(self, phase: str, capabilities: Capabilities) -> tuple[Mode, ...]:
-        """Return the modes that a phase may be compiled in, the preferred one first; those asked for where any were."""
+        """Return the modes that a phase may be compiled in, the preferred one first.
+
+        Where any were asked for: of these, those that the device has; raise `UsageError` if it has none of them.
+        """
         mode = self.options.mode
-        mode = mode.get(phase) if isinstance(mode, Mapping) else mode
-        if mode is not None:
-            return (mode,) if isinstance(mode, str) else tuple(mode)
+        if (mode.get(phase) if isinstance(mode, Mapping) else mode) is not None:
+            return self.options.modes_of(phase, capabilities.modes)
         in_parts = phase == "prefill" and "piecewise" in capabilities.modes and not capabilities.device_lengths
         first = ("piecewise",) if in_parts else ()
         return tuple(dict.fromkeys((*first, *capabilities.modes, "off")))

@@ -147,6 +147,25 @@ def test_a_home_that_can_not_be_written_is_told_in_one_line(
     assert "ACME_CACHE_DIR" not in os.environ and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
+def test_kernels_are_not_kept_in_a_folder_that_is_there_and_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in an image whose cache another user has filled: the compiler would fail at its first kernel."""
+    for name in ("ACME_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    store = Store(tmp_path)
+    read_only = store.kernels / "inductor"
+    # Root may write to any folder, so that modes would tell nothing here.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != read_only)
+    store.keep_kernels(COMPILERS)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert os.environ["ACME_CACHE_DIR"] == str(store.kernels / "acme")
+    (line,) = caplog.messages
+    assert line.startswith("compile cache: not used for kernels of inductor: ") and str(read_only) in line
+    monkeypatch.delenv("ACME_CACHE_DIR")
+
+
 def test_kernels_of_inductor_are_not_kept_below_a_folder_with_a_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,10 +128,10 @@ def test_a_pattern_without_a_match_is_refused() -> None:
 
 def test_a_host_read_names_its_module_where_none_may_be_found() -> None:
     model, level = Model().eval(), graph_bytes()
-    with refused(CaptureError, "eager=('layers.*.router',)"):
+    with refused(CaptureError, "options=core.CompileOptions(eager=('layers.*.router',))"):
         compiled(model, eager=())
     assert untouched(model) and graph_bytes() == level
-    with refused(CaptureError, "eager=('layers.0.linear', 'layers.*.router')"):
+    with refused(CaptureError, "options=core.CompileOptions(eager=('layers.0.linear', 'layers.*.router'))"):
         compiled(model, eager=("layers.0.linear",))
 
 
@@ -230,7 +230,7 @@ def test_nothing_of_an_attempt_that_failed_stays_captured() -> None:
 def test_control_flow_that_was_frozen_is_found_on_further_inputs() -> None:
     model, level = Around(), graph_bytes()
     inputs = [{"x": torch.full((4, 4), value)} for value in (3.0, -9.0)]
-    with refused(CaptureError, "checking main[8] on further inputs", "was frozen", "eager=[its path]"):
+    with refused(CaptureError, "checking main[8] on further inputs", "was frozen", "CompileOptions(eager=(its path,))"):
         compiled(model, examples=inputs)
     assert untouched(model) and graph_bytes() == level
     program = compiled(model, examples=inputs, eager=("frozen",))
@@ -242,7 +242,7 @@ def test_control_flow_that_was_frozen_is_found_on_further_inputs() -> None:
 def test_inputs_that_can_not_be_guessed_are_asked_for() -> None:
     program = core.capture(lambda ids: ids * 2, acme(), inputs={"ids": InputSpec(("n",), torch.int64)}, buckets=[4])
     (note,) = program.report().notes
-    assert "not checked on further inputs" in note and "examples={'main': [inputs]}" in note
+    assert "not checked on further inputs" in note and "core.CompileOptions(examples={'main': [inputs]})" in note
     checked = core.capture(
         lambda ids: ids * 2,
         acme(),

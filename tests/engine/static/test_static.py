@@ -67,6 +67,12 @@ def test_others_that_cannot_be_paged_are_right(model_type: str) -> None:
         assert is_static_and_right(engine)
 
 
+def test_of_several_modes_it_takes_one_that_the_device_has() -> None:
+    config = replace(CONFIG, options=CompileOptions(lowering="inline", mode=("full", "compile")))
+    with Engine(tiny("bloom"), select_device("cpu"), config) as engine:
+        assert (engine.route, engine.report().modes) == ("static", {"decode": "compile"})
+
+
 def test_sequences_take_turns_and_do_not_see_each_other(bloom: Engine) -> None:
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     alone = [bloom.generate([prompt], params)[0].token_ids for prompt in PROMPTS]

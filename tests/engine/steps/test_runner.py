@@ -11,6 +11,7 @@ from core.compilation.options import CompileOptions
 from core.device import Capabilities
 from core.engine.steps.runner import EngineConfig, powers
 from core.errors import UsageError
+from tests.support import refused
 
 
 def device(*modes: Any) -> Capabilities:
@@ -110,6 +111,21 @@ def test_phases_take_the_devices_first_mode_and_prefill_piecewise_where_lengths_
     assert two.modes_of("prefill", GPU) == ("full", "off")
     one = EngineConfig(options=CompileOptions(mode={"decode": "off"}))
     assert one.modes_of("decode", GPU) == ("off",) and one.modes_of("prefill", GPU)[0] == "piecewise"
+
+
+def test_of_the_modes_asked_for_those_that_the_device_has_are_taken() -> None:
+    """A runner tries the first alone, and buckets are chosen by it: it must not be one that the device lacks."""
+    config = EngineConfig(max_num_seqs=64, options=CompileOptions(mode=("segmented", "compile", "off")))
+    assert config.modes_of("decode", device("compile")) == ("compile", "off")
+    assert config.decode_sizes(device("compile")) == (1, 2, 4, 8, 16, 32, 64)
+    assert config.compile_options(("decode",), device("full")).mode == {"decode": "off"}
+
+
+@pytest.mark.parametrize("mode", [(), {"decode": ()}, ("segmented",), "segmented"])
+def test_modes_of_which_the_device_has_none_are_refused(mode: Any) -> None:
+    config = EngineConfig(options=CompileOptions(mode=mode))
+    with refused(UsageError, "for phase 'decode'", "this device has: compile, off"):
+        config.decode_sizes(device("compile"))
 
 
 def test_the_options_of_a_compile_name_the_phases_that_there_are() -> None:
