@@ -106,6 +106,7 @@ def with_output(text: str) -> list[Block]:
     return found
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_and_prints_what_is_shown(names: dict[str, Any]) -> None:
     assert len([block for block in blocks(PAGE) if block.kind == "python"]) >= 10
     assert names["FUSE_SOFTCAP"].name == "acme_softcap"
