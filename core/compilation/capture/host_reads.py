@@ -40,6 +40,6 @@ def is_host_read(error: BaseException) -> bool:
     line, place = linecache.getline(code.co_filename, last.tb_lineno), at.positions
     within = place.lineno == place.end_lineno
     call = line.encode()[place.col_offset : place.end_col_offset].decode(errors="replace") if within else line
-    # From Python 3.13 on, a comparison that is a condition also asks for the truth of what it gives, in one instruction.
+    # From Python 3.13 on, a comparison that is a condition asks for the truth of what it gives, in one instruction.
     asks = at.opname.startswith(_CONDITIONS) or at.argrepr.startswith("bool(")
     return asks or bool(_READS.search(call.strip()))
