@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterator
 
@@ -36,7 +37,11 @@ def _little_to_collect(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 LIMIT_S = 3.0
 """Most seconds of processor time, on a quiet machine, for a test that bears none of these marks, without fixtures."""
 NOISE = 2.0
-"""What a busy core, and a worker that holds the objects of a thousand tests, make of that."""
+"""What the caches of a busy core, and a worker that holds the objects of a thousand tests, make of that."""
+NUM_IMPORTS = 100
+"""Modules that a test may import for the first time in its process, and still be judged."""
+LOOP_S = 0.0235
+"""Processor time of the loop below on the quiet machine that the limit is meant for (one core of an AMD EPYC)."""
 DEAR = ("slow", "interpreter", "gpu", "npu_sim")
 
 
@@ -50,15 +55,17 @@ def _slowness() -> float:
     """Return how much slower a fixed piece of work runs now than on a quiet machine: cores are shared by threads."""
     before = time.process_time()
     sum(number * number for number in range(300_000))
-    return max(1.0, (time.process_time() - before) / 0.012)
+    return max(1.0, (time.process_time() - before) / LOOP_S)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test that is dear and not marked so: `make test` is to stay a matter of minutes."""
-    before = _processor_s()
+    before, num_modules = _processor_s(), len(sys.modules)
     yield
     used = _processor_s() - before
+    if len(sys.modules) - num_modules > NUM_IMPORTS:
+        return  # the first test of a process that needs transformers pays for all that do
     if used <= LIMIT_S * NOISE or any(item.get_closest_marker(mark) for mark in DEAR):
         return
     if (used := used / _slowness() / NOISE) > LIMIT_S:

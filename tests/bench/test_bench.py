@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -338,6 +339,17 @@ def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pyt
     assert calls[0][0][1:3] == ["-m", "core.bench.start_worker"] and json.loads(calls[0][0][3])["began"] > 0
     folders = [env["CORE_CACHE_DIR"] for _, env in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()
+
+
+def test_a_start_compiles_into_its_own_folder_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    device = cpu()
+    start_worker.keep_all_kernels(device)
+    kept = [os.environ[each.folder_variable] for each in device.kernel_compilers if each.folder_variable]
+    assert kept and all(Path(folder).is_relative_to(tmp_path) for folder in kept)
 
 
 def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
