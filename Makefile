@@ -25,18 +25,22 @@ TRITON_VENV ?= .venv-triton36
 TRITON_BIN := $(abspath $(TRITON_VENV))/bin
 TRITON_STAMP := $(TRITON_VENV)/.installed
 
-.PHONY: help run test test-slow test-interpreter test-all check check-install test-gpu test-npu-sim test-triton36 clean
+.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install reports test-gpu test-npu-sim test-triton36 clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run       core run --device auto      (ARGS='--device cpu --json' replaces the arguments)"
+	@echo "make serve-demo  core serve on the embedded model, on 127.0.0.1:8000  (ARGS replaces the arguments)"
 	@echo "make test      the tests that every change owes  (ARGS='-k word' adds arguments of pytest, WORKERS=0: one process)"
 	@echo "make test-slow  the tests marked slow: whole models, processes, compilers"
+	@echo "make test-exhaustive  the tests marked exhaustive: hundreds of drawn cases, and what takes minutes each"
 	@echo "make test-interpreter  the tests of the CUDA kernels in Triton's interpreter"
-	@echo "make test-all  these three, the oldest Triton, and the simulated NPU"
+	@echo "make test-all  these four, the oldest Triton, and the simulated NPU"
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make check-install  install every extra from public wheels, on each tested Python that is here (tens of minutes;"
 	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; .ci/run calls it when the requirements changed)"
+	@echo "make reports   the reports below docs/ that this machine can write: conformance, planted faults, coverage,"
+	@echo "               architectures (hours; ARGS=cpu writes one; ARGS=--pages renders conformance's pages, running nothing)"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
 	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils;"
 	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
@@ -57,24 +61,32 @@ run: $(STAMP)
 	@echo "== core run $(or $(ARGS),--device auto)"
 	@"$(BIN)/core" run $(or $(ARGS),--device auto)
 
+serve-demo: $(STAMP)
+	@echo "== core serve $(or $(ARGS),--device auto --mode off): the embedded model; docs/serving.md has the curl line"
+	@"$(BIN)/core" serve $(or $(ARGS),--device auto --mode off)
+
 PYTEST = OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --durations 20
 
 test: $(STAMP)
 	@echo "== pytest: core, its plugins; not the tests marked slow or interpreter"
-	@$(PYTEST) --dist loadfile -m "not slow and not interpreter" $(ARGS)
+	@$(PYTEST) --dist loadfile -m "not slow and not interpreter and not exhaustive" $(ARGS)
 	@echo "== pytest: the example vendor, by its own configuration"
 	@cd examples/acme_device && $(PYTEST) --dist loadfile -m "not slow"
 
 test-slow: $(STAMP)
 	@echo "== pytest: the tests marked slow"
-	@$(PYTEST) --dist worksteal -m "slow and not interpreter" $(ARGS)
+	@$(PYTEST) --dist worksteal -m "slow and not interpreter and not exhaustive" $(ARGS)
+
+test-exhaustive: $(STAMP)
+	@echo "== pytest: the tests marked exhaustive"
+	@$(PYTEST) --dist worksteal -m exhaustive $(ARGS)
 
 test-interpreter: $(STAMP)
 	@echo "== pytest: the CUDA kernels in Triton's interpreter"
 	@$(PYTEST) --dist worksteal -m interpreter plugins/cuda $(ARGS)
 	@$(if $(ARGS),,"$(BIN)/python" tools/interpreted.py --note)
 
-test-all: test test-slow test-interpreter test-triton36 test-npu-sim
+test-all: test test-slow test-exhaustive test-interpreter test-triton36 test-npu-sim
 
 check: $(STAMP)
 	@echo "== ruff check"
@@ -88,6 +100,9 @@ check: $(STAMP)
 
 check-install:
 	@python="$$(sh tools/choose_python.sh "$(NAMED)")" && "$$python" tools/check_install.py $(ARGS)
+
+reports: $(STAMP)
+	@"$(BIN)/python" tools/reports.py --npu-python "$(NPU_BIN)/python" $(ARGS)
 
 test-gpu:
 	@echo "== pytest -m gpu, with $$("$(PYTHON)" -c 'import sys; print(sys.executable)')"

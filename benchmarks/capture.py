@@ -3,7 +3,7 @@
 Weights are random. Decode is captured whole over batch sizes, prefill piecewise over token counts, as the engine does.
 The memory of the graphs is set against the largest activation of an eager run, which a pool can't be smaller than.
 
-    python benchmarks/capture.py --device cuda --shape 8b --max-num-seqs 256 --context 1024 [--json FILE]
+    python benchmarks/capture.py --device cuda --preset llama-8b --max-num-seqs 256 --context 1024 [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,37 +19,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig
 
 import core
+from core.bench.model import open_model
+from core.bench.presets import PRESETS
 from core.common.graphs.backend import GraphKey
 from core.device import Device
-from core.engine.models.loading import build_model
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
-
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-}
-KV_HEADS = {"tiny": 2, "1b": 8, "8b": 8}
-VOCABULARY = {"tiny": 512, "1b": 128256, "8b": 128256}
-
-
-def build(arguments: argparse.Namespace, device: Device) -> Any:
-    """Return the loaded model of the shape asked for."""
-    config = LlamaConfig(
-        **SHAPES[arguments.shape],
-        num_key_value_heads=KV_HEADS[arguments.shape],
-        vocab_size=VOCABULARY[arguments.shape],
-        max_position_embeddings=max(arguments.context, 8192),
-        tie_word_embeddings=False,
-    )
-    dtype = getattr(torch, arguments.dtype)
-    # Weights drawn on the device: which they are is no matter here, and a host takes minutes over billions.
-    with device.torch_device:
-        return build_model(config, torch_device=device.torch_device, dtype=dtype, seed=0)
 
 
 def peak_of(device: Device, run: Callable[[], object]) -> int:
@@ -99,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Capture, and return the account."""
     device = core.select_device(arguments.device)
     start = time.perf_counter()
-    loaded = build(arguments, device)
+    loaded, _ = open_model(None, arguments.preset, device, arguments.dtype)
     build_s = time.perf_counter() - start
     config = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
@@ -125,8 +102,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "shape": arguments.shape,
-            "dtype": arguments.dtype,
+            "preset": arguments.preset,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
             "context": arguments.context,
             "lowering": report.lowering,
             "modes": report.modes,
@@ -153,8 +130,8 @@ def main() -> None:
     """Print the account as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny-llama")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--prefill", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])

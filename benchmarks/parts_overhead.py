@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from step_overhead import medians
 
 import core
 from core.device import Device
@@ -25,17 +24,10 @@ WIDTH = 64
 CALLS_PER_ROUND = 50
 
 
-def timed(variants: dict[str, Callable[[], object]], rounds: int, synchronize: Callable[[], None]) -> dict[str, float]:
-    """Time each variant in turn; return medians of microseconds per call. Each round starts on an idle device."""
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, call in variants.items():
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS_PER_ROUND):
-                call()
-            samples[name].append((time.perf_counter() - start) / CALLS_PER_ROUND * 1e6)
-    return {name: statistics.median(values) for name, values in samples.items()}
+def timed(variants: dict[str, Callable[[], object]], rounds: int, device: Device) -> dict[str, float]:
+    """Return the median microseconds of a call of each variant, timed in turns."""
+    found = medians(variants, rounds, device, CALLS_PER_ROUND)
+    return {name: figures["median_us"] for name, figures in found.items()}
 
 
 def whole(device: Device, rounds: int) -> dict[str, float]:
@@ -45,7 +37,7 @@ def whole(device: Device, rounds: int) -> dict[str, float]:
         (key,) = program.keys
         backend: Any = program._runner._backend
         launch = _launch(backend, key)
-        times = timed({"launch": launch, "replay": lambda: program.replay(key)}, rounds, device.synchronize)
+        times = timed({"launch": launch, "replay": lambda: program.replay(key)}, rounds, device)
     return {**times, "python_us": times["replay"] - times["launch"]}
 
 
@@ -83,7 +75,7 @@ def parts(device: Device, num_breaks: int, rounds: int) -> dict[str, float]:
             "copies": copies,
             "replay": lambda: program.replay(key),
         }
-        times = timed(variants, rounds, device.synchronize)
+        times = timed(variants, rounds, device)
     cost = times["replay"] - times["launches"] - times["copies"]
     return {**times, "graphs": report.num_graphs, "eager calls": len(report.eager), "python_us": cost}
 

@@ -58,15 +58,21 @@ def stub(request: LoweringRequest) -> FlatCallable:
     return lowered
 
 
-def medians(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Time each variant in turn and return median, 10th and 90th percentile in microseconds per call."""
+def medians(
+    variants: Mapping[str, Callable[[], object]], rounds: int, device: Device, num_calls: int = CALLS_PER_ROUND
+) -> dict[str, dict[str, float]]:
+    """Time each variant in turn and return median, 10th and 90th percentile in microseconds per call.
+
+    Each round starts on an idle device, and ends when the host has made its calls.
+    """
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, call in variants.items():
+            device.synchronize()
             start = time.perf_counter()
-            for _ in range(CALLS_PER_ROUND):
+            for _ in range(num_calls):
                 call()
-            samples[name].append((time.perf_counter() - start) / CALLS_PER_ROUND * 1e6)
+            samples[name].append((time.perf_counter() - start) / num_calls * 1e6)
     return {
         name: {
             "median_us": statistics.median(values),
@@ -128,7 +134,7 @@ def main() -> None:
     device = core.select_device(arguments.device)
     stubbed = replace(device, lowerings=Lowerings(available=MappingProxyType({"stub": stub}), default="stub"))
     with build(stubbed) as program:
-        times = medians(variants(program), arguments.rounds)
+        times = medians(variants(program), arguments.rounds, device)
     at = {name: figures["median_us"] for name, figures in times.items()}
     costs = {
         "replay beyond the bound graph": at["replay"] - at["bound graph"],

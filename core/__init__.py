@@ -19,17 +19,25 @@ if TYPE_CHECKING:
     from core.compilation.options import CompileOptions
     from core.compilation.program import Program
     from core.device import Device
+    from core.engine.config import SamplingParams
+    from core.engine.serve.async_engine import AsyncEngine
+    from core.engine.serve.engine import Engine
+    from core.engine.steps.runner import EngineConfig
     from core.errors import CoreError
     from core.host.selection import list_devices, select_device
     from core.quantization.quantize import quantize
 
 _EXPORTS = {
+    "AsyncEngine": "core.engine.serve.async_engine",
     "CompileOptions": "core.compilation.options",
     "CoreError": "core.errors",
     "Device": "core.device",
+    "Engine": "core.engine.serve.engine",
+    "EngineConfig": "core.engine.steps.runner",
     "GraphKey": "core.common.graphs.backend",
     "InputSpec": "core.compilation.capture.inputs",
     "Program": "core.compilation.program",
+    "SamplingParams": "core.engine.config",
     "capture": "core.compilation.compile",
     "compile": "core.compilation.compile",
     "eager_break": "core.compilation.capture.breaks",
@@ -39,12 +47,16 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "CompileOptions",
     "CoreError",
     "Device",
+    "Engine",
+    "EngineConfig",
     "GraphKey",
     "InputSpec",
     "Program",
+    "SamplingParams",
     "__version__",
     "capture",
     "compile",

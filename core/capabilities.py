@@ -1,4 +1,4 @@
-"""What a device can do, as data: a leaf of the contract, which passes and engines read alike."""
+"""What a device can do, as data: a part of the contract that plugins write and that passes and engines read."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ if TYPE_CHECKING:
     import torch
 
 Mode = Literal["full", "piecewise", "segmented", "compile", "off"]
-"""How a phase runs: one captured graph per bucket, graphs between break points, capture without tracing, one compiled
-program per bucket without a device graph, or the model as it is."""
+"""How a phase runs.
+
+- full: one captured graph per bucket
+- piecewise: captured graphs between break points of a trace
+- segmented: captured graphs between break points of the model as it is, without a trace
+- compile: one compiled program per bucket, without a device graph
+- off: the model as it is
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What a device can do, as data; nothing is inferred from which methods exist.
+    """What a device can do, as data; nothing is inferred from which methods exist."""
 
-    device_name: the product's name, as the vendor writes it. dtypes: floating dtypes with device arithmetic.
-    modes: capture modes that work, the preferred one first; "off" is always allowed and need not be listed.
-    deterministic: replays with equal inputs give equal bits. update: captured ops take host-side arguments that must be
-    renewed before each replay. asynchronous: kernels run while the host goes on, so that the host can prepare a step
-    ahead, in pinned memory. device_lengths: attention of a prefill reads the sequences' lengths on the device, so that
-    one graph can hold all of it. extra: anything a plugin's own passes or implementations want to test. unprofitable:
-    names of passes that cost more than they gain here, each with the reason; they run only where asked for by name.
-    """
-
+    #: The product's name, as the vendor writes it.
     device_name: str
+    #: Floating dtypes with device arithmetic.
     dtypes: frozenset[torch.dtype]
+    #: Capture modes that work, the preferred one first; "off" is always allowed and need not be listed.
     modes: tuple[Mode, ...] = ("off",)
+    #: The device computes in float64.
     fp64: bool = True
+    #: Replays with equal inputs give equal bits.
     deterministic: bool = True
+    #: Captured ops take host-side arguments, which must be renewed before each replay.
     update: bool = False
+    #: Kernels run while the host goes on, so that the host can prepare a step ahead, in pinned memory.
     asynchronous: bool = False
+    #: Attention of a prefill reads the sequences' lengths on the device, so that one graph can hold all of it.
     device_lengths: bool = False
+    #: Anything that a plugin's own passes or implementations want to test.
     extra: Mapping[str, str | int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
+    #: Names of passes that cost more than they gain here, each with the reason; they run only where asked for by name.
     unprofitable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginInfo:
-    """Where a plugin comes from, read from distribution metadata without importing it.
-
-    entry_point is `module` or `module:attribute`; requires_core is the specifier of its `Requires-Dist: core` ("" when
-    it states none); in_tree is true for the plugins that ship with `core`.
-    """
+    """Where a plugin comes from, read from distribution metadata without importing it."""
 
     device: str
     distribution: str
     version: str
+    #: `module` or `module:attribute`.
     entry_point: str
+    #: Likewise, of the probe; "" for a plugin without one.
     probe_entry_point: str = ""
+    #: The specifier of its `Requires-Dist: core`; "" where it states none.
     requires_core: str = ""
+    #: True for the plugins that ship with `core`.
     in_tree: bool = False
 
     def __str__(self) -> str:
@@ -47,21 +47,38 @@ class PluginInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInfo:
-    """Memory of one device in bytes; `total` is what the process may use, `peak` of `used` since the last reset.
+    """Memory of one device."""
 
-    used_bytes: in use by tensors. held_bytes: taken from the device, with caches of the allocator and graphs; None
-    where that is the same.
-    """
-
+    #: In use by tensors.
     used_bytes: int
+    #: What the process may use.
     total_bytes: int
+    #: The most that tensors used since the last reset.
     peak_bytes: int
+    #: Taken from the device, with caches of the allocator and graphs; None where that is what tensors use.
     held_bytes: int | None = None
 
     @property
     def taken_bytes(self) -> int:
         """Everything taken from the device."""
         return self.used_bytes if self.held_bytes is None else self.held_bytes
+
+    @classmethod
+    def from_torch(cls, device: torch.device) -> MemoryInfo:
+        """Read what `torch.accelerator` counts of a device.
+
+        torch raises RuntimeError where the device is not its accelerator, or has an allocator that counts nothing.
+        """
+        import torch
+
+        counts = torch.accelerator
+        _, total = counts.get_memory_info(device)
+        return cls(
+            used_bytes=counts.memory_allocated(device),
+            total_bytes=total,
+            peak_bytes=counts.max_memory_allocated(device),
+            held_bytes=counts.memory_reserved(device),
+        )
 
 
 def _no_op() -> None:
@@ -70,43 +87,45 @@ def _no_op() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
-    """What a plugin's `core_open_device` gives: the torch device and the few functions that differ between devices.
+    """What a plugin's `core_open_device` gives: the torch device and the few functions that differ between devices."""
 
-    synchronize blocks until all work queued on the device is done. memory reads the allocator. empty_cache returns
-    unused cached memory to the device. side_stream enters a stream apart from the default one (for work that must not
-    mix with a capture); on devices without streams it does nothing. record marks the work queued so far and returns
-    what blocks until that much is done; without it, `Device.record` waits for all work. kernel_compilers: those that
-    make kernels of this device besides torch's Inductor.
-    """
-
+    #: Where tensors of the device live.
     torch_device: torch.device
     capabilities: Capabilities
+    #: Reads the allocator.
     memory: Callable[[], MemoryInfo]
+    #: Blocks until all work queued on the device is done.
     synchronize: Callable[[], None] = _no_op
+    #: Returns unused cached memory to the device.
     empty_cache: Callable[[], None] = _no_op
+    #: Begins a new peak of `MemoryInfo`.
     reset_peak_memory: Callable[[], None] = _no_op
+    #: Enters a stream apart from the default one, for work that must not mix with a capture.
     side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: Marks the work queued so far and returns what blocks until that much is done; None waits for all work.
     record: Callable[[], Callable[[], None]] | None = None
+    #: Those that make kernels of this device besides torch's Inductor.
     kernel_compilers: tuple[KernelCompiler, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One accelerator as an engine sees it; made by `core.select_device`, never changed afterwards.
-
-    lowerings: how finished graphs become callables. graph_backend: makes a fresh `GraphBackend` per program.
-    passes, ops: what the plugin registered, in registration order. fakes: what became of each declared fake kernel.
-    reason: why this device was chosen (for `--device auto`, also why the others were not).
-    """
+    """One accelerator as an engine sees it; made by `core.select_device`, never changed afterwards."""
 
     name: str
     plugin: PluginInfo
     parts: DeviceParts
+    #: How finished graphs become callables.
     lowerings: Lowerings
+    #: Makes a fresh `GraphBackend` for each program.
     graph_backend: GraphBackendFactory
+    #: The passes that the plugin registered, in that order.
     passes: tuple[Pass, ...] = ()
+    #: The implementations of canonical ops that the plugin registered, in that order.
     ops: tuple[OpImplementation, ...] = ()
+    #: The fake kernels that the plugin declares, each with what became of it.
     fakes: tuple[tuple[FakeOp, FakeResult], ...] = ()
+    #: Why this device was chosen (for `--device auto`, also why the others were not).
     reason: str = ""
 
     @property

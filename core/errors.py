@@ -8,6 +8,7 @@ CoreError
 ├── DeviceUnavailableError      the device was asked for and cannot be used here
 │   └── UnknownDeviceError      no installed plugin has that device name
 ├── ModelError                  a model folder, its weights, its configuration or a prompt is unusable
+├── EngineError                 an engine failed while it served, or can serve no more
 ├── PassError                   a pass failed, or the declared order of passes is contradictory
 ├── TraceError                  a model could not be traced as one graph
 ├── LoweringError               a traced graph could not be turned into a callable
@@ -25,13 +26,15 @@ from typing import Any
 
 
 class CoreError(Exception):
-    """Base of every error that `core` raises on purpose.
-
-    asked: what the caller wanted, with the value in `repr`. found: what stands in the way.
-    remedy: what to do about it; an imperative sentence.
-    """
+    """Base of every error that `core` raises on purpose."""
 
     def __init__(self, asked: str, *, found: str, remedy: str) -> None:
+        """Keep what an error has to say.
+
+        - asked: what the caller wanted, with the value in `repr`.
+        - found: what stands in the way.
+        - remedy: what to do about it, in an imperative sentence.
+        """
         super().__init__(asked, found, remedy)
         self.asked = asked
         self.found = found
@@ -73,17 +76,19 @@ class ModelError(CoreError):
     """A model folder, its weights, its configuration or a prompt is unusable."""
 
 
+class EngineError(CoreError):
+    """An engine failed while it served, or can serve no more."""
+
+
 class PassError(CoreError):
     """A pass failed, or the declared order of passes is contradictory."""
 
 
 class TraceError(CoreError):
-    """A model could not be traced as one graph.
+    """A model could not be traced as one graph."""
 
-    spoiled: the attempt may have left empty stand-ins in lists or attributes of the model, which must be loaded anew.
-    """
-
-    spoiled = False
+    #: The model changes Python state as it runs, which no capture without a trace would repeat either.
+    keeps_state = False
 
 
 class LoweringError(CoreError):
@@ -97,8 +102,8 @@ class CaptureError(CoreError):
 class GraphResourcesError(CaptureError):
     """The device holds no more graphs (its streams are used up, say); those captured before stay valid.
 
-    Raised by a backend's `capture_one` or `segment`; what was captured of the failed key is gone. The buckets that are
-    left are then served by larger captured ones, or eagerly.
+    Raised by a backend's `capture_one` or `segment`; what was captured of the failed key is gone. The buckets that have
+    no graph are then served by larger captured ones, or eagerly.
     """
 
 
@@ -111,7 +116,7 @@ _APPENDED = re.compile(
 def one_line(text: str, limit: int = 300) -> str:
     """Return a message as one line of at most `limit` characters, without what torch appends.
 
-    Of a longer one the beginning and the last line are kept: devices write the call first and the cause last.
+    A longer message keeps its beginning and its last line: devices write the call first and the cause last.
     """
     lines = [" ".join(line.split()) for line in _APPENDED.split(text, maxsplit=1)[0].splitlines()]
     lines = [line for line in lines if re.search(r"\w", line)]
@@ -129,10 +134,10 @@ def _cut(text: str, limit: int) -> str:
 
 
 def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError | None:
-    """Return the error for an import of torch that failed by an installed backend of another device; None otherwise.
+    """Return the error for an import of torch that an installed backend of another device made fail; None otherwise.
 
-    torch imports all installed backend extensions by itself, so one whose own libraries are missing takes torch away
-    from every device.
+    torch imports all installed backend extensions by itself, so an extension that lacks its own libraries takes torch
+    away from every device.
     """
     match = re.match(r"Failed to load the backend extension: (\S+?)\.(?:\s|$)", str(error))
     if match is None:

@@ -6,10 +6,11 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.errors import UsageError
+from core.paths import local_path
 
 VARIABLES: Mapping[str, str] = {
     "CORE_PLUGINS": "allow-list of third-party plugins by distribution, device or distribution:device, separated by "
@@ -18,6 +19,7 @@ VARIABLES: Mapping[str, str] = {
     "over the allow-list and applies to the plugins that ship with core too",
     "CORE_CACHE": "0 switches the compile cache off, whatever asks for it; 1 or unset does nothing",
     "CORE_CACHE_DIR": "folder of the compile cache (default: `core` in the user's cache folder, $XDG_CACHE_HOME)",
+    "CORE_API_KEY": "what clients of `core serve` must send; unset lets everybody in, empty is refused",
     "CORE_PROBE_TIMEOUT_S": "seconds a device probe may take before it is killed (default 5)",
 }
 """Every variable that `core` reads, with its meaning."""
@@ -28,17 +30,20 @@ _PREFIX = "CORE_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the environment asks for.
+    """What the environment asks for."""
 
-    plugins: normalised allow-list, None for "all". cache: whether the compile cache may be used. cache_dir: its folder,
-    None for the user's own. warnings: one line per variable that looks like a misspelt one.
-    """
-
+    #: The allow-list, normalised; None allows all.
     plugins: tuple[str, ...] | None = None
+    #: The deny-list, normalised.
     plugins_disabled: tuple[str, ...] = ()
     probe_timeout_s: float = _DEFAULT_PROBE_TIMEOUT_S
+    #: Whether the compile cache may be used.
     cache: bool = True
+    #: Its folder; None for the user's own.
     cache_dir: Path | None = None
+    #: What clients of the server must send; None for nothing.
+    api_key: str | None = field(default=None, repr=False)
+    #: One line per variable that looks like a misspelt one.
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -52,6 +57,7 @@ class Settings:
             probe_timeout_s=_seconds("CORE_PROBE_TIMEOUT_S", values.get("CORE_PROBE_TIMEOUT_S")),
             cache=_switch("CORE_CACHE", values.get("CORE_CACHE")),
             cache_dir=_folder("CORE_CACHE_DIR", values.get("CORE_CACHE_DIR")),
+            api_key=_secret("CORE_API_KEY", values.get("CORE_API_KEY")),
             warnings=_misspelt(values),
         )
 
@@ -100,12 +106,22 @@ def _switch(variable: str, value: str | None) -> bool:
 def _folder(variable: str, value: str | None) -> Path | None:
     if value is None:
         return None
-    path = Path(value).expanduser()
+    path = local_path(f"{variable}={value!r}", value)
     if not path.is_absolute():
         raise UsageError(
             f"{variable}={value!r}", found="not an absolute path", remedy="set it to a folder like /var/cache/core"
         )
     return path
+
+
+def _secret(variable: str, value: str | None) -> str | None:
+    if value is not None and not (value.isascii() and value.isprintable() and value.strip() == value != ""):
+        raise UsageError(
+            variable,  # never its value
+            found="it is empty, or no printable ASCII without spaces around it, as an HTTP header needs",
+            remedy="set it to a key, or unset it",
+        )
+    return value
 
 
 def _misspelt(environ: Mapping[str, str]) -> tuple[str, ...]:

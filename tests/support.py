@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 import core
 from core import Program
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import NearMiss, PassResult
 from core.device import Device
 from core.errors import CoreError
 from core.host.selection import select_device

@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check every Python that is here; return 0 only if nothing was other than expected."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", action="append", help="a claimed version, as 3.12; default: all that are here")
-    parser.add_argument("--resolve-only", action="store_true", help="make no environment, and no note of success")
+    parser.add_argument("--resolve-only", action="store_true", help="make no environment")
     parser.add_argument("--due", action="store_true", help="only say whether the check is due: exit status 0 if so")
     chosen = parser.parse_args(arguments)
     if chosen.due:
-        return 0 if is_due() else 1
+        return 0 if is_due(resolve_only=chosen.resolve_only) else 1
     asked = digest()  # files may change while this runs
     try:
         found = find_pythons(check_wanted(chosen.python))
@@ -61,23 +61,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Failed as failure:
         print(f"check-install: FAILED: {failure}")
         return 1
-    if not chosen.resolve_only:
-        passed = noted(asked) | {version: python.version for version, python in found.items()}
-        note = {"digest": asked, "platform": f"{platform.system()} {platform.machine()}", "pythons": passed}
-        NOTE.write_text(json.dumps(note, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    take_note(asked, {version: python.version for version, python in found.items()}, resolve_only=chosen.resolve_only)
     print("check-install: passed")
     return 0
 
 
-def noted(asked: str) -> dict[str, str]:
-    """Return the Pythons on which the requirements of this digest have passed: by claimed version, which one it was."""
+def take_note(asked: str, found: dict[str, str], *, resolve_only: bool) -> None:
+    """Note that requirements have passed on these Pythons, by claimed version; what else is noted stays."""
     note = json.loads(NOTE.read_text(encoding="utf-8")) if NOTE.exists() else {}
-    return dict(note["pythons"]) if note.get("digest") == asked else {}
+    passed = noted(asked, resolve_only=resolve_only)
+    new = {"digest": asked, "platform": f"{platform.system()} {platform.machine()}", "pythons": passed | found}
+    note = {**note, "resolved": new} if resolve_only else {**note, **new}
+    NOTE.write_text(json.dumps(note, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def is_due() -> bool:
+def noted(asked: str, *, resolve_only: bool) -> dict[str, str]:
+    """Return the Pythons on which the requirements of this digest have passed: by claimed version, which one it was.
+
+    resolve_only: those too on which they were only resolved.
+    """
+    note = json.loads(NOTE.read_text(encoding="utf-8")) if NOTE.exists() else {}
+    passed = dict(note["pythons"]) if note.get("digest") == asked else {}
+    resolved = note.get("resolved", {}) if resolve_only else {}
+    return {**(resolved["pythons"] if resolved.get("digest") == asked else {}), **passed}
+
+
+def is_due(*, resolve_only: bool) -> bool:
     """Tell whether a Python that is here has not passed with the requirements as they are, and print why."""
-    passed = noted(digest())
+    passed = noted(digest(), resolve_only=resolve_only)
     open_ = [version for version in claimed() if version not in passed]
     if not passed:
         print(f"make check-install is due: {NOTE.name} notes nothing of pyproject.toml and the constraints as they are")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sweeping import Result, escaped, versions
+from pages import escaped, table
+from sweeping import Result, versions
 
 VARIANTS = (
     "prefill-float32-sdpa",
@@ -64,41 +65,39 @@ def describe(result: Result) -> str:
 
 def write_report(path: Path, developed: Sequence[Result], held_out: Sequence[Result], command: str) -> None:
     """Write the report: the development types, and the held-out ones apart."""
-    lines = [
-        "# Coverage",
-        "",
-        f"Written by `{command}`; do not edit.",
-        "",
-        INTRODUCTION,
-        "",
-        ", ".join(f"{name} {number}" for name, number in versions().items()),
-        "",
-        "## What is counted",
-        "",
-        DEFINITIONS,
-        *_part("Development types", developed),
-        *(_part("Held-out types", held_out) if held_out else ["", "The held-out types have not been run.", ""]),
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    apart = _part("Held-out types", held_out) if held_out else "\nThe held-out types have not been run.\n"
+    text = f"""\
+# Coverage
+
+Written by `{command}`; do not edit.
+
+{INTRODUCTION}
+
+{", ".join(f"{name} {number}" for name, number in versions().items())}
+
+## What is counted
+
+{DEFINITIONS}
+{_part("Development types", developed)}
+{apart}
+"""
+    path.write_text(text, encoding="utf-8")
 
 
-def _part(title: str, results: Sequence[Result]) -> Iterator[str]:
-    yield from ("", f"## {title}", "")
+def _part(title: str, results: Sequence[Result]) -> str:
     done = [result for result in results if result["stage"] == "done"]
-    yield f"{len(results)} types, of which {len(done)} were built and run with a static cache."
-    sections: Sequence[tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = (
-        ("Traced whole", _traced),
-        ("Lifted", _lifted),
-        ("Numbers", _numbers),
-        ("By type", _types),
-        ("Not lifted", _missed),
-        ("Remarks", _remarks),
-    )
-    for heading, lines in sections:
-        yield from ("", f"### {heading}", "")
-        yield from lines(done)
-    yield from ("", "### Not run", "")
-    yield from (f"- `{r['type']}`: {escaped(r['error'])}" for r in results if r["stage"] != "done")
+    sections: dict[str, Iterable[str]] = {
+        "Traced whole": _traced(done),
+        "Lifted": _lifted(done),
+        "Numbers": _numbers(done),
+        "By type": _types(done),
+        "Not lifted": _missed(done),
+        "Remarks": _remarks(done),
+        "Not run": (f"- `{r['type']}`: {escaped(r['error'])}" for r in results if r["stage"] != "done"),
+    }
+    told = f"{len(results)} types, of which {len(done)} were built and run with a static cache."
+    texts = (line for heading, lines in sections.items() for line in ("", f"### {heading}", "", *lines))
+    return "\n".join(("", f"## {title}", "", told, *texts))
 
 
 def _facts(results: Sequence[Result], variant: str) -> list[dict[str, Any]]:
@@ -111,12 +110,12 @@ def _is_traced(facts: dict[str, Any]) -> bool:
 
 
 def _traced(results: Sequence[Result]) -> Iterator[str]:
-    yield from ("| variant | types | traced whole | |", "|---|---|---|---|")
+    rows = []
     for variant in VARIANTS:
-        ran = [result for result in results if "failed" not in result["variants"].get(variant, {"failed": ""})]
-        num, traced = len(ran), len(_facts(results, variant))
-        yield f"| {variant} | {num} | {traced} | {_percent(traced, num)} |"
-    yield ""
+        num = sum("failed" not in result["variants"].get(variant, {"failed": ""}) for result in results)
+        traced = len(_facts(results, variant))
+        rows.append((variant, str(num), str(traced), _percent(traced, num)))
+    yield from (table(("variant", "types", "traced whole", "share"), rows), "")
     for result in results:
         reasons: dict[str, list[str]] = {}
         for variant, facts in result["variants"].items():
@@ -128,31 +127,25 @@ def _traced(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _lifted(results: Sequence[Result]) -> Iterator[str]:
-    yield f"| kind | {' | '.join(VARIANTS)} |"
-    yield "|---" * (len(VARIANTS) + 1) + "|"
-    for kind in KINDS:
-        cells = []
-        for variant in VARIANTS:
-            found = _facts(results, variant)
-            sites, lifted = (sum(facts[name][kind] for facts in found) for name in ("num_sites", "num_lifted"))
-            cells.append(f"{lifted} of {sites}, {_percent(lifted, sites)}")
-        yield f"| {kind} | {' | '.join(cells)} |"
+    def cell(kind: str, variant: str) -> str:
+        sites, lifted = _sums(_facts(results, variant), kind)
+        return f"{lifted} of {sites}, {_percent(lifted, sites)}"
+
+    yield table(("kind", *VARIANTS), ((kind, *(cell(kind, variant) for variant in VARIANTS)) for kind in KINDS))
 
 
 def _numbers(results: Sequence[Result]) -> Iterator[str]:
-    yield NUMBERS
-    yield ""
-    yield "| variant | graphs with a match | equal in every bit | within T1 | not | not judged | worst ratio |"
-    yield "|---|---|---|---|---|---|---|"
+    rows = []
     for variant in VARIANTS:
         judged = [facts["judged"] for facts in _facts(results, variant) if facts["matched"]]
         equal = sum(one["equal"] for one in judged)
         passed = sum(one["passed"] and not one["equal"] for one in judged)
         unjudged = sum(bool(one["unjudged"]) for one in judged)
         worst = max((one["ratio"] for one in judged), default=0.0)
-        wrong = len(judged) - equal - passed - unjudged
-        yield f"| {variant} | {len(judged)} | {equal} | {passed} | {wrong} | {unjudged} | {worst:.2g} |"
-    yield ""
+        counts = (len(judged), equal, passed, len(judged) - equal - passed - unjudged, unjudged)
+        rows.append((variant, *map(str, counts), f"{worst:.2g}"))
+    head = ("variant", "graphs with a match", "equal in every bit", "within T1", "not", "not judged", "worst ratio")
+    yield from (NUMBERS, "", table(head, rows), "")
     for result, variant, facts in _each(results):
         if not facts["judged"]["passed"]:
             reason = facts["judged"]["reason"] or facts["judged"]["unjudged"]
@@ -160,18 +153,16 @@ def _numbers(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _types(results: Sequence[Result]) -> Iterator[str]:
-    yield "Lifted of all sites, over all variants; the ratio is the worst of the variants."
-    yield ""
-    yield f"| type | traced | {' | '.join(KINDS)} | T1 |"
-    yield "|---" * (len(KINDS) + 3) + "|"
-    for result in results:
+    def row(result: Result) -> Iterable[str]:
         found = [facts for _, _, facts in _each([result])]
-        cells = [_of(found, kind) for kind in KINDS]
-        ratios = [facts["judged"]["ratio"] for facts in found]
+        worst = max((facts["judged"]["ratio"] for facts in found), default=0)
         wrong = any(not facts["judged"]["passed"] for facts in found)
-        verdict = f"{max(ratios, default=0):.2f}{' FAILED' if wrong else ''}"
         traced = f"{len(found)}/{len(result['variants'])}"
-        yield f"| `{result['type']}` | {traced} | {' | '.join(cells)} | {verdict} |"
+        kinds = (_of(found, kind) for kind in KINDS)
+        return (f"`{result['type']}`", traced, *kinds, f"{worst:.2f}{' FAILED' if wrong else ''}")
+
+    told = "Lifted of all sites, over all variants; the ratio is the worst of the variants."
+    yield from (told, "", table(("type", "traced", *KINDS, "T1"), map(row, results)))
 
 
 def _missed(results: Sequence[Result]) -> Iterator[str]:
@@ -186,8 +177,8 @@ def _missed(results: Sequence[Result]) -> Iterator[str]:
                 site = miss["site"]
                 if site["kind"] in lifted:
                     node = f" at node `{miss['node']}`" if miss["node"] else ""
-                    place = (site["kind"], f"`{site['path']}` ({site['class_name']})", f"{miss['reason']}{node}")
-                    sites.setdefault(place, []).append(variant)
+                    told = (site["kind"], f"`{site['path']}` ({site['class_name']})", f"{miss['reason']}{node}")
+                    sites.setdefault(told, []).append(variant)
         if sites:
             yield f"- `{result['type']}`"
         for (kind, place, reason), variants in sites.items():
@@ -226,8 +217,14 @@ def _each(results: Sequence[Result]) -> Iterator[tuple[Result, str, dict[str, An
                 yield result, variant, facts
 
 
-def _of(found: Sequence[dict[str, Any]], kind: str) -> str:
-    sites, lifted = (sum(facts[name][kind] for facts in found) for name in ("num_sites", "num_lifted"))
+def _sums(found: Iterable[dict[str, Any]], kind: str) -> tuple[int, int]:
+    """Return the sites of a kind, and how many of them are lifted."""
+    each = [(facts["num_sites"][kind], facts["num_lifted"][kind]) for facts in found]
+    return sum(sites for sites, _ in each), sum(lifted for _, lifted in each)
+
+
+def _of(found: Iterable[dict[str, Any]], kind: str) -> str:
+    sites, lifted = _sums(found, kind)
     return f"{lifted}/{sites}" if sites else ""
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+import networkx
+
 SOURCES = ("core", "plugins", "conformance", "examples", "tools", "scripts", "benchmarks", "tests")
 """Folders of a checkout that hold Python of ours; those that it lacks are left out."""
 
@@ -154,26 +156,6 @@ def between_rooms(module_arrows: Arrows, room_of: Mapping[str, str]) -> Arrows:
 
 def circles(graph: Arrows) -> list[tuple[str, ...]]:
     """Return the sets of nodes that reach each other, largest first; none where the graph has no circle."""
-    number: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    path: list[str] = []
-    found: list[tuple[str, ...]] = []
-
-    def visit(node: str) -> None:
-        number[node] = lowest[node] = len(number)
-        path.append(node)
-        for target in sorted(graph.get(node, ())):
-            if target not in number:
-                visit(target)
-            if target in path:
-                lowest[node] = min(lowest[node], lowest[target])
-        if lowest[node] == number[node]:
-            members = path[path.index(node) :]
-            del path[path.index(node) :]
-            if len(members) > 1:
-                found.append(tuple(sorted(members)))
-
-    for node in sorted(graph):
-        if node not in number:
-            visit(node)
+    edges = networkx.DiGraph((node, target) for node, targets in graph.items() for target in targets)
+    found = (tuple(sorted(members)) for members in networkx.strongly_connected_components(edges) if len(members) > 1)
     return sorted(found, key=lambda members: (-len(members), members))

@@ -17,19 +17,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extras:
-    """Extras that go into one environment. modules: to import there; none where it is only resolved, as `why` says.
-
-    constraints: files that pin it. run: whether `core run` can go there. machines: those that have wheels; on others
-    pip has to refuse it with `refusal`. project: where the extras are declared.
-    """
+    """Extras that go into one environment."""
 
     names: str
+    #: Files that pin the set.
     constraints: tuple[str, ...] = ()
+    #: What has to import there; empty where the set is only resolved, for the reason `why`.
     modules: tuple[str, ...] = ()
+    #: Whether `core run` works there.
     run: bool = False
     why: str = ""
+    #: Machines that have wheels; on others pip has to refuse the set with the words `refusal`. Empty: all.
     machines: tuple[str, ...] = ()
     refusal: str = ""
+    #: Where the extras are declared.
     project: str = "."
 
     def is_possible(self) -> bool:
@@ -51,9 +52,11 @@ SETS = (
         modules=(
             *("core", "core_cpu", "core_cuda", "core_npu", "core_conformance"),
             *("torch", "transformers", "triton", "flashinfer", "pytest", "hypothesis", "jsonschema"),
+            *("fastapi", "uvicorn", "prometheus_client", "openai", "llguidance"),
         ),
         run=True,
     ),
+    Extras(names="hf,serve", why="these packages are in the set above, there pinned"),
     Extras(names="hf,cuda", why="these packages are in the set above, there pinned"),
     Extras(
         names="hf,npu", why="torch_npu stops `import torch` without an NPU's runtime; make test-npu-sim installs it"

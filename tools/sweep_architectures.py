@@ -8,25 +8,25 @@ have a line for the installed versions are not run again unless asked for.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from sweeping import Result, Worker, escaped, one_line, read_results, serve, sweep, versions
+from pages import escaped, table
+from sweeping import Result, Worker, one_line, read_results, sweep, versions
 
 NUM_TOKENS = 16
 # The first is longer than the tiny models' attention window, and the generation leaves it behind in both.
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
 
-def prepare(device_name: str) -> Callable[[str], Result]:
-    """Open the device; return what examines a type on it."""
+def answer(request: Mapping[str, str]) -> Result:
+    """Be a worker of the sweep: examine one type on one device."""
     from core.host.selection import select_device
 
-    device = select_device(device_name)
-    return lambda model_type: examine(model_type, device)
+    return examine(request["type"], select_device(request["device"]))
 
 
 def examine(model_type: str, device: Any) -> dict[str, Any]:
@@ -35,7 +35,6 @@ def examine(model_type: str, device: Any) -> dict[str, Any]:
 
     from core.engine.models.loading import build_model
     from core.engine.models.tiny import tiny_config
-    from core.errors import TraceError
 
     stage = "config"
     try:
@@ -45,13 +44,7 @@ def examine(model_type: str, device: Any) -> dict[str, Any]:
         stage = "transformers"
         _run_plain(loaded, device)
         stage = "engine"
-        try:
-            return _judge(loaded, device)
-        except TraceError as error:
-            if not error.spoiled:
-                raise
-            loaded = build_model(config, torch_device=device.torch_device, dtype=torch.float32)
-            return {**_judge(loaded, device, mode="off"), "untraced": textwrap.shorten(one_line(error), 300)}
+        return _judge(loaded, device)
     except Exception as error:
         return {"stage": stage, "error": one_line(error)}
 
@@ -63,7 +56,7 @@ def _run_plain(loaded: Any, device: Any) -> None:
     """
     import torch
 
-    from core.engine.check.comparison import eager_generate, fp64_logits
+    from core.engine.check.eager import eager_generate, fp64_logits
     from core.engine.inspect.probe import counts_from_zero
 
     model = loaded.model
@@ -71,7 +64,7 @@ def _run_plain(loaded: Any, device: Any) -> None:
     with torch.no_grad():
         positions = counts_from_zero(model)
         for prompt in PROMPTS:
-            tokens, logits = eager_generate(model, device, [prompt], NUM_TOKENS, positions=positions)
+            tokens, logits = eager_generate(model, [prompt], NUM_TOKENS, positions=positions)
             (expected,) = fp64_logits(model, [prompt], tokens, attention)
             difference = float((logits[0].double() - expected).norm() / expected.norm())
             if not difference < 1e-3:
@@ -139,34 +132,30 @@ def _reasons(result: dict[str, Any]) -> Iterator[str]:
 
 def write_report(path: Path, results: list[dict[str, Any]], device: str) -> None:
     """Write the Markdown table with versions, counts, and one line of reason for whatever is not plain."""
-    lines = [
-        "# Architectures",
-        "",
-        f"Written by `tools/sweep_architectures.py --device {device} --report {path.as_posix()}`; do not edit.",
-        "",
-        "Every model type that transformers maps to a causal language model, built tiny with random fp32 weights, run",
-        f"on `{device}` with lowering `inline`: prompts of {len(PROMPTS[0])} and {len(PROMPTS[1])} tokens together,",
-        f"{NUM_TOKENS} new tokens each, against the model's own eager generation of each alone.",
-        "",
-        "T1 is the error against an fp64 run without a cache, over the bound made of eager's own error: rms, largest;",
-        "at most 1 passes. A model whose own generation fails, or differs from its own forward without a cache, is not",
-        "judged.",
-        "",
-        ", ".join(f"{name} {number}" for name, number in versions().items()),
-        "",
-        "| | types |",
-        "|---|---|",
-        *(f"| {name} | {count} |" for name, count in _counts(results).items()),
-        "",
-        "| type | outcome | cache | modes | tokens | T1 | s |",
-        "|---|---|---|---|---|---|---|",
-        *map(_row, results),
-        "",
-        "## Reasons",
-        "",
-        *(f"- `{r['type']}`: {escaped('; '.join(_reasons(r)))}" for r in results if list(_reasons(r))),
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    reasons = (f"- `{r['type']}`: {escaped('; '.join(_reasons(r)))}\n" for r in results if list(_reasons(r)))
+    text = f"""\
+# Architectures
+
+Written by `tools/sweep_architectures.py --device {device} --report {path.as_posix()}`; do not edit.
+
+Every model type that transformers maps to a causal language model, built tiny with random fp32 weights. The engine
+runs each on `{device}` with lowering `inline`: prompts of {len(PROMPTS[0])} and {len(PROMPTS[1])} tokens together,
+{NUM_TOKENS} new tokens each. Its tokens are compared with the model's own eager generation of each prompt alone.
+
+T1 is an error divided by its bound: first for the rms error, then for the largest. At most 1 passes. The error is
+against an fp64 run without a cache; the bound is made of eager's own error. A model is not judged if its own
+generation fails, or differs from its own forward without a cache.
+
+{", ".join(f"{name} {number}" for name, number in versions().items())}
+
+{table(("", "types"), ((name, str(count)) for name, count in _counts(results).items()))}
+
+{table(("type", "outcome", "cache", "modes", "tokens", "T1", "s"), map(_row, results))}
+
+## Reasons
+
+{"".join(reasons)}"""
+    path.write_text(text, encoding="utf-8")
 
 
 def _counts(results: list[dict[str, Any]]) -> dict[str, int]:
@@ -189,15 +178,14 @@ def _modes(result: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(result["modes"].values()))
 
 
-def _row(result: dict[str, Any]) -> str:
-    ran = result["stage"] == "done"
-    ratios = (
-        f"{result['verdict']['rms_ratio']:.2f}, {result['verdict']['max_ratio']:.2f}" if result.get("verdict") else ""
-    )
-    tokens = ("equal" if result["tokens_equal"] else "a tie" if result["allowed"] else "differ") if ran else ""
+def _row(result: dict[str, Any]) -> list[str]:
+    verdict, tokens = result.get("verdict"), ""
+    if result["stage"] == "done":
+        tokens = "equal" if result["tokens_equal"] else "a tie" if result["allowed"] else "differ"
+    ratios = f"{verdict['rms_ratio']:.2f}, {verdict['max_ratio']:.2f}" if verdict else ""
     modes = _modes(result) if "route" in result else ""
     cells = [f"`{result['type']}`", verdict_of(result), result.get("route", ""), modes, tokens, ratios]
-    return "| " + " | ".join([*cells, f"{result.get('seconds', 0):.0f}"]) + " |"
+    return [*cells, f"{result.get('seconds', 0):.0f}"]
 
 
 def main(
@@ -207,16 +195,12 @@ def main(
     report: Path | None = typer.Option(None, help="Markdown file to write from all results."),
     again: bool = typer.Option(False, help="Run types that have a result for these versions too."),
     timeout_s: float = typer.Option(300.0, help="Most seconds for one type."),
-    worker: bool = typer.Option(False, hidden=True),
 ) -> None:
     """Sweep all causal language model types, or those named."""
-    if worker:
-        serve(lambda: prepare(device))
-        return
     from core.engine.models.tiny import causal_lm_types
 
     key = {"device": device}
-    running = Worker([__file__, "--worker", "--device", device], timeout_s)
+    running = Worker(Path(__file__).stem, timeout_s, device=device)
     sweep(running, types or causal_lm_types(), results, key, again=again, describe=describe)
     if report is not None:
         latest = read_results(results, key)

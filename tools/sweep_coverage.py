@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -22,20 +22,20 @@ import typer
 
 from coverage_report import describe, write_report
 from coverage_signatures import choose, expectations
-from sweeping import Result, Worker, one_line, read_results, serve, sweep
+from sweeping import Result, Worker, one_line, read_results, sweep
 
 COMMAND = "python tools/sweep_coverage.py --report docs/coverage.md"
 
 
-def prepare() -> Callable[[str], Result]:
-    """Return what examines a type; quiet, since a pass that fails is in the results."""
+def answer(request: Mapping[str, str]) -> Result:
+    """Be a worker of the sweep: examine one type, quietly, since a pass that fails is in the results."""
     import logging
 
     import torch
 
     logging.getLogger("core").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    return examine
+    return examine(request["type"])
 
 
 def examine(model_type: str) -> Result:
@@ -93,18 +93,14 @@ def main(
     signatures: bool = typer.Option(False, help="Run nothing; print types that cover the forms of sites recorded."),
     expected: Path | None = typer.Option(None, help="Write the counts of these types as expectations of the tests."),
     timeout_s: float = typer.Option(300.0, help="Most seconds for one type."),
-    worker: bool = typer.Option(False, hidden=True),
 ) -> None:
     """Sweep the causal language model types, or those named."""
-    if worker:
-        serve(prepare)
-        return
     from core.engine.models.tiny import causal_lm_types
 
     key = {"digest": digest()}
     if not signatures and expected is None:
         wanted = [name for name in types or causal_lm_types() if held_out or not is_held_out(name)]
-        sweep(Worker([__file__, "--worker"], timeout_s), wanted, results, key, again=again, describe=describe)
+        sweep(Worker(Path(__file__).stem, timeout_s), wanted, results, key, again=again, describe=describe)
     latest = read_results(results, key)
     developed = [latest[name] for name in sorted(latest) if not is_held_out(name)]
     if report is not None:

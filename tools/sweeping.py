@@ -2,77 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import selectors
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from core.host.workers.worker import PersistentWorker
+
 Result = dict[str, Any]
 
 
 class Worker:
-    """A process that runs one model type after the other; started on first use and again after it was lost.
+    """A process that examines one model type after the other; started on first use and again after it was lost.
 
-    command: starts a process that calls `serve`.
+    module: one whose `answer` takes {"type": a model type} and what is `given`, and returns the result.
     """
 
-    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
-        self._command = [sys.executable, *command]
+    def __init__(self, module: str, timeout_s: float, **given: str) -> None:
+        self._worker = PersistentWorker(module, given)
         self._timeout_s = timeout_s
-        self._process: subprocess.Popen[str] | None = None
 
     def run(self, model_type: str) -> Result:
         """Return the result of one type; a crash or a time-out is a result too."""
-        process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{model_type}\n")
-        process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            answered = bool(selector.select(self._timeout_s))
-        line = process.stdout.readline() if answered else ""
-        if line:
-            result: Result = json.loads(line)
-            return result
-        if answered:  # the pipe was closed: the process is ending by itself
-            process.wait()
-        self.close()
-        lost = f"the process ended with exit code {process.returncode}" if answered else f"over {self._timeout_s:g} s"
-        return {"type": model_type, "stage": "run", "error": lost}
+        start = time.perf_counter()
+        done = self._worker.request({"type": model_type}, timeout_s=self._timeout_s)
+        answer = done.answer or {"stage": "run", "error": f"the process {done.problem}"}
+        return {"type": model_type, **answer, "seconds": round(time.perf_counter() - start, 1)}
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            with contextlib.suppress(BrokenPipeError), self._process as process:
-                process.kill()
-            self._process = None
-
-    def _start(self) -> subprocess.Popen[str]:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        return self._process
-
-
-def serve(prepare: Callable[[], Callable[[str], Result]]) -> None:
-    """Be a worker: read model types from standard input, write one JSON line for each.
-
-    prepare: called once, returns what examines a type.
-    """
-    # Libraries print too; only answers may reach the pipe.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    examine = prepare()
-    for line in sys.stdin:
-        start = time.perf_counter()
-        result = {"type": line.strip(), **examine(line.strip())}
-        print(json.dumps({**result, "seconds": round(time.perf_counter() - start, 1)}), file=answers, flush=True)
+        self._worker.close()
 
 
 def one_line(error: BaseException) -> str:
@@ -121,8 +83,3 @@ def sweep(
                     print(describe(result), flush=True)
         finally:
             worker.close()
-
-
-def escaped(text: str) -> str:
-    """Return text fit for a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -30,20 +30,21 @@ AREAS: Mapping[str, tuple[int, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One thing to prove. id: `area/subject/…`, stable from run to run; globs of vendors name it.
+class CaseInfo:
+    """One thing to prove, as it is told to other processes: without what runs it."""
 
-    what: what a pass shows, one line. run: raises or reports through the trial. not_supported: why the device need not
-    run it, by its own declaration; "" for cases that run. timeout_s: after which its worker is killed. exclusive: no
-    other worker may use the device meanwhile (it measures the device's memory).
-    """
-
+    #: `area/subject/…`, stable from run to run; globs of vendors name it.
     id: str
+    #: What a pass shows, one line.
     what: str
-    run: Callable[[Trial], None]
+    #: Why the device need not run it, by its own declaration; "" for cases that run.
     not_supported: str = ""
+    #: The time after which its worker is killed.
     timeout_s: float = 120.0
+    #: Whether no other worker may use the device meanwhile, since the case measures the device's memory.
     exclusive: bool = False
+    #: Whether it opens the device; False for what reads a plugin's metadata alone.
+    opens: bool = True
 
     def __post_init__(self) -> None:
         assert self.area in AREAS, self.id
@@ -57,3 +58,21 @@ class Case:
     def level(self) -> int:
         """The level that the case belongs to; above `MAX_LEVEL` for fuzzing."""
         return AREAS[self.area][0]
+
+    @property
+    def block(self) -> str:
+        """Area and subject: cases of one block share work that a process keeps."""
+        return "/".join(self.id.split("/")[:2])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case(CaseInfo):
+    """One thing to prove."""
+
+    #: Raises, or reports through the trial.
+    run: Callable[[Trial], None]
+
+    @property
+    def info(self) -> CaseInfo:
+        """What is told of the case."""
+        return CaseInfo(**{each.name: getattr(self, each.name) for each in fields(CaseInfo)})

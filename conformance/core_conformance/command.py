@@ -16,8 +16,8 @@ import typer
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from core_conformance.case import CaseInfo
     from core_conformance.report.report import Report
-    from core_conformance.runner.protocol import CaseInfo
     from core_conformance.runner.session import Options
 
 _STDOUT = Path("-")

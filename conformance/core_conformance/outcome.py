@@ -18,38 +18,35 @@ BAD: frozenset[Status] = frozenset({"fail", "xpass", "crash", "timeout"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One value judged. name: which value. criterion: "T0" to "T3". ratio: measured over bound; at most 1 passes.
-
-    ratio is infinite where a bound of zero was broken. reason: why it fails, "" where it does not.
-    """
+    """One value judged."""
 
     name: str
+    #: "T0" to "T3".
     criterion: str
+    #: Measured over bound: at most 1 passes, and infinity says that a bound of zero was broken.
     ratio: float
+    #: Why it fails, "" where it does not.
     reason: str = ""
     dtype: str = ""
     num_elements: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one case. reason: for everything but a pass, one line. detail: traceback or a process's output.
-
-    elapsed_s: wall time in the worker, 0.0 for what did not run. notes: facts worth reading beside a pass. excused:
-    not supported by a glob of the plugin's profile, not by what its other declarations say.
-    """
+    """What became of one case."""
 
     id: str
     status: Status
+    #: Why it did not pass, one line.
     reason: str = ""
+    #: A traceback, or what the process printed.
     detail: str = ""
+    #: Wall time in the worker, 0.0 for what did not run.
     elapsed_s: float = 0.0
     measurements: tuple[Measurement, ...] = ()
+    #: Facts worth reading beside a pass.
     notes: tuple[str, ...] = ()
+    #: Whether it is not supported by a glob of the plugin's profile, and not by another of its declarations.
     excused: bool = False
 
     @property

@@ -15,22 +15,24 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from core_conformance.case import MAX_LEVEL
+from core.errors import CoreError
+from core_conformance.case import MAX_LEVEL, CaseInfo
 from core_conformance.outcome import Outcome
-
-if TYPE_CHECKING:
-    from core_conformance.runner.lanes import ProcessLane
-    from core_conformance.runner.protocol import CaseInfo, Collected, SuiteModules
-    from core_conformance.runner.selection import Rules
+from core_conformance.rules.expectations import Expectations
+from core_conformance.rules.levels import reached
+from core_conformance.runner.lanes import ProcessLane
+from core_conformance.runner.protocol import SuiteModules, WorkerOptions
+from core_conformance.runner.selection import Rules, choose
+from core_conformance.runner.session import collect
 
 _PROPERTY = "core_conformance"
 _MAX_OBSTACLES = 5
 
-RunCase = Callable[["CaseInfo"], None]
+RunCase = Callable[[CaseInfo], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,26 +56,23 @@ class Suite:
 
     def __init__(self, config: pytest.Config) -> None:
         """Collect; raise `CoreError` where nothing can be run: an unknown device, a bad file of expected failures."""
-        from core_conformance.rules.expectations import Expectations
-        from core_conformance.runner.lanes import ProcessLane
-        from core_conformance.runner.protocol import WorkerOptions
-        from core_conformance.runner.selection import Rules, choose
-        from core_conformance.runner.session import collect
-
         options: Any = config.option
         expected = Expectations.load(Path(options.core_xfail)) if options.core_xfail else Expectations()
+        # The tests of this suite run others: modules with `CASES` and `collect`.
+        other = options.core_suite
         worker = WorkerOptions(
             device=options.core_device,
             seed=options.core_seed,
             fuzz=options.core_fuzz,
             threads=options.core_threads,
-            suite=_modules(options.core_suite),
+            timeout_factor=options.core_timeout_factor,
+            suite=SuiteModules(host=other, collectors=(other,)) if other else SuiteModules(),
         )
-        self.lane: ProcessLane = ProcessLane(worker, timeout_factor=options.core_timeout_factor)
+        self.lane = ProcessLane(worker)
         try:
-            self.collected: Collected = collect(self.lane)
-            self.rules: Rules = Rules(self.collected, expected)
-            self.cases: list[CaseInfo] = choose(self.collected, level=options.core_level, fuzz=options.core_fuzz)
+            self.collected = collect(self.lane)
+            self.rules = Rules(self.collected, expected)
+            self.cases = choose(self.collected, level=options.core_level, fuzz=options.core_fuzz)
         except BaseException:
             self.lane.close()
             raise
@@ -109,8 +108,6 @@ _SUITE = pytest.StashKey[Suite]()
 
 def suite_of(config: pytest.Config) -> Suite:
     """Return the suite of this run, collected on first use; raise pytest's error of collection where it can't be."""
-    from core.errors import CoreError
-
     if _SUITE not in config.stash:
         if not config.getoption("core_device"):
             refuse("no device is chosen\n  to do: give --device NAME; `core devices` lists the names")
@@ -162,9 +159,7 @@ def report(outcome: Outcome) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say which level the run has proven, and what is in the way of the next one."""
-    from core_conformance.rules.levels import reached
-
-    told = list(_told(terminalreporter.stats))
+    told = _outcomes_of(terminalreporter.stats)
     if not told:
         return
     # A case that ran again counts by its last run.
@@ -190,16 +185,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         suite.close()
 
 
-def _modules(name: str | None) -> SuiteModules:
-    """Return the suite, or for its own tests another one: a module with `CASES` and `collect`."""
-    from core_conformance.runner.protocol import SuiteModules
-
-    return SuiteModules(host=name, collectors=(name,)) if name else SuiteModules()
-
-
-def _told(stats: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    for reports in stats.values():
-        for each in reports:
-            for name, value in getattr(each, "user_properties", ()):
-                if name == _PROPERTY:
-                    yield json.loads(value)
+def _outcomes_of(stats: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    reports = (each for found in stats.values() for each in found)
+    properties = (pair for each in reports for pair in getattr(each, "user_properties", ()))
+    return [json.loads(value) for name, value in properties if name == _PROPERTY]

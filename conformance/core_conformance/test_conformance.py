@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from core_conformance.pytest_plugin import refuse
-
-if TYPE_CHECKING:
-    from core_conformance.pytest_plugin import RunCase
-    from core_conformance.runner.protocol import CaseInfo
+from core_conformance.case import CaseInfo
+from core_conformance.pytest_plugin import RunCase, refuse
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

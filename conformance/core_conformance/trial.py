@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch import Tensor
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core.verify.compare import compare
+from core_conformance.dtypes import dtype_name
 from core_conformance.outcome import Measurement
 
 _MAX_FAILURES = 20
+E = TypeVar("E", bound=BaseException)
 
 
 class NotSupported(Exception):
@@ -26,8 +28,7 @@ class Skip(Exception):
 
 
 class Trial:
-    """What a case is given. name: of the device, as it was asked for. seed: of every random choice.
-    fuzz: how many examples a case of area fuzz tries.
+    """What a case is given.
 
     The device is opened on first use, since cases of area host are about opening it. A case reports each value that it
     judges and goes on after a failure, so that a report shows all of them; it fails if any failed, or if it raises
@@ -35,11 +36,21 @@ class Trial:
     """
 
     def __init__(
-        self, name: str, opened: Callable[[], tuple[Device, ConformanceProfile]], seed: int = 0, fuzz: int = 0
+        self,
+        name: str,
+        opened: Callable[[], tuple[Device, ConformanceProfile]],
+        seed: int = 0,
+        fuzz: int = 0,
+        timeout_factor: float = 1.0,
     ) -> None:
+        #: The device as it was asked for.
         self.name = name
+        #: Seed of every random choice.
         self.seed = seed
+        #: How many examples a case of area fuzz tries.
         self.fuzz = fuzz
+        #: Multiplies the time that whatever the case waits for may take.
+        self.timeout_factor = timeout_factor
         self._opened = opened
         self.measurements: list[Measurement] = []
         self.failures: list[str] = []
@@ -57,23 +68,27 @@ class Trial:
 
     def fork(self) -> Trial:
         """Return a trial of the same device that has nothing reported yet."""
-        return Trial(self.name, self._opened, self.seed, self.fuzz)
+        return Trial(self.name, self._opened, self.seed, self.fuzz, self.timeout_factor)
 
     def require(self, condition: bool, reason: str) -> bool:
         """Note a failure with this reason unless the condition holds; return the condition."""
-        if not condition and len(self.failures) < _MAX_FAILURES:
-            self.failures.append(reason)
+        if not condition:
+            self.fail(reason)
         return condition
 
-    def note(self, text: str) -> None:
-        """Add a fact worth reading in the report."""
-        self.notes.append(text)
+    def fail(self, *reasons: str) -> None:
+        """Note a failure for each reason, as far as a report shows them."""
+        self.failures += reasons[: _MAX_FAILURES - len(self.failures)]
+
+    def note(self, *texts: str) -> None:
+        """Add facts worth reading in the report."""
+        self.notes += texts
 
     def record(self, name: str, criterion: str, ratio: float, reason: str = "", *, like: Tensor | None = None) -> None:
         """Report one judged value; a reason makes the case fail. like: gives dtype and number of elements."""
         if math.isnan(ratio) and not reason:
             reason = "its ratio to the bound is NaN"
-        dtype = "" if like is None else str(like.dtype).removeprefix("torch.")
+        dtype = "" if like is None else dtype_name(like.dtype)
         count = 0 if like is None else like.numel()
         self.measurements.append(
             Measurement(name=name, criterion=criterion, ratio=ratio, reason=reason, dtype=dtype, num_elements=count)
@@ -97,7 +112,7 @@ class Trial:
         if not isinstance(result, Tensor) or not isinstance(wanted, Tensor):
             self.require(type(result) is type(wanted), f"{name}: {type(result).__name__}, not {type(wanted).__name__}")
             return
-        self.require(_metadata(result) == _metadata(wanted), f"{name}: {_text(result)} instead of {_text(wanted)}")
+        self.require(_metadata(result) == _metadata(wanted), f"{name}: {_texts(result, wanted)}")
 
 
 def _same(result: Any, wanted: Any) -> tuple[float, str]:
@@ -105,7 +120,7 @@ def _same(result: Any, wanted: Any) -> tuple[float, str]:
         same = type(result) is type(wanted) and result == wanted
         return (0.0, "") if same else (float("inf"), f"{result!r} instead of {wanted!r}")
     if result.shape != wanted.shape or result.dtype != wanted.dtype:
-        return float("inf"), f"{_text(result)} instead of {_text(wanted)}"
+        return float("inf"), _texts(result, wanted)
     a, b = result.detach().cpu(), wanted.detach().cpu()
     differs = (a != b) & ~((a != a) & (b != b))
     if not bool(differs.any()):
@@ -119,10 +134,23 @@ def _metadata(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device.type, strides
 
 
-def _text(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} strides {tensor.stride()}"
+def _texts(result: Tensor, wanted: Tensor) -> str:
+    """Return how two tensors are laid out, with their devices where these differ."""
+    texts = [f"{tuple(t.shape)} {dtype_name(t.dtype)} strides {t.stride()}" for t in (result, wanted)]
+    if result.device.type != wanted.device.type:
+        texts = [f"{text} on {t.device}" for text, t in zip(texts, (result, wanted), strict=True)]
+    return " instead of ".join(texts)
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a nested structure, in order."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def raised(kind: type[E], call: Callable[..., object], *args: object, **kwargs: object) -> E | None:
+    """Return the error of a kind that a call raises, None where it returns; other errors go through."""
+    try:
+        call(*args, **kwargs)
+    except kind as error:
+        return error
+    return None

@@ -1,11 +1,11 @@
-"""The run: which cells and subjects, one cell after the other on the same weights, checked, with its floor."""
+"""Runs a bench: measures every cell with all subjects on the same weights, checks it, and adds its floor."""
 
 from __future__ import annotations
 
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,7 @@ from core.bench.rates import Rates, measure_rates
 from core.bench.rounds import Subject, measure
 from core.bench.served import CoreSubject, Engines
 from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
+from core.compilation.options import Progress
 from core.engine.inspect.cache_codes import CACHE_DTYPES
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
@@ -37,22 +38,26 @@ _SIZES = (
     *("intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
 )
 _PACKAGES = ("torch", "transformers", "numpy")
-Told = Callable[[str, int, int], None]
-"""Called as `told(cell, done, total)` before each cell and once after the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured. batches: of decode, at `context` tokens. prompts: lengths of prefill. engine: how `core` is
-    to run, but for its sizes, which a cell says. profile: kernels of `core` by node too."""
+    """What is measured."""
 
     subjects: tuple[str, ...] = SUBJECTS
+    #: Sequences of decode.
     batches: tuple[int, ...] = (1, 8, 64)
+    #: Tokens of each sequence before the first decode step.
     context: int = 1024
+    #: Lengths of prefill.
     prompts: tuple[int, ...] = (128, 1024, 4096)
+    #: In each, every subject runs once.
     rounds: int = 5
+    #: Decode steps of a subject per round.
     steps: int = 32
+    #: How `core` is to run; its sizes are those of the cells.
     engine: EngineConfig = field(default_factory=EngineConfig)
+    #: Show the kernels of `core` by node too.
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -112,12 +117,13 @@ def bench(
     title: str,
     references: Mapping[str, Mapping[str, float]] | None = None,
     rates: Rates | None = None,
-    told: Told | None = None,
+    progress: Progress | None = None,
 ) -> BenchReport:
     """Measure every cell and return the report.
 
     loaded: a model on `device`; its modules are served by the engine, and copies that share its weights run beside it.
-    rates: measured here unless given. Raises `UsageError` for a context that the model does not have. An interrupt
+    rates: measured here unless given. progress: called with a cell's name, cells done and all cells, before each and
+    after the last. Raises `UsageError` for a context that the model does not have. An interrupt
     ends the run, and what was measured before it is reported, the fact "interrupted" naming what was not.
     """
     settings.check_length(loaded.max_position)
@@ -132,8 +138,8 @@ def bench(
     interrupted = ""
     try:
         for index, cell in enumerate(cells):
-            if told is not None:
-                told(cell.name, index, len(cells))
+            if progress is not None:
+                progress(cell.name, index, len(cells))
             reports.append(_measure(cell, engines, other, settings, shape, rates))
     except KeyboardInterrupt:
         if not reports:
@@ -144,12 +150,12 @@ def bench(
     if settings.profile and not interrupted:
         for index, report in enumerate(reports):
             try:
-                reports[index] = _profiled(report, loaded, device, settings, rates)
+                reports[index] = replace(report, kernels=_kernels(report.cell, loaded, device, settings, rates))
             except KeyboardInterrupt:
                 interrupted = f"before the kernels of {report.cell.name} had been profiled"
                 break
-    if told is not None:
-        told("done", len(cells), len(cells))
+    if progress is not None:
+        progress("done", len(cells), len(cells))
     facts = {
         **_facts(loaded, device, settings, title),
         "started": started.isoformat(timespec="seconds"),
@@ -178,30 +184,18 @@ def _measure(cell: Cell, engines: Engines, other: Any, settings: Settings, shape
     return CellReport(cell=cell, floor=floor, records=tuple(records), order=tuple(order))
 
 
-def _profiled(report: CellReport, loaded: LoadedModel, device: Device, settings: Settings, rates: Rates) -> CellReport:
-    return replace(report, kernels=_kernels(report.cell, loaded, device, settings, rates))
-
-
 def _kernels(
     cell: Cell, loaded: LoadedModel, device: Device, settings: Settings, rates: Rates
 ) -> Mapping[str, Any] | None:
     from core.bench.kernels import profile_phase
     from core.errors import CoreError
 
+    options: dict[str, Any] = {"batch": cell.batch, "tokens": cell.tokens, "rates": rates}
+    options |= {"kv_cache_dtype": settings.engine.kv_cache_dtype, "switches": settings.engine.options.switches}
     try:
-        found = profile_phase(
-            loaded,
-            device,
-            cell.phase,
-            batch=cell.batch,
-            tokens=cell.tokens,
-            kv_cache_dtype=settings.engine.kv_cache_dtype,
-            switches=settings.engine.options.switches,
-            rates=rates,
-        )
+        return profile_phase(loaded, device, cell.phase, **options).to_json()
     except CoreError as error:
         return {"error": str(error)}
-    return found.to_json()
 
 
 def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is measured: cells (a phase at a size), what each subject showed in one, and the whole report."""
+"""The data of a bench: cells (a phase at a size), what each subject showed in a cell, and the whole report."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Phase = Literal["decode", "prefill"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One phase at one size. tokens: of the context before the first decode step, or of the prompt.
-
-    steps: how many steps (prefills) a subject does per round. seed: of the prompts.
-    """
+    """One phase at one size."""
 
     phase: Phase
     batch: int
+    #: Decode: the context before the first step. Prefill: the prompt.
     tokens: int
+    #: Decode steps, or prefills, that a subject does per round.
     steps: int
     rounds: int
+    #: Of the prompts.
     seed: int = 0
 
     @property
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def limit(self) -> int:
-        """Tokens that a sequence comes to: the context, two of the warm-up, and those of all rounds."""
+        """The most tokens that a sequence holds: `tokens`, two from the warm-up and, in decode, those of all rounds."""
         return self.tokens + 2 + (self.steps * self.rounds if self.phase == "decode" else 0)
 
     @property
@@ -45,7 +45,7 @@ class Cell:
         """Tokens that a measured step attends to on average, its own included."""
         if self.phase == "prefill":
             return self.tokens
-        # One step of the warm-up comes first; then each step sees one token more.
+        # The warm-up takes one step, which attends to tokens + 1. Each later step attends to one token more.
         return self.tokens + 2 + (self.steps * self.rounds - 1) / 2
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
@@ -56,25 +56,29 @@ class Cell:
 
 @dataclass(slots=True)
 class Record:
-    """What one subject showed in one cell.
-
-    rounds_ms: milliseconds per step, by round. replay_ms: of the captured graph alone, where there is one. start_s: to
-    become warm: compiling, capturing, first calls. tokens: of each sequence, from the one after the prompt on.
-    logits: (rows, vocabulary), where they are to be judged: what the last token of the warm-up was chosen from, of the
-    sequences `logit_rows`. failure: why there is no figure. verdict: what the comparison says.
-    """
+    """What one subject showed in one cell."""
 
     subject: str
+    #: Milliseconds per step, by round.
     rounds_ms: list[float] = field(default_factory=list)
+    #: The same of the captured graph alone, where there is one.
     replay_ms: list[float] = field(default_factory=list)
+    #: Seconds to become warm: compiling, capturing, first calls.
     start_s: float = 0.0
+    #: The tokens of each sequence, beginning with the first after the prompt.
     tokens: list[list[int]] = field(default_factory=list)
+    #: (rows, vocabulary): the logits from which the last token of the warm-up was chosen; None if none are judged.
     logits: Tensor | None = None
+    #: The sequences that the rows of `logits` belong to.
     logit_rows: list[int] = field(default_factory=list)
+    #: Why there is no figure.
     failure: str = ""
+    #: Whether it ran in turns with the other subjects.
     interleaved: bool = True
     notes: list[str] = field(default_factory=list)
+    #: Further fields of its JSON.
     details: dict[str, Any] = field(default_factory=dict)
+    #: What the comparison with eager says.
     verdict: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,11 +111,12 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellReport:
-    """A measured cell. order: the subjects in the order in which they ran, round by round."""
+    """A measured cell."""
 
     cell: Cell
     floor: Floor
     records: tuple[Record, ...]
+    #: The subjects in the order in which they ran, round by round.
     order: tuple[tuple[str, ...], ...]
     kernels: Mapping[str, Any] | None = None
 
@@ -131,8 +136,9 @@ class CellReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
-    """Everything a run found; `facts` are those of device, model and versions, as `core.bench/1` names them."""
+    """Everything a run found."""
 
+    #: Of device, model, versions and settings, as `core.bench/1` names them.
     facts: Mapping[str, Any]
     rates: Rates
     cells: tuple[CellReport, ...]

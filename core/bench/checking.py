@@ -1,4 +1,4 @@
-"""Whether the subjects of a cell compute the same: greedy tokens, and the logits of `core` judged against eager's."""
+"""Checks that the subjects of a cell compute the same: compares tokens, and judges `core`'s logits by eager's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
 from core.common.numerics import judge_pooled
-from core.engine.check.comparison import MAX_ORACLE_PARAMETERS, fp64_logits
+from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
+from core.engine.check.eager import fp64_logits
 from core.engine.inspect.cache_codes import judge_rounded
-from core.engine.inspect.probe import relative_difference
+from core.engine.inspect.probe import forward_logits, relative_difference
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -49,7 +50,7 @@ def check(cell: Cell, records: Sequence[Record], model: Any, device: Device, rou
 def compare_tokens(cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compare the tokens of the warm-up and of the first round.
 
-    No further ones: on the static cache, which subjects share, what comes later may rest on another one's difference.
+    Later tokens are not compared: subjects share the static cache, so one subject's difference may reach another.
     """
     most = 1 if cell.phase == "prefill" else 2 + cell.steps
     compared, first, num_equal = 0, "", 0
@@ -71,7 +72,7 @@ def compare_tokens(cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[
 def _judge(
     cell: Cell, record: Record, yardstick: Record, model: Any, device: Device, rounding: Rounding | None
 ) -> dict[str, Any]:
-    """Return the difference of the logits that follow equal tokens, and the verdict of criterion T1 on some of them."""
+    """Compare the logits that follow equal tokens: their difference, and the verdict of T1 on some of them."""
     assert record.logits is not None and yardstick.logits is not None
     history = 0 if cell.phase == "prefill" else 1
     rows = [
@@ -105,10 +106,9 @@ def reference_logits(
 ) -> tuple[list[Tensor], str]:
     """Return fp64 tensors (vocabulary,) of the logits after each context, and how they were computed.
 
-    rounding: of keys and values, where it is given.
-
-    In fp64 on the host where that is quick; in fp32 on the device for weights of half precision, whose rounding is
-    thousands of times larger; else nothing, and why.
+    They are computed in fp64 on the host where that is quick, and in fp32 on the device for weights of half precision,
+    whose rounding is thousands of times larger. Otherwise the list is empty and the text says why.
+    rounding: of keys and values; None for none.
     """
     parameters = list(model.parameters())
     count, dtype = sum(p.numel() for p in parameters), parameters[0].dtype
@@ -133,12 +133,8 @@ def _fp32_logits(model: Any, contexts: Sequence[Sequence[int]], rounding: Roundi
     wide = copy.deepcopy(model, memo)
     if hasattr(wide, "set_experts_implementation"):
         wide.set_experts_implementation("eager")  # the grouped products of the others are made for half precision
-    found = []
-    for context in contexts:
-        ids = torch.tensor([list(context)], device=next(wide.parameters()).device)
-        arguments = {"use_cache": False} if rounding is None else rounding.caching()
-        found.append(wide(input_ids=ids, return_dict=True, **arguments).logits[0, -1].to("cpu", torch.float64))
-    return found
+    caching = None if rounding is None else rounding.caching
+    return [forward_logits(wide, context, caching)[-1].to("cpu", torch.float64) for context in contexts]
 
 
 def _wide(parameter: Tensor) -> Tensor:

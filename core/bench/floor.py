@@ -1,4 +1,4 @@
-"""The floor of a step: bytes that it must move and operations that it must do, whatever runs it.
+"""Computes the floor of a step: the bytes and operations that it takes at least, whatever runs it.
 
 Counted: every weight once, of the embedding only the rows looked up, of experts only those that can be hit; the keys
 and values of the context read and the new ones written. Not counted: activations, which a cache may hold.
@@ -28,34 +28,40 @@ _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheLayer:
-    """One attention layer. window: positions that it looks back, 0 for all."""
+    """One attention layer."""
 
     bytes_per_position: int
     num_heads: int
     key_size: int
     value_size: int
+    #: Positions that it looks back; 0 for all.
     window: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the floor depends on. dense: elements of matrices that every token goes through, the last one (from hidden
-    states to logits) apart as `head`; experts: those of all experts; vectors: everything of one dimension. The bytes of
-    a quantised model's matrices, scales included, are stated apart; None: itemsize for each element. coded: part of the
-    matrices' elements whose products take codes of 8 bits on both sides."""
+    """What the floor depends on."""
 
+    #: Bytes of an element that is not quantised.
     itemsize: int
     hidden: int
     vocab: int
+    #: Elements of the matrices that every token goes through, except `head`.
     dense: int
+    #: Elements of the last matrix, from hidden states to logits.
     head: int
+    #: Elements of the matrices of all experts.
     experts: int
+    #: Elements of everything with one dimension.
     vectors: int
     num_experts: int
     top_k: int
     layers: tuple[CacheLayer, ...]
+    #: Bytes of a quantised model's `dense` matrices, scales included; None: `itemsize` for each element.
     dense_bytes: int | None = None
+    #: The same of the experts.
     experts_bytes: int | None = None
+    #: Part of the matrices' elements whose products take codes of 8 bits on both sides.
     coded: float = 0.0
 
     def expert_share(self, num_tokens: int) -> float:
@@ -65,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """The floor of one step. ms: the larger of the time of its bytes and of its operations, at the measured rates."""
+    """The floor of one step, at the measured rates."""
 
     weight_bytes: int
     cache_bytes: int
@@ -75,7 +81,7 @@ class Floor:
 
     @property
     def ms(self) -> float:
-        """Milliseconds below which no step is."""
+        """Milliseconds that a step takes at least: the larger of the times of its bytes and of its operations."""
         return max(self.bytes_ms, self.flops_ms)
 
     def to_json(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Which kernels a step runs, by layer and by place in the layer, with what each must move and how long that takes.
+"""Measures the kernels of a step, by layer and by place in the layer, beside what each has to move.
 
 The finished graph is run node by node, not captured, under torch.profiler; what runs on the device (on a device without
 kernels of its own: the host's ops) belongs to the node in whose time it began, since each node is waited for. So the
@@ -31,16 +31,16 @@ _MODEL = re.compile(r"^logits\._model\.?")  # how the function of a paged step c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeTime:
-    """One node that runs something. path: of its module. implementation: what a canonical op became, else "".
-
-    us: microseconds of all its kernels. bytes, flops: see `core.explain.moves`.
-    """
+    """One node that runs something; its bytes and operations are those of `core.explain.moves`."""
 
     node: str
     op: str
+    #: What a canonical op became, "" for another op.
     implementation: str
+    #: Path of its module.
     path: str
     kernels: tuple[KernelTime, ...]
+    #: Microseconds of all its kernels.
     us: float
     bytes: int
     flops: int
@@ -57,15 +57,16 @@ class NodeTime:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What is equal for nodes of like layers that do the same."""
+        """A key that is equal for nodes which do the same in different layers."""
         return self.place, self.op, self.implementation, *((each.name, each.count) for each in self.kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTimes:
-    """Layers that run the same; nodes: of each layer."""
+    """Layers that run the same."""
 
     layers: tuple[str, ...]
+    #: The nodes of each layer.
     nodes: tuple[tuple[NodeTime, ...], ...]
 
     @property
@@ -76,12 +77,13 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelProfile:
-    """The kernels of one phase. source: whose times these are: `DEVICE` or `HOST`."""
+    """The kernels of one phase."""
 
     phase: str
     batch: int
     tokens: int
     cache: str
+    #: Whose times these are: `DEVICE` or `HOST`.
     source: str
     nodes: tuple[NodeTime, ...]
     rates: Rates

@@ -1,4 +1,4 @@
-"""What `core bench` runs: a model folder, a model type built tiny, or a preset made on the device."""
+"""Opens the model of a bench: a folder, a model type built tiny, or a preset made on the device."""
 
 from __future__ import annotations
 

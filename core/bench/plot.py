@@ -1,4 +1,4 @@
-"""The figures as a plot: what is drawn, grouped bars by cell with the floor of each."""
+"""Decides what the plot of a bench shows: grouped bars by cell, with the floor of each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ _LOG_FROM = 12.0  # largest over smallest figure: above, small bars would vanish
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One figure. least, most: its spread, equal to ms where there is none. graph: of the captured graph alone."""
+    """One figure."""
 
     name: str
+    #: None for a subject that failed.
     ms: float | None
+    #: Lower end of its spread; equal to `ms` where there is none.
     least: float = 0.0
+    #: Upper end of its spread.
     most: float = 0.0
+    #: Milliseconds of the captured graph alone.
     graph: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""The plot as a file: SVG, which is drawn by svg.py, or PNG, by matplotlib where it is installed."""
+"""Writes the plot to a file: SVG by svg.py, or PNG by matplotlib where it is installed."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _write_png(report: BenchReport, path: Path) -> None:
     figure, axes = pyplot.subplots(max(len(drawn), 1), 1, figsize=(11, 4.2 * len(drawn) + 1), squeeze=False)  # type: ignore[attr-defined]
     figure.suptitle(f"{title_of(report)}\n{subtitle_of(report)}", fontsize=9)
     for (axis,), panel in zip(axes, drawn, strict=False):
-        place, ticks, told = 0.0, [], set[str]()
+        place, ticks, labelled = 0.0, [], set[str]()
         for group in panel.groups:
             first = place
             for bar in group.bars:
                 if bar.ms is not None:
-                    label = None if bar.name in told else bar.name
-                    told.add(bar.name)
+                    label = None if bar.name in labelled else bar.name
+                    labelled.add(bar.name)
                     drawn_bar = axis.bar(place, bar.ms, 0.9, color=colours[bar.name], label=label)
                     axis.bar_label(drawn_bar, [ms_text(bar.ms)], fontsize=7)
                 place += 1

@@ -10,11 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from core.engine.models.architecture import max_position, stop_token_ids
 from core.engine.models.hf import driven, import_transformers
-from core.engine.models.loading import LoadedModel
+from core.engine.models.loading import LoadedModel, loaded_model
 from core.errors import ModelError, UsageError
 
 _POSITIONS = 131_072
@@ -22,11 +21,14 @@ _POSITIONS = 131_072
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """One shape. config_class: of transformers. fields: of the configuration. dtype: what `--dtype auto` means."""
+    """One shape."""
 
     name: str
+    #: Name of a configuration class of transformers.
     config_class: str
+    #: What the configuration is made with.
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    #: What `--dtype auto` means.
     dtype: torch.dtype = torch.bfloat16
 
     def config(self) -> Any:
@@ -144,19 +146,7 @@ def random_model(
             found=f"out of memory: {' '.join(str(error).split())[:200]}",
             remedy="choose a smaller preset or a narrower dtype, or free memory there",
         ) from None
-    model.eval().requires_grad_(False)
-    return LoadedModel(
-        model=model,
-        config=model.config,
-        tokenizer=None,
-        path=None,
-        dtype=dtype,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        max_position=max_position(model.config),
-        stop_token_ids=stop_token_ids(model),
-        load_time_s=time.perf_counter() - start_s,
-        warnings=tuple(" ".join(message.split()) for message in logged),
-    )
+    return loaded_model(model, dtype=dtype, logged=logged, load_time_s=time.perf_counter() - start_s)
 
 
 @torch.no_grad()
@@ -165,5 +155,4 @@ def _draw(model: nn.Module, std: Any) -> None:
         if parameter.dim() >= 2:
             parameter.normal_(0.0, float(std))
         else:
-            noise: Tensor = torch.empty_like(parameter).uniform_(-0.25, 0.25)
-            parameter.add_(noise)
+            parameter.add_(torch.empty_like(parameter).uniform_(-0.25, 0.25))

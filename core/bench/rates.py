@@ -1,4 +1,4 @@
-"""What a device can do at best, measured on it in the same run: a large copy, and a large matrix product."""
+"""Measures what a device can do at best, in the same run: by a large copy, and by a large matrix product."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ _REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Measured rates. bytes_per_s: bytes read plus bytes written by a copy on the device. flops_per_s: of a product of
-    square matrices in `dtype`, a multiplication and an addition counted as two."""
+    """Measured rates."""
 
+    #: Bytes read plus bytes written by a copy on the device.
     bytes_per_s: float
+    #: Of a product of square matrices, a multiplication and an addition counted as two.
     flops_per_s: float
+    #: Size of the copy.
     copy_bytes: int
+    #: Rows of the matrices.
     matmul_size: int
+    #: Of the matrices.
     dtype: str
 
     def to_json(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Rounds: in each, every subject runs its steps once, and who begins changes from round to round."""
+"""Measures subjects in rounds: in each, every subject runs its steps once, and another one begins."""
 
 from __future__ import annotations
 
@@ -21,37 +21,30 @@ Clock = Callable[[], float]
 
 
 class Subject(Protocol):
-    """Something that is measured. `open` makes it warm for a cell and fills the record; `close` ends the cell."""
+    """A way to run the model, measured in turns with others: `open` makes it warm for a cell, `close` ends the cell."""
 
     name: str
 
     def open(self, cell: Cell, record: Record) -> None:
         """Become ready for the first measured step; raise what makes that impossible."""
-        ...
 
     def ready(self) -> None:
         """Do before a round what is not to be measured."""
-        ...
 
     def run(self, count: int) -> None:
         """Do so many steps; of each, the host knows the tokens before the next begins."""
-        ...
 
     def replay(self, count: int) -> bool:
         """Repeat the last step's captured graph, device time alone, waiting once at the end; False: there is none."""
-        ...
 
     def finish(self, record: Record) -> None:
         """Note in the record what only the end of the rounds tells."""
-        ...
 
     def close(self) -> None:
-        """Free what belongs to the cell; the second time, do nothing."""
-        ...
+        """Free what belongs to the cell; a second call does nothing."""
 
     def free(self) -> None:
         """Free also what is kept for the next cell."""
-        ...
 
 
 def measure(
@@ -59,9 +52,9 @@ def measure(
 ) -> tuple[list[Record], list[tuple[str, ...]]]:
     """Measure a cell; return a record of each subject, in their order, and the order of each round.
 
-    All subjects are open at once, so that what drifts (clocks, temperature, other processes) drifts for all. One for
-    which memory is short meanwhile runs alone afterwards and is marked as such. One that fails keeps its reason, and
-    the others go on.
+    All subjects are open at once, so that a drift of clocks, temperature or other processes meets them all. A subject
+    that finds too little memory beside the others runs alone afterwards, and its record says so. A subject that fails
+    keeps its reason, and the others go on.
     """
     records = {subject.name: Record(subject=subject.name) for subject in subjects}
     order: list[tuple[str, ...]] = []

@@ -44,7 +44,7 @@ class Engines:
         self._served: tuple[Cell, ...] = ()
         self._engine: Engine | None = None
         self.rounding: Rounding | None = None
-        """How the last engine's quantised cache rounds, which checks want to know; None where it holds no codes."""
+        """How the last engine's quantised cache rounds, for the checks; None where it holds no codes."""
 
     def open(self, cell: Cell) -> Engine:
         """Return an idle engine that has a bucket for the cell; valid until the next call for another phase."""
@@ -149,7 +149,7 @@ class CoreSubject:
             self._decode(engine)  # this one queues the step behind it too: a round would count one and wait for two
 
     def ready(self) -> None:
-        """Need nothing before a round."""
+        """Do nothing: an engine needs no preparation for a round."""
 
     def run(self, count: int) -> None:
         """Take so many steps of the engine, or serve so many prompts up to their first token."""
@@ -183,11 +183,11 @@ class CoreSubject:
         report, before = self._engine.report(), self._before
         record.details["program"] = summary(report)
         record.notes += report.notes
-        for told, now, then in (
+        for text, now, then in (
             ("ran eagerly {1} times: {0}", report.fallbacks, before.fallbacks),
             ("compiled while serving, {1} times: {0}", report.compiles, before.compiles),
         ):
-            record.notes += [told.format(*each) for each in (Counter(now) - Counter(then)).items()]
+            record.notes += [text.format(*each) for each in (Counter(now) - Counter(then)).items()]
 
     def close(self) -> None:
         """End the cell's sequences; the engine stays for the cells after it."""
@@ -246,9 +246,10 @@ class CoreSubject:
         return self._engine._runner._program  # type: ignore[attr-defined]
 
     def _key(self) -> GraphKey | None:
-        """Return the key that the cell's steps run; None where there is none, or a replay would change a state.
+        """Return the key of the graph that the cell's steps run.
 
-        None also where it wants values from the host that are in none of its inputs.
+        None where no graph is captured, where a replay would change the model's state, and where the graph takes values
+        from the host that stand in no input.
         """
         if self._engine is None or self._engine.route != "paged":
             return None

@@ -1,10 +1,8 @@
-"""The process that `core.bench.start` times: all up to one token, then each phase's seconds and the cache, as JSON."""
+"""The worker that `core.bench.start` times: all up to one token, then each phase's seconds and the cache."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from core.device import Device
 
 
-def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Load, compile, serve one token; return the seconds of the `phases` by name, and what the compile `cache` did.
 
     arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
@@ -79,7 +77,3 @@ def keep_all_kernels(device: Device) -> None:
     for compiler in device.kernel_compilers:
         os.environ.pop(compiler.folder_variable, None)
     Store.of_user().keep_kernels(device.kernel_compilers)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")

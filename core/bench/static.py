@@ -42,10 +42,10 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 class SharedCache:
-    """The static cache of one cell. Subjects take turns on it: each reads only what all of them were given to read.
+    """The static cache of one cell, on which the subjects take turns.
 
-    Each writes the positions of its steps before it reads them, and what came before is the prompt, or its own steps.
-    After a round of another subject these are that subject's: equal where the tokens are, and of equal cost anyway.
+    Every subject writes the positions of its steps before it reads them; before these stand the prompt and earlier
+    steps. Those may be another subject's: their values are equal where the tokens are, and cost the same in any case.
     """
 
     def __init__(self, model: Any, device: Device) -> None:
@@ -93,7 +93,7 @@ class StaticSubject:
         self._step: Any = None
         self._code: types.CodeType | None = None
         self._ids: Any = None
-        self._stats = Compiles()
+        self._compiles = Compiles()
 
     @torch.no_grad()
     def open(self, cell: Cell, record: Record) -> None:
@@ -105,12 +105,12 @@ class StaticSubject:
         device.synchronize()
         start = time.perf_counter()
         self._step, self._code = self._make(self._shared.cache)
-        self._stats = Compiles()
-        with self._stats.counting():
+        self._compiles = Compiles()
+        with self._compiles:
             record.tokens = self._warm_up(cell)
         device.synchronize()
         record.start_s = time.perf_counter() - start if self._mode else 0.0
-        self._stats.warm()
+        self._compiles.warm()
         if self._keep_logits:
             record.logits = self._logits()
 
@@ -121,8 +121,8 @@ class StaticSubject:
 
     @torch.no_grad()
     def run(self, count: int) -> None:
-        """Do so many steps, or prefills of the same prompt."""
-        with self._stats.counting():
+        """Do `count` steps, or as many prefills of the same prompt."""
+        with self._compiles:
             for _ in range(count):
                 if self._cell.phase == "prefill":
                     self._prefill()
@@ -132,15 +132,15 @@ class StaticSubject:
                 self._position += 1
 
     def replay(self, count: int) -> bool:
-        """Say that there is no graph of ours."""
+        """Return False: the graphs are torch.compile's own."""
         return False
 
     def finish(self, record: Record) -> None:
         """Note what torch.compile did, and whether it did anything while it was being measured."""
         if self._mode is None:
             return
-        record.details["compile"] = self._stats.to_json()
-        if recompiled := self._stats.to_json()["recompiles"]:
+        record.details["compile"] = self._compiles.to_json()
+        if recompiled := self._compiles.to_json()["recompiles"]:
             record.notes.append(f"{recompiled} graphs were compiled while it was measured")
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class StaticSubject:
         self._shared.give_back(self.name)
 
     def free(self) -> None:
-        """Keep nothing for the next cell anyway."""
+        """Close the subject, which keeps nothing for the next cell."""
         self.close()
 
     def _warm_up(self, cell: Cell) -> list[list[int]]:

@@ -27,11 +27,15 @@ COMMANDS: Mapping[str, str] = {
     "new-plugin": "core.cli.new_plugin:new_plugin",
     "passes": "core.cli.passes:passes",
     "run": "core.cli.run:run",
+    "serve": "core.cli.serve:serve",
 }
 """Subcommand to `module:function`. To add one, add a line; the module imports torch inside its functions only."""
 
 _JSON_FILES = frozenset({"bench", "conformance"})
 """Subcommands whose `--json` names a file, `-` for standard output; for all others it is a flag."""
+
+_WITHOUT_TORCH = frozenset({"cache", "devices", "doctor", "new-plugin"})
+"""Subcommands whose process imports neither torch nor a plugin."""
 
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -42,14 +46,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 for success, 1 for a failure that a command found or an internal error, 2 for a `CoreError` or a wrong usage.
     argv: arguments without the program's name (default: the process's own).
     """
-    from core.cli.output import print_core_error, print_internal_error, print_usage_error
-    from core.errors import CoreError, broken_extension
+    from core.cli.output import print_core_error
+    from core.cli.values import check_text
+    from core.errors import CoreError
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug, arguments = _take_debug(arguments)
     as_json = _wants_json(arguments)
     if debug:
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        check_text(arguments)
+        foreign = _isolate(arguments)
+    except CoreError as error:
+        print_core_error(error, as_json=as_json, debug=debug)
+        return EXIT_USER
+    # Arguments that are given are those of a caller in Python, whose process is not the command's to fork.
+    if not foreign or argv is not None:
+        return _answer(arguments, as_json=as_json, debug=debug)
+    from core.cli.supervision import supervised
+
+    return supervised(
+        lambda: _answer(arguments, as_json=as_json, debug=debug),
+        lambda error: print_core_error(error, as_json=as_json, debug=debug),
+    )
+
+
+def _isolate(arguments: list[str]) -> bool:
+    """Keep damaged distributions from a command that imports torch; return whether foreign plugins may run in it."""
+    if _wanted(arguments) in (None, *_WITHOUT_TORCH) or "--help" in arguments:
+        return False
+    from core.host.discovery import discover
+    from core.host.distributions.isolation import isolate
+    from core.settings import Settings
+
+    found = discover(Settings.from_environment())
+    isolate(found.damaged, found.unread)
+    return any(entry.verdict == "ready" and not entry.info.in_tree for entry in found.entries)
+
+
+def _answer(arguments: list[str], *, as_json: bool, debug: bool) -> int:
+    """Run the subcommand and return the exit code; errors are printed."""
+    from core.cli.output import print_core_error, print_internal_error, print_usage_error
+    from core.errors import CoreError, broken_extension
+
     try:
         return _run(arguments)
     except CoreError as error:
@@ -119,6 +159,8 @@ def _app(wanted: str | None) -> typer.Typer:
     """Build the application: with the wanted subcommand only, or with all of them for `--help` and unknown names."""
     import typer
 
+    from core.cli.values import checked
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     # `main` takes --debug out before parsing; it is declared here for --help.
@@ -129,5 +171,5 @@ def _app(wanted: str | None) -> typer.Typer:
     for name, target in COMMANDS.items():
         if wanted in (None, name):
             module, _, function = target.partition(":")
-            app.command(name)(getattr(import_module(module), function))
+            app.command(name)(checked(getattr(import_module(module), function)))
     return app

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from core.cli.bench_load import bench_load
 from core.cli.model_argument import (
     CALIBRATION,
     DEVICE,
@@ -18,20 +17,27 @@ from core.cli.model_argument import (
     MODEL,
     QUANTIZE,
     check_device,
+    check_model_options,
     compile_options,
 )
+from core.cli.output import check_file, json_text, print_items, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
-from core.engine.models.resolve import check_choice
+from core.cli.values import number_text
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.bench.bench import Settings, Told
+    from collections.abc import Callable
+
+    from core.bench.bench import Settings
     from core.bench.cells import BenchReport
 
 _STDOUT = Path("-")
+_SERVED = ("requests", "prompt_tokens", "output_tokens", "rate", "max_num_seqs", "max_model_len", "timeline")
+_NOT_SERVED = ("batch", "context", "prefill", "subjects", "rounds", "steps", "profile", "start", "reference", "plot")
 
 
 def bench(
+    context_: typer.Context,
     model: str | None = MODEL,
     preset: str | None = typer.Option(None, help="A known shape with random weights, e.g. llama-8b; instead of MODEL."),
     device: str = DEVICE,
@@ -57,6 +63,14 @@ def bench(
     profile: bool = typer.Option(False, "--profile", help="Show the kernels of core's graphs by node too."),
     start: bool = typer.Option(False, "--start", help="Time process start to first token too, cold and warm."),
     reference: Path | None = typer.Option(None, metavar="FILE", help="Others' figures, shown beside: docs/bench.md."),
+    serve: bool = typer.Option(False, "--serve", help="Serve a load of requests instead, by core alone."),
+    requests: int = typer.Option(256, help="With --serve: how many."),
+    prompt_tokens: str = typer.Option("32:1024", help="With --serve: N, FIRST:LAST or lognormal:MU:SIGMA."),
+    output_tokens: str = typer.Option("16:256", help="With --serve: tokens generated for each, written alike."),
+    rate: float | None = typer.Option(None, help="With --serve: requests per second; default: all there at once."),
+    max_num_seqs: int = typer.Option(64, help="With --serve: sequences at once."),
+    max_model_len: int | None = typer.Option(None, help="With --serve: longest context."),
+    timeline: Path | None = typer.Option(None, help="With --serve: write what each step took, for Perfetto."),
     json: Path | None = typer.Option(None, help="Write core.bench/1 to this file; - for standard output."),
     plot: Path | None = typer.Option(None, help="Draw the figures into this .svg (or .png, by matplotlib)."),
 ) -> int:
@@ -64,47 +78,61 @@ def bench(
 
     The exit code is 1 if core's logits break the numeric criterion, nothing could be measured, or an interrupt came.
     """
+    from dataclasses import replace
+
+    from core.host.selection import check_name, select_device
+
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype)
+    check_name(device)
+    if model is not None and preset is not None:
+        raise UsageError(
+            f"MODEL {model!r} with --preset {preset!r}", found="these are two models", remedy="leave one of them out"
+        )
+    for option, value in (("--context", context), ("--rounds", rounds), ("--steps", steps)):
+        _check_positive(option, (value,))
+    batches, prompts = (_check_positive(o, _numbers(o, t)) for o, t in (("--batch", batch), ("--prefill", prefill)))
+    for option, path in (("--json", json), ("--plot", plot)):
+        check_file(option, path)
+    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
+    options = compile_options(mode, lowering, switches, strict=strict)
     from core.bench.bench import Settings, failed, read_references
+    from core.bench.load import load_of
     from core.bench.model import engine_options, find
     from core.bench.plot_file import check_plot, write_plot
     from core.engine.models.quantizing import Quantize
-    from core.engine.steps.runner import KV_CACHE_DTYPES, EngineConfig
-    from core.host.selection import select_device
+    from core.engine.steps.runner import EngineConfig
 
-    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     Quantize.of(quantize, calibration)  # an unknown scheme is refused before minutes of work
-    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    options = compile_options(mode, lowering, switches, strict=strict)
     engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options)
+    _check_goes_with(context_, serve)
+    if serve:
+        load = load_of(requests, prompt_tokens, output_tokens, rate)
+        for option, path in (("--json", json), ("--timeline", timeline)):
+            check_file(option, path)
+        check_device(engine, select_device(device))
+        config = replace(engine, max_num_seqs=max_num_seqs, max_model_len=max_model_len, sampling=("greedy",))
+        asked = _asked(device, model, preset, dtype, quantize, calibration, engine_options(engine))
+        return bench_load(asked, load, config, timeline=timeline, json=json)
     settings = Settings(
         subjects=tuple(name.strip() for name in subjects.split(",") if name.strip()),
-        batches=_numbers("--batch", batch),
+        batches=batches,
         context=context,
-        prompts=_numbers("--prefill", prefill),
+        prompts=prompts,
         rounds=rounds,
         steps=steps,
         engine=engine,
         profile=profile,
     )
     check_plot(plot)
-    for option, path in (("--json", json), ("--plot", plot)):
-        _check_file(option, path)
     references = read_references(reference) if reference is not None else {}
     chosen = find(model, preset)
     if chosen is not None:  # refused before minutes of work
         settings.check_length(chosen.config().max_position_embeddings)
     resolved = select_device(device)
     check_device(engine, resolved)
-    asked = {
-        "device": resolved.name,
-        "model": model,
-        "preset": preset,
-        "dtype": dtype,
-        "options": engine_options(engine),
-    }
-    asked |= {"quantize": quantize, "calibration": None if calibration is None else str(calibration)}
-    with _status(quiet=json == _STDOUT) as told:
-        report = _bench(asked, settings, references, start, told)
+    asked = _asked(resolved.name, model, preset, dtype, quantize, calibration, engine_options(engine))
+    with status("loading the model", quiet=json == _STDOUT) as say:
+        report = _bench(asked, settings, references, start, say)
     if json is not None:
         _write_json(report, json, plot)
     if plot is not None:
@@ -114,7 +142,36 @@ def bench(
     return 1 if failed(report) else 0
 
 
-def _bench(asked: dict[str, Any], settings: Settings, references: Any, start: bool, told: Told) -> BenchReport:
+def _check_goes_with(context: typer.Context, serve: bool) -> None:
+    """Raise `UsageError` for an option that says nothing with --serve, or nothing without it."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    stray = [name for name in given if name in (_NOT_SERVED if serve else _SERVED)]
+    if stray:
+        option = f"--{stray[0].replace('_', '-')}"
+        found, remedy = (
+            ("it is not for --serve", "leave it out") if serve else ("it is for --serve alone", "add --serve")
+        )
+        raise UsageError(f"{option} {'with' if serve else 'without'} --serve", found=found, remedy=remedy)
+
+
+def _asked(
+    device: str,
+    model: str | None,
+    preset: str | None,
+    dtype: str,
+    quantize: str | None,
+    calibration: Path | None,
+    options: Any,
+) -> dict[str, Any]:
+    path = None if calibration is None else str(calibration)
+    asked = {"device": device, "model": model, "preset": preset, "dtype": dtype, "options": options}
+    return asked | {"quantize": quantize, "calibration": path}
+
+
+def _bench(
+    asked: dict[str, Any], settings: Settings, references: Any, start: bool, say: Callable[[str], None]
+) -> BenchReport:
     from dataclasses import replace
 
     from core.bench.bench import bench
@@ -122,15 +179,28 @@ def _bench(asked: dict[str, Any], settings: Settings, references: Any, start: bo
     from core.bench.start import measure_start
     from core.host.selection import select_device
 
+    def progress(cell: str, done: int, total: int) -> None:
+        say(f"{cell} ({done} of {total} cells done)")
+
     started = None
     if start:  # before this process takes the device's memory
-        told("start", 0, 1)
+        say("timing the start of a process")
         prompt = settings.prompts[0] if settings.prompts else 32
         started = measure_start({**asked, "prompt": prompt})
     device = select_device(asked["device"])
     loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
-    report = bench(loaded, device, settings, title=title, references=references, told=told)
+    report = bench(loaded, device, settings, title=title, references=references, progress=progress)
     return replace(report, start=started)
+
+
+def _check_positive(option: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    if any(not 1 <= value < 2**31 for value in values):
+        raise UsageError(
+            f"{option} {','.join(map(number_text, values))}",
+            found="there is nothing below 1, and nothing above 2147483647",
+            remedy="pass whole numbers between",
+        )
+    return values
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -142,29 +212,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written before minutes of work."""
-    if path is not None and path != _STDOUT and (path.is_dir() or not path.absolute().parent.is_dir()):
-        found = "it is a folder" if path.is_dir() else f"there is no folder {str(path.absolute().parent)!r}"
-        raise UsageError(f"{option} {str(path)!r}", found=found, remedy="name a file in a folder that exists")
-
-
-@contextmanager
-def _status(*, quiet: bool) -> Iterator[Told]:
-    """Say on standard error what is being measured, where that is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda cell, done, total: None
-        return
-    with console.status("loading the model") as status:
-        yield lambda cell, done, total: status.update(f"{cell} ({done} of {total} cells done)")
-
-
 def _write_json(report: BenchReport, path: Path, plot: Path | None) -> None:
-    from core.cli.output import json_text
-
     text = json_text("core.bench/1", **report.to_json(), plot=None if plot is None else str(plot))
     if path == _STDOUT:
         sys.stdout.write(f"{text}\n")
@@ -174,10 +222,5 @@ def _write_json(report: BenchReport, path: Path, plot: Path | None) -> None:
 
 def _print(report: BenchReport, written: list[Path]) -> None:
     from core.bench.text import renderables
-    from core.cli.output import console
 
-    out = console()
-    for item in renderables(report):
-        out.print(item, soft_wrap=not hasattr(item, "columns"), markup=False)
-    for path in written:
-        out.print(f"written: {path}", soft_wrap=True)
+    print_items([*renderables(report), *(f"written: {path}" for path in written)])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE
+from core.cli.model_argument import CACHE, DEVICE, DTYPE, MODEL, PHASE, check_model_options
+from core.cli.output import console, print_json, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.engine.models.resolve import check_choice, resolve_model
 from core.errors import UsageError
@@ -17,7 +18,6 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from core.common.passes.declaration import Pass
     from core.verify.bisect.bisection import Bisection
-    from core.verify.bisect.report import Progress
 
 _LEVELS = ("full", "sample")
 
@@ -58,8 +58,6 @@ def bisect(
         as_json,
     )
     if as_json:
-        from core.cli.output import print_json
-
         print_json("core.verify.bisect/1", **facts, **_injected_json(inject, wrong, found), **found.to_json())
     else:
         _print(found, wrong, facts)
@@ -78,15 +76,17 @@ def _bisect(
     switches: Any,
     quiet: bool,
 ) -> tuple[Bisection, Pass | None, dict[str, Any]]:
+    from core.host.selection import check_name, select_device
+
+    check_model_options(model, dtype, phase=phase, cache=cache)
+    check_choice("--level", level, _LEVELS)
+    check_name(device)
     from core.compilation.rewriting import device_passes
-    from core.engine.check.graphs import CACHES, PHASES, engine_graphs
-    from core.host.selection import select_device
+    from core.engine.check.graphs import engine_graphs
+    from core.engine.config import PHASES
     from core.verify.bisect.bisection import bisect as run
     from core.verify.bisect.bisection import injected
 
-    check_choice("--phase", phase, PHASES)
-    check_choice("--cache", cache, CACHES)
-    check_choice("--level", level, _LEVELS)
     resolved = select_device(device)
     name, _ = resolved.lowerings.resolve(lowering)
     passes = device_passes(resolved)
@@ -98,8 +98,7 @@ def _bisect(
         raise UsageError(
             f"--inject {inject}", found=f"{wrong.name} is left out: {switches}", remedy=f"let {wrong.name!r} run"
         )
-    with _progress(quiet=quiet) as progress:
-        progress("loading")
+    with _without_warnings(), status("loading", quiet=quiet) as progress:
         loaded, title = resolve_model(model, resolved, dtype)
         progress("tracing")
         with engine_graphs(loaded, resolved, cache=cache, phases=PHASES if phase is None else (phase,)) as graphs:
@@ -149,14 +148,10 @@ def _list_mistakes(as_json: bool) -> int:
     from core.verify.planted import mistakes
 
     if as_json:
-        from core.cli.output import print_json
-
         rows = [{"name": each.name, "pass": each.of, "what": each.what} for each in mistakes()]
         print_json("core.verify.bisect/1", mistakes=rows)
         return 0
     from rich.table import Table
-
-    from core.cli.output import console
 
     table = Table("mistake", "planted in", "what is wrong", box=None, pad_edge=False)
     for each in mistakes():
@@ -166,24 +161,14 @@ def _list_mistakes(as_json: bool) -> int:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """Show what is being judged on standard error, where it is a terminal, and keep passes' own warnings back.
-
-    What they warn of, a pass that was undone, is told in full by the report.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True)
+def _without_warnings() -> Iterator[None]:
+    """Keep back what passes warn of (a pass that was undone): the report tells it in full. Not with --debug."""
     log = logging.getLogger("core.passes")
     level = log.level
-    if log.getEffectiveLevel() > logging.DEBUG:  # not with --debug
+    if log.getEffectiveLevel() > logging.DEBUG:
         log.setLevel(logging.ERROR)
     try:
-        if quiet or not console.is_terminal:
-            yield lambda what: None
-        else:
-            with console.status("starting") as status:
-                yield status.update
+        yield
     finally:
         log.setLevel(level)
 
@@ -200,8 +185,6 @@ def _injected_json(inject: str | None, wrong: Pass | None, found: Bisection) -> 
 
 def _print(found: Bisection, wrong: Pass | None, facts: dict[str, Any]) -> None:
     from rich.table import Table
-
-    from core.cli.output import console
 
     out = console()
     out.print(found.headline(), style="bold", markup=False, soft_wrap=True)

@@ -44,11 +44,14 @@ def cache(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Listed:
-    """An entry, what it was made for (None where it can't be read), and in which factors it is unlike the latest."""
+    """An entry of the cache, and what the list says of it."""
 
     entry: Entry
+    #: What it was made for; None where it can't be read.
     summary: Summary | None
+    #: The factors in which it differs from the latest entry of its model.
     unlike: list[Difference]
+    #: The same in a few words.
     unlike_text: str
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +59,7 @@ class _Listed:
         from core.compilation.cache.differences import each_line
 
         return {
-            "key": self.entry.key,
+            "key": self.entry.name,
             "model": self.entry.model,
             "device": self.entry.device,
             "num_bytes": self.entry.num_bytes,
@@ -67,7 +70,7 @@ class _Listed:
         }
 
     def text(self) -> str:
-        """Return what the table says of it: its model and what that was compiled for, or why it can't be used."""
+        """Return its line in the table: the model and what that was compiled for, or why the entry can't be used."""
         name = ", ".join(each.rpartition(":")[2] for each in self.entry.model.split(", "))
         if self.summary is None:
             return "\n".join(filter(None, (name, f"can't be used: {self.entry.problem or 'it is gone'}")))
@@ -93,7 +96,7 @@ def _list(store: Store, *, as_json: bool) -> None:
     table.add_column("what it holds", overflow="fold")
     for each in listed:
         size, age = f"{each.entry.num_bytes / 2**20:.2f}", _age(each.entry.age_s)
-        table.add_row(each.entry.key[:12], each.entry.device, size, age, escape(each.text()))
+        table.add_row(each.entry.name[:12], each.entry.device, size, age, escape(each.text()))
     out = console()
     out.print(table)
     kept = ", ".join(f"{name} {num_bytes / 2**20:.1f} MiB" for name, num_bytes in kernels.items() if num_bytes)
@@ -101,17 +104,17 @@ def _list(store: Store, *, as_json: bool) -> None:
 
 
 def _look(store: Store, entry: Entry, entries: list[Entry]) -> _Listed:
-    """Return what is told of an entry, the latest one of whose model is among the others."""
+    """Return what the list says of an entry, which is compared with the latest one of its model among `entries`."""
     from core.compilation.cache.differences import brief, differences
-    from core.compilation.cache.store import Damaged
+    from core.compilation.cache.entry import Damaged
 
     latest = next((other for other in entries if other.model == entry.model and not other.problem), entry)
     summary, unlike, text = None, [], ""
     with suppress(Damaged):  # cleared or replaced since it was listed
         if not entry.problem:
-            summary = store.summary(entry.key)
-            unlike = differences(store.factors(entry.key), store.factors(latest.key))
-            text = brief(unlike, store.places(entry.key), store.places(latest.key)) if unlike else ""
+            summary = store.summary(entry.name)
+            unlike = differences(store.factors(entry.name), store.factors(latest.name))
+            text = brief(unlike, store.places(entry.name), store.places(latest.name)) if unlike else ""
     return _Listed(entry=entry, summary=summary, unlike=unlike, unlike_text=text)
 
 

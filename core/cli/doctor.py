@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from core._version import __version__
 from core.cli.devices import plugin_json
 from core.cli.output import print_json, print_warnings
 from core.host.probing import DeviceScan, DeviceStatus
-from core.host.workers.pool import WorkerPool, WorkerResult
+from core.host.workers.worker import Asked, WorkerResult
 from core.settings import Settings
 
 Verdict = Literal["pass", "fail", "unavailable", "skipped"]
@@ -24,15 +24,16 @@ _PACKAGES = ("torch", "pluggy", "transformers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What became of one plugin. detail: product name of an opened device, else the cause of the verdict."""
+    """What became of one plugin."""
 
     status: DeviceStatus
     verdict: Verdict
+    #: Product name of an opened device, else the cause of the verdict.
     detail: str
     hint: str = ""
     error: dict[str, Any] | None = None
     traceback: str = ""
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
 
 def doctor(
@@ -72,11 +73,12 @@ def versions() -> dict[str, str | None]:
 
 def diagnose(statuses: tuple[DeviceStatus, ...], timeout_s: float) -> list[Diagnosis]:
     """Open each plugin that may be loaded, all at once, and judge every status."""
-    with WorkerPool() as pool:
+    with Asked() as asked:
         for status in statuses:
             if status.outcome is not None:
-                pool.launch(status.plugin.device, "core.host.doctor_worker", status.plugin.device, timeout_s=timeout_s)
-        results = pool.collect()
+                name = status.plugin.device
+                asked.ask(name, "core.host.doctor_worker", device=name, timeout_s=timeout_s)
+        results = asked.results()
     return [_judge(status, results.get(status.plugin.device)) for status in statuses]
 
 
@@ -86,20 +88,13 @@ def _judge(status: DeviceStatus, result: WorkerResult | None) -> Diagnosis:
         return Diagnosis(status=status, verdict=verdict, detail=status.reason, hint=status.hint)
     warnings = _warnings(status)
     if status.outcome.failed:
-        output = status.outcome.output
-        return Diagnosis(
-            status=status, verdict="fail", detail=status.reason, hint=status.hint, traceback=output, warnings=warnings
-        )
-    if result.answer is None:
-        return Diagnosis(
-            status=status,
-            verdict="fail",
-            detail=f"opening it {result.problem}",
-            hint=f"report it to the author of {status.plugin.distribution}",
-            traceback=result.output,
-            warnings=warnings,
-        )
-    return _from_answer(status, result.answer, warnings)
+        detail, hint, output = status.reason, status.hint, status.outcome.output
+    elif result.answer is None:
+        detail, output = f"opening it {result.problem}", result.output
+        hint = f"report it to the author of {status.plugin.distribution}"
+    else:
+        return _from_answer(status, result.answer, warnings)
+    return Diagnosis(status=status, verdict="fail", detail=detail, hint=hint, traceback=output, warnings=warnings)
 
 
 def _from_answer(status: DeviceStatus, answer: dict[str, Any], warnings: tuple[str, ...]) -> Diagnosis:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import CACHE, CALIBRATION, DEVICE, DTYPE, KV_CACHE_DTYPE, MODEL, PHASE, QUANTIZE
+from core.cli.model_argument import (
+    CACHE,
+    CALIBRATION,
+    DEVICE,
+    DTYPE,
+    KV_CACHE_DTYPE,
+    MODEL,
+    PHASE,
+    QUANTIZE,
+    check_model_options,
+)
+from core.cli.output import check_file, print_items, print_json, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
-from core.engine.models.resolve import check_choice, resolve_model
+from core.engine.models.resolve import resolve_model
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,12 +56,21 @@ def explain(
 
     The exit code is 1 if a pass failed and was undone.
     """
+    from core.host.selection import check_name
+
+    check_model_options(model, dtype, phase=phase, cache=cache, kv_cache_dtype=kv_cache_dtype)
+    check_name(device)
+    check_file("--html", html)
+    for option, value in (("--batch", batch), ("--context", context)):
+        if value < 1:
+            raise UsageError(
+                f"{option} {value}", found="there is nothing below 1", remedy="pass a number of at least 1"
+            )
+    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     from core.engine.models.quantizing import Quantize
 
-    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     scheme = Quantize.of(quantize, calibration)
-    _check_file(html)
-    with _status(quiet=as_json):
+    with status("loading and tracing the model", quiet=as_json):
         sizes = (batch, context) if kernels else None
         explanation, profiles = _explain(
             model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme
@@ -61,8 +80,6 @@ def explain(
 
         html.write_text(to_html(explanation), encoding="utf-8")
     if as_json:
-        from core.cli.output import print_json
-
         print_json(
             "core.explain/1",
             **explanation.to_json(nodes=full),
@@ -88,15 +105,12 @@ def _explain(
 ) -> tuple[Explanation, list[KernelProfile]]:
     """Explain, and where sizes (batch, context) are given profile the same phases."""
     from core.compilation.rewriting import device_passes
-    from core.engine.check.graphs import CACHES, PHASES, engine_graphs
-    from core.engine.steps.runner import KV_CACHE_DTYPES
+    from core.engine.check.graphs import engine_graphs
+    from core.engine.config import PHASES
     from core.explain.explanation import explain
     from core.host.selection import select_device
     from core.quantization.report import report_of
 
-    check_choice("--phase", phase, PHASES)
-    check_choice("--cache", cache, CACHES)
-    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     resolved = select_device(device)
     switches.select(device_passes(resolved))  # a misspelt name is refused before the model is loaded
     loaded, title = resolve_model(model, resolved, dtype, quantize=scheme)
@@ -120,37 +134,11 @@ def _explain(
     return explanation, [profile_phase(loaded, resolved, each, **options) for each in phases]
 
 
-@contextmanager
-def _status(*, quiet: bool) -> Iterator[None]:
-    """Say on standard error, where it is a terminal, that this takes a while."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield
-        return
-    with console.status("loading and tracing the model"):
-        yield
-
-
-def _check_file(html: Path | None) -> None:
-    """Refuse a file that cannot be written before minutes of work."""
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        found = "it is a folder" if html.is_dir() else f"there is no folder {str(html.absolute().parent)!r}"
-        raise UsageError(f"--html {str(html)!r}", found=found, remedy="name a file in a folder that exists")
-
-
 def _print(explanation: Explanation, profiles: Sequence[KernelProfile], full: bool, html: Path | None) -> None:
-    from core.cli.output import console
+    from core.bench.text import kernel_tables
     from core.explain.text import renderables
 
-    out = console()
-    for item in renderables(explanation, full=full):
-        out.print(item, soft_wrap=not hasattr(item, "columns"))
-    if profiles:
-        from core.bench.kernel_text import tables
-
-        for item in (item for profile in profiles for item in tables(profile.to_json())):
-            out.print(item, soft_wrap=not hasattr(item, "columns"), markup=False)
+    print_items(renderables(explanation, full=full))
+    print_items(item for profile in profiles for item in kernel_tables(profile.to_json()))
     if html is not None:
-        out.print(f"\nwritten: {html} ({html.stat().st_size / 2**20:.2f} MiB)", soft_wrap=True)
+        print_items([f"\nwritten: {html} ({html.stat().st_size / 2**20:.2f} MiB)"])

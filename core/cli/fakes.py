@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
-from core.host.discovery import AUTO
+from core.cli.output import print_json
+from core.host.plugin_metadata import AUTO
 
 if TYPE_CHECKING:
     from core.common.fakes import FakeOp, FakeResult
@@ -27,8 +28,6 @@ def fakes(
     timeout_s: float = typer.Option(_TIMEOUT_S, "--timeout-s", min=0.1, help="Seconds one call of a kernel may take."),
 ) -> None:
     """List declared fake kernels, or test an op library's fakes against its kernels; exit with 1 if one lies."""
-    from core.cli.output import print_json
-
     if check is None:
         from core.host.selection import select_device
 

@@ -1,13 +1,18 @@
-"""What subcommands ask of a model alike: MODEL (a folder, a type, or none), where and in what dtype it runs."""
+"""The arguments that subcommands share about a model: which one, on what device, in what dtype, how compiled."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
-from core.engine.models.resolve import check_choice
+from core.engine.config import CACHES, KV_CACHE_DTYPES, PHASES, Phase
+from core.engine.models.resolve import check_choice, check_dtype
+from core.errors import UsageError
+from core.paths import local_path
 
 if TYPE_CHECKING:
     from core.compilation.options import CompileOptions, Verify
@@ -42,12 +47,37 @@ CALIBRATION: Any = typer.Option(
 `quantize` and `calibration`."""
 
 
+def check_model_options(
+    model: str | Path | None,
+    dtype: str,
+    *,
+    phase: str | None = None,
+    cache: str = "auto",
+    kv_cache_dtype: str = "auto",
+) -> None:
+    """Refuse, before torch is imported, what no device and no model allows.
+
+    model: a folder; a text without a separator may also name a model type. Raises `UsageError`, and `ModelError` for a
+    folder that is not there.
+    """
+    from core.engine.models.checkpoint import check_folder
+
+    check_dtype(dtype)
+    check_choice("--phase", phase, PHASES)
+    check_choice("--cache", cache, CACHES)
+    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if isinstance(model, str) and os.sep not in model and not local_path(f"model {model!r}", model).exists():
+        return  # a model type, which transformers knows
+    if model is not None:
+        check_folder(local_path(f"model {str(model)!r}", model))
+
+
 def compile_options(
     mode: str | None,
     lowering: str | None,
-    switches: PassSwitches,
+    switches: PassSwitches | None = None,
     *,
-    strict: bool,
+    strict: bool = False,
     verify: str = "off",
     cache: bool | None = None,
 ) -> CompileOptions:
@@ -61,9 +91,9 @@ def compile_options(
     return CompileOptions(
         mode=modes,
         lowering=lowering,
-        passes=switches.only,
-        disable_passes=switches.disable,
-        enable_passes=switches.enable,
+        passes=None if switches is None else switches.only,
+        disable_passes=() if switches is None else switches.disable,
+        enable_passes=() if switches is None else switches.enable,
         strict=strict,
         verify=cast("Verify", verify),
         cache=cache,
@@ -75,13 +105,18 @@ def _parse_modes(text: str | None) -> Any:
     if text is None or "=" not in text:
         return text
     pairs = [item.partition("=") for item in text.split(",")]
-    return {phase.strip(): mode.strip() for phase, _, mode in pairs}
+    phases = [phase.strip() for phase, _, _ in pairs]
+    twice = next((phase for phase in phases if phases.count(phase) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"--mode {text}", found=f"{twice!r} has more than one mode", remedy="name each phase once at most"
+        )
+    return {phase: mode.strip() for phase, (_, _, mode) in zip(phases, pairs, strict=True)}
 
 
 def check_device(config: EngineConfig, device: Device) -> None:
     """Raise `UsageError` for what a compile on this device will refuse, before a model is loaded for it."""
     from core.compilation.rewriting import device_passes
-    from core.engine.steps.step import Phase
 
     options = config.options
     options.switches.select(device_passes(device))

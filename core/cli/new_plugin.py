@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from core.cli.output import print_json
+
 
 def new_plugin(
     name: str = typer.Argument(help="Device name: what users will write after --device."),
@@ -26,8 +28,6 @@ def new_plugin(
     write(files, target)
     commands = next_commands(names.device, target)
     if as_json:
-        from core.cli.output import print_json
-
         print_json(
             "core.new-plugin/1",
             device=names.device,

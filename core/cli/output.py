@@ -1,4 +1,4 @@
-"""What all subcommands share: the JSON envelope, the console, and how errors are printed."""
+"""What all subcommands share: JSON documents, the console, signs of progress, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import math
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core._version import __version__
-from core.errors import CoreError, error_json, notes_of
+from core.errors import CoreError, UsageError, error_json, notes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +46,33 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+
+
+def print_items(items: Iterable[Any]) -> None:
+    """Print lines and tables of `rich`; a line stays whole however long it is, and brackets in it are no markup."""
+    out = console()
+    for item in items:
+        out.print(item, soft_wrap=not hasattr(item, "columns"), markup=False)
+
+
+@contextmanager
+def status(first: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what is under way, where that is a terminal; yield what says what comes next."""
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    if quiet or not terminal.is_terminal:
+        yield lambda text: None
+        return
+    with terminal.status(first) as shown:
+        yield shown.update
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Refuse, before minutes of work, a file that cannot be written; `-` is standard output."""
+    if path is not None and path != Path("-") and (path.is_dir() or not path.absolute().parent.is_dir()):
+        found = "it is a folder" if path.is_dir() else f"there is no folder {str(path.absolute().parent)!r}"
+        raise UsageError(f"{option} {str(path)!r}", found=found, remedy="name a file in a folder that exists")
 
 
 def print_warnings(warnings: tuple[str, ...]) -> None:
@@ -79,7 +109,14 @@ def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> Non
         traceback.print_exception(error)
     text = f"internal error: {type(error).__name__}: {error}"
     if as_json:
-        fields = {"asked": "the command", "found": text, "remedy": "run with --debug and report it", "notes": []}
+        fields = {
+            "asked": "the command",
+            "found": text,
+            "remedy": "run with --debug and report it",
+            "notes": notes_of(error),
+        }
         print_json("core.error/1", error={"type": "InternalError", **fields})
     elif not debug:
-        print(f"{' '.join(text.split())}; run with --debug for the traceback", file=sys.stderr)
+        notes = [f"   note: {' '.join(note.split())}" for note in notes_of(error)]
+        first = f"{' '.join(text.split())}; run with --debug for the traceback"
+        print("\n".join([first, *notes]), file=sys.stderr)

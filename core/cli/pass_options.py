@@ -25,8 +25,6 @@ def pass_switches(with_pass: list[str], only_pass: list[str], no_pass: list[str]
 
     Whether the names exist is known only with the passes: `PassSwitches.select` and `PassManager` refuse others.
     """
-    from core.compilation.rewrite.order import PassSwitches
-
     if no_passes and (with_pass or only_pass or no_pass):
         given = "--pass" if with_pass else "--only-pass" if only_pass else "--no-pass"
         raise UsageError(
@@ -34,5 +32,7 @@ def pass_switches(with_pass: list[str], only_pass: list[str], no_pass: list[str]
             found="the one leaves out every pass, the other chooses among them",
             remedy="give one of the two",
         )
+    from core.compilation.rewrite.order import PassSwitches
+
     only = () if no_passes else tuple(only_pass) or None
     return PassSwitches(only=only, disable=tuple(no_pass), enable=tuple(with_pass))

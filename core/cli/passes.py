@@ -1,17 +1,18 @@
-"""`core passes`: the passes of a device in the order of execution, whose they are, and which of them are enabled."""
+"""`core passes`: the passes of a device in the order of execution, with owner, and whether each is enabled."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from core.cli.output import console, print_json
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
 if TYPE_CHECKING:
-    from core.common.passes.declaration import Guards, Pass
+    from core.common.passes.declaration import Pass
+    from core.common.passes.pass_guards import Guards
     from core.device import Device
 
 _STAGES = ("torch", "functional", "aten")  # one after the other, whatever the order within
@@ -26,12 +27,16 @@ def passes(
     no_passes: bool = NO_PASSES,
 ) -> None:
     """List the passes that rewrite a model's graphs, in the order of execution."""
+    from core.host.selection import check_name, select_device
+
+    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
+    if device is not None:
+        check_name(device)
     from core.common.passes.standard import COMMON_PASSES
     from core.compilation.rewrite.order import order
     from core.compilation.rewriting import device_passes
-    from core.host.selection import select_device
+    from core.host.distributions.isolation import warnings
 
-    switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     resolved = None if device is None else select_device(device)
     known = COMMON_PASSES if resolved is None else device_passes(resolved)
     enabled = {declared.name for declared in switches.select(known)}
@@ -42,9 +47,8 @@ def passes(
     enabled -= {name for name, reason in waiting.items() if reason and name not in switches.asked}
     rows = [pass_json(declared, declared.name in enabled, waiting[declared.name]) for declared in ordered]
     if as_json:
-        from core.cli.output import print_json
-
-        print_json("core.passes/1", device=_device_json(resolved), switches=str(switches), passes=rows)
+        chosen = None if resolved is None else {"name": resolved.name, "plugin": str(resolved.plugin)}
+        print_json("core.passes/1", device=chosen, switches=str(switches), passes=rows, warnings=warnings())
     else:
         _print(rows, resolved, str(switches))
 
@@ -64,48 +68,29 @@ def pass_json(declared: Pass, enabled: bool, on_request: str) -> dict[str, Any]:
         "enabled": enabled,
         "on_request": on_request,
         "uuid": declared.uuid(),
-        "does": what_it_does(declared),
+        "does": declared.does,
     }
 
 
 def guards_json(guards: Guards) -> dict[str, Any]:
     """Return the guards that refuse anything, by name."""
-    found: dict[str, Any] = {}
-    if guards.dtypes is not None:
-        found["dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in guards.dtypes)
-    if guards.min_rank:
-        found["min_rank"] = guards.min_rank
-    if guards.capabilities:
-        found["capabilities"] = dict(guards.capabilities)
-    if guards.world_size != (1, None):
-        found["world_size"] = list(guards.world_size)
-    if guards.tokens is not None:
-        found["tokens"] = list(guards.tokens)
-    if guards.constants:
-        found["constants"] = True
-    if guards.implements:
-        found["implements"] = sorted(guards.implements)
-    return found
-
-
-def what_it_does(declared: Pass) -> str:
-    """Return the first line of the docstring of what the pass runs, "" where there is none."""
-    functions = [declared.run, *(getattr(pattern, "search", None) for pattern in declared.patterns)]
-    functions += [getattr(pattern, "pattern", None) for pattern in declared.patterns]
-    texts = (inspect.getdoc(function) for function in functions if inspect.isroutine(function))
-    return next((text.splitlines()[0] for text in texts if text), "")
-
-
-def _device_json(device: Device | None) -> dict[str, str] | None:
-    return None if device is None else {"name": device.name, "plugin": str(device.plugin)}
+    dtypes, names = guards.dtypes, guards.implements
+    found: dict[str, Any] = {
+        "dtypes": None if dtypes is None else sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        "min_rank": guards.min_rank or None,
+        "capabilities": dict(guards.capabilities) or None,
+        "world_size": None if guards.world_size == (1, None) else list(guards.world_size),
+        "tokens": None if guards.tokens is None else list(guards.tokens),
+        "constants": guards.constants or None,
+        "implements": sorted(names) or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _print(rows: Sequence[Mapping[str, Any]], device: Device | None, switches: str) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
-
-    from core.cli.output import console
 
     out = console()
     out.print(f"{'every device' if device is None else str(device)}; {switches}", markup=False)

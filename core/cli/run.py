@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.model_argument import CALIBRATION, DTYPE, KV_CACHE_DTYPE, QUANTIZE, check_device, compile_options
+from core.cli.model_argument import (
+    CALIBRATION,
+    DTYPE,
+    KV_CACHE_DTYPE,
+    QUANTIZE,
+    check_device,
+    check_model_options,
+    compile_options,
+)
+from core.cli.output import print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
-from core.engine.models.resolve import check_choice, parse_dtype
+from core.engine.models.resolve import parse_dtype
+from core.errors import DeviceUnavailableError, ModelError
 
 if TYPE_CHECKING:
     from core.compilation.options import Progress
+    from core.device import Device
     from core.engine.check.comparison import Comparison
+    from core.engine.models.loading import LoadedModel
     from core.engine.models.quantizing import Quantize
     from core.engine.serve.engine import Engine
     from core.engine.serve.request import Completion
@@ -58,10 +70,10 @@ def run(
     """Generate text with any transformers causal LM on one device, and check it against eager."""
     from core.cli.run_output import print_json_of, print_table
     from core.engine.config import SamplingParams
-    from core.engine.models.quantizing import Quantize
-    from core.engine.steps.runner import KV_CACHE_DTYPES, EngineConfig
+    from core.engine.steps.runner import EngineConfig
+    from core.host.selection import check_name
 
-    check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
@@ -71,9 +83,16 @@ def run(
         kv_cache_dtype=kv_cache_dtype,
         options=compile_options(mode, lowering, switches, strict=strict, verify=verify, cache=cache),
     )
+    check_name(device)  # before anything that imports torch
+    from core.engine.models.quantizing import Quantize
+
     scheme = Quantize.of(quantize, calibration)
     with _progress(quiet=as_json) as progress:
-        engine = _engine(device, model, prompt, params, dtype, config, scheme, progress)
+        try:
+            engine = _engine(device, model, prompt, params, dtype, config, scheme, progress)
+        except _FaultyDevice as error:
+            print_core_error(error.error, as_json=as_json, debug=False)
+            return 1
     with engine:
         completions = _generate(engine, prompt, params, stream=not as_json)
         comparison = _compare(engine, completions, oracle) if check else None
@@ -122,7 +141,39 @@ def _engine(
         # The check generates greedily whatever was asked for, so that is captured in any case.
         sampling=("greedy",) if params.greedy else ("greedy", "random"),
     )
-    return Engine(loaded, resolved, config, progress=progress)
+    attention = loaded.config._attn_implementation
+    try:
+        return Engine(loaded, resolved, config, progress=progress)
+    except ModelError as refusal:
+        fault = _device_fault(loaded, resolved, encoded[0].token_ids, attention)
+        if not fault:
+            raise
+        raise _FaultyDevice(loaded, resolved, fault) from refusal
+
+
+class _FaultyDevice(Exception):
+    """The engine refused a model because the device computes wrongly."""
+
+    def __init__(self, loaded: LoadedModel, device: Device, fault: str) -> None:
+        super().__init__(fault)
+        self.error = DeviceUnavailableError(
+            f"running {type(loaded.model).__name__} on {device.name}",
+            found=fault,
+            remedy="run the conformance suite on this device, and the model on another; see to its driver and plugin",
+        )
+
+
+def _device_fault(loaded: LoadedModel, device: Device, prompt: Sequence[int], attention: str) -> str:
+    """Return what shows that the device, and not the model, is why no engine takes it; "" where nothing does."""
+    from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
+    from core.engine.check.device import probe_device
+
+    if loaded.num_parameters > MAX_ORACLE_PARAMETERS:
+        return ""
+    try:
+        return probe_device(loaded.model, device.name, prompt, attention)
+    except Exception:  # a model that fails by itself is refused for the reason that stands
+        return ""
 
 
 @contextmanager

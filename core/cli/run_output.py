@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from core.cli.output import console, print_json
+
 if TYPE_CHECKING:
-    from core.compilation.report import ProgramReport
     from core.engine.check.comparison import Comparison
     from core.engine.serve.engine import Engine
     from core.engine.serve.request import Completion
 
 
 def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]]:
-    loaded, report = engine.loaded, engine.report()
+    from core.quantization.report import report_of
+
+    loaded, report, quantized = engine.loaded, engine.report(), report_of(engine.loaded.model)
+    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
     modes = ", ".join(f"{phase} {mode}" for phase, mode in report.modes.items())
+    fault = comparison and comparison.device_fault
     rows = [
+        *([("DEVICE FAULT", fault)] if fault else []),
         ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
         ("plugin", str(engine.device.plugin)),
         ("chosen", engine.device.reason),
         ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
-        *_quantized_row(engine),
+        *([] if quantized is None else [("quantised", quantized.summary())]),
         ("cache", f"{engine.route}: {engine.route_reason}"),
         (
             "programs",
@@ -32,7 +38,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
-        ("compile cache", _cache_line(report)),
+        ("compile cache", f"{report.cache} ({counted})"),
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
     if engine.config.speculative:
@@ -68,18 +74,6 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
     ]
 
 
-def _quantized_row(engine: Engine) -> list[tuple[str, str]]:
-    from core.quantization.report import report_of
-
-    report = report_of(engine.loaded.model)
-    return [] if report is None else [("quantised", report.summary())]
-
-
-def _cache_line(report: ProgramReport) -> str:
-    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
-    return f"{report.cache} ({counted})"
-
-
 def _rounding_row(comparison: Comparison) -> list[tuple[str, str]]:
     cost = comparison.cache_rounding
     text = f"changes the fp64 logits by {cost:.2g} of their size; eager above rounds its cache too" if cost else ""
@@ -99,8 +93,6 @@ def print_table(engine: Engine, comparison: Comparison | None) -> None:
     """Print what a run did, cost and compared, one line each."""
     from rich.table import Table
 
-    from core.cli.output import console
-
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -117,12 +109,15 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
 
     import torch
 
-    from core.cli.output import print_json
+    from core.host.distributions.isolation import warnings
     from core.quantization.report import report_of
 
     loaded, quantization = engine.loaded, report_of(engine.loaded.model)
+    checked = {} if comparison is None else asdict(comparison)
+    fault = checked.pop("device_fault", None)
     print_json(
         "core.run/1",
+        device_fault=fault,
         device={
             "name": engine.device.name,
             "product": engine.device.capabilities.device_name,
@@ -151,5 +146,6 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             }
             for c in completions
         ],
-        check=None if comparison is None else {**asdict(comparison), "passed": comparison.passed},
+        check=None if comparison is None else {**checked, "passed": comparison.passed},
+        warnings=warnings(),
     )

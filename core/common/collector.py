@@ -12,7 +12,10 @@ from contextlib import contextmanager
 
 
 class _Shared:
-    """A state of the process that blocks hold together. enter: sets it, returns what it was; leave: gives that back."""
+    """A state of the process that holds while any block wants it.
+
+    enter: sets the state and returns what was before. leave: is given that, and restores it.
+    """
 
     def __init__(self, enter: Callable[[], bool], leave: Callable[[bool], None]) -> None:
         self._enter, self._leave = enter, leave
@@ -48,23 +51,24 @@ def _enable_again(was_enabled: bool) -> None:
 
 
 _FEWEST_FROZEN = 10_000
-"""A freeze takes in all there is: more than 100,000 objects in a process that has torch."""
+"""Frozen objects from which on somebody is taken to have frozen them: `gc.freeze` takes in all there are, more than
+100,000 in a process that has torch."""
 
 
 def is_frozen() -> bool:
-    """Tell whether somebody has frozen what there is.
+    """Return whether somebody has frozen the process's objects.
 
-    From Python 3.12 on, a collection moves immortal objects to the frozen ones by itself: some hundreds. How many
-    others there are is not asked: `gc.get_objects` takes hold of tuples that another thread is just building, which
-    then fails there with a `SystemError`.
+    Some hundred frozen objects prove nothing: from Python 3.12 on, a collection freezes immortal ones by itself. The
+    others are not counted: `gc.get_objects` takes hold of tuples that another thread is still building, and there the
+    building then fails with a `SystemError`.
     """
     return gc.get_freeze_count() > _FEWEST_FROZEN
 
 
 def _freeze() -> bool:
     was_frozen = is_frozen()
-    # Where the caller froze what he had, nothing is added: it could not be thawed alone afterwards, and what dies later
-    # in a circle would never be freed.
+    # Nothing is added to what the caller has frozen: the two could not be thawed apart, and circles that die later
+    # would never be freed.
     if not was_frozen:
         gc.freeze()
     return was_frozen

@@ -13,29 +13,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostArgumentExample:
-    """A call of an op that takes host-side arguments, for a device that declares `update`.
+    """A call of an op that takes host-side arguments, for a device that declares `update`."""
 
-    function: called as `function(**inputs, **step)`; gives one tensor. inputs: tensors on the device, by name. steps:
-    sets of host-side arguments, by the names of the op's arguments; two at least, each with another result. Where the
-    names of a step are those of inputs, the arguments are the values of these: a step holds flat lists of them, and
-    `function` is called as `function(**inputs)`.
-    """
-
+    #: called as `function(**inputs, **step)`, or as `function(**inputs)` where a step holds values of inputs; gives one
+    #: tensor
     function: Callable[..., torch.Tensor]
+    #: tensors on the device, by name
     inputs: Mapping[str, torch.Tensor]
+    #: at least two sets of host-side arguments, each with another result: by the names of the op's arguments; or by
+    #: names of inputs, as flat lists of their values
     steps: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConformanceProfile:
-    """Declared limits of a device.
+    """Declared limits of a device."""
 
-    not_supported maps a case name or glob (`"ops/attention/*"`) to the reason; such cases are counted apart, never as
-    passed. nondeterministic_ops names ops whose replays may differ in bits, as "aten::index_add". host_argument_example
-    makes, for a torch device, what the renewal of host-side arguments is tried on; a device that declares `update` owes
-    one.
-    """
-
+    #: name or glob of cases (`"ops/attention/*"`) -> the reason; such cases are counted apart, never as passed
     not_supported: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: ops whose replays may differ in bits, as "aten::index_add"
     nondeterministic_ops: frozenset[str] = frozenset()
+    #: makes, for a torch device, what the renewal of host-side arguments is tried on; a device with `update` owes one
     host_argument_example: Callable[[torch.device], HostArgumentExample] | None = None

@@ -13,25 +13,19 @@ Count = Callable[[], int]
 """Returns how many kernels were compiled so far."""
 
 
-def _takes_any(folder: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCompiler:
-    """A compiler that makes kernels of a device while programs are compiled or run.
+    """A compiler that makes kernels of a device while programs are compiled or run."""
 
-    name: of its folder beside the compile cache. counting: enter it around a compile; it gives the count of kernels
-    that were compiled in the block, those found compiled on disk left out. folder_variable: the environment variable
-    that tells the compiler where to keep kernels, read when it compiles; "" where it keeps none. refuses: says why it
-    can't keep them in a folder, "" where it can. package: the Python package whose version stands for its code in the
-    compile cache; "" where that is torch's.
-    """
-
+    #: of its folder beside the compile cache
     name: str
+    #: entered around a compile: gives the count of kernels compiled in the block, without those found on disk
     counting: Callable[[], AbstractContextManager[Count]]
+    #: the environment variable that says where the compiler keeps kernels, read when it compiles; "" if it keeps none
     folder_variable: str = ""
-    refuses: Callable[[str], str] = _takes_any
+    #: says why the compiler can't keep kernels in a folder, "" where it can
+    refuses: Callable[[str], str] = lambda folder: ""
+    #: the Python package whose version stands for the compiler's code in the compile cache; "" where that is torch's
     package: str = ""
 
 

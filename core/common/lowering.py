@@ -1,4 +1,4 @@
-"""To lower is to make a callable of a finished graph: `fx.GraphModule` in, a plain function out. `inline` is one way.
+"""The contract of a lowering, which makes a plain function of a finished graph, and the simplest one, `inline`.
 
 Which implementation each canonical op gets is chosen before (core/compilation/implementations.py).
 """
@@ -22,13 +22,11 @@ FlatCallable = Callable[..., "tuple[torch.Tensor, ...]"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringRequest:
-    """What a lowering is given.
+    """What a lowering is given."""
 
-    graph: the finished graph; the lowering owns it and may change it. example_inputs: real values for its placeholders,
-    in order; symbolic sizes as ints.
-    """
-
+    #: finished; the lowering owns it and may change it
     graph: fx.GraphModule
+    #: real values for the graph's placeholders, in order; symbolic sizes as ints
     example_inputs: tuple[Any, ...]
 
 
@@ -37,15 +35,15 @@ Lowering = Callable[[LoweringRequest], FlatCallable]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowerings:
-    """The lowerings of a device by name, and which one is used when none is asked for.
+    """The lowerings of a device."""
 
-    any_size: those whose callables run at every size the trace allows, not only the examples': one serves all buckets.
-    instead: why the default is not the one that the device prefers; a program that uses it unasked notes this.
-    """
-
+    #: all of them, by name
     available: Mapping[str, Lowering]
+    #: the one that is used when none is asked for
     default: str
+    #: those whose callables run at every size that the trace allows, so that one callable serves all buckets
     any_size: frozenset[str] = frozenset()
+    #: why the default is not the lowering that the device prefers; noted by programs that use the default unasked
     instead: str = ""
 
     def resolve(self, name: str | None) -> tuple[str, Lowering]:
@@ -60,7 +58,7 @@ class Lowerings:
         return wanted, self.available[wanted]
 
     def notes(self, name: str | None) -> tuple[str, ...]:
-        """Return what a program has to note where nothing or this name was asked for."""
+        """Return what a program notes when this lowering was asked for, None for the default."""
         return (f"lowering {self.default!r}: {self.instead}",) if name is None and self.instead else ()
 
 
@@ -71,4 +69,4 @@ def inline(request: LoweringRequest) -> FlatCallable:
 
 
 INLINE = Lowerings(available=MappingProxyType({"inline": inline}), default="inline", any_size=frozenset({"inline"}))
-"""What a device has that states nothing: every op goes through torch's dispatcher, where any backend can see it."""
+"""Of a device whose plugin names none: every op goes through torch's dispatcher, where any backend can see it."""

@@ -36,19 +36,18 @@ _ABSURD = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The outcome of one check; errors are absolute, against the fp64 reference.
-
-    rms_ratio and max_ratio are measured over bound: at most 1 passes; infinite where no bound could be set. The errors
-    are those of the ordinary elements, without special ones and outliers. reason is empty when passed.
-    """
+    """The outcome of one check. Errors are absolute, against the fp64 reference, of the ordinary elements."""
 
     passed: bool
+    #: why not; empty when passed
     reason: str
     rms_error: float
     max_error: float
     eager_rms_error: float
     eager_max_error: float
+    #: rms error over its bound: at most 1 passes; infinite where no bound could be set
     rms_ratio: float
+    #: largest error over its bound, likewise
     max_ratio: float
     num_elements: int
 
@@ -113,7 +112,7 @@ def _same(g: Tensor, e: Tensor, eps: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Errors of G and E in elements of one magnitude. off: E's error over the size of R."""
+    """Errors of G and E in elements of one magnitude."""
 
     rms: float
     top: float
@@ -121,6 +120,7 @@ class _Measured:
     eager_top: float
     rms_ratio: float
     max_ratio: float
+    #: E's error over the size of R
     off: float
 
 

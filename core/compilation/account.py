@@ -1,4 +1,4 @@
-"""The account of a compile while it runs: what it notes, leaves out and counts, and the report that becomes of it."""
+"""The account of a compile while it runs: notes, dropped buckets and counts, and the report that is made of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.compilation.report import BucketReport, CacheReport, ProgramReport, TraceReport
+from core.compilation.report import CacheReport, ProgramReport, TraceReport
 from core.errors import CaptureError, TraceError, one_line
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
+    from core.compilation.capture.bucket_report import BucketReport
     from core.compilation.options import Progress
     from core.compilation.request import CompileRequest
     from core.device import Mode
@@ -25,16 +26,17 @@ log = logging.getLogger("core.compilation.compile")
 
 @dataclass(slots=True)
 class Account:
-    """What a compile has done so far. dropped: buckets left out, each with the reason."""
+    """What a compile has done so far."""
 
     start: float = field(default_factory=time.perf_counter)
     notes: list[str] = field(default_factory=list)
     buckets: list[BucketReport] = field(default_factory=list)
+    #: Buckets that the device held no graph for, each with the reason.
     dropped: dict[GraphKey, str] = field(default_factory=dict)
     num_kernels: int = 0
 
     def note(self, note: str) -> None:
-        """Say, once, what is done otherwise than asked or preferred."""
+        """Log and keep, once, a note on what is done otherwise than asked or preferred."""
         if note not in self.notes:
             log.warning(note)
             self.notes.append(note)
@@ -75,37 +77,18 @@ class Account:
 
 
 def _accounted(reports: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
-    """Have another phase account for a trace whose own phase runs without one after all."""
-    own, heirs = {report.phase for report in reports}, dict[str, str]()
-    for report in reports:
-        if report.trace_of and report.trace_of not in own:
-            heirs.setdefault(report.trace_of, report.phase)
-    owners = ((report, heirs.get(report.trace_of, report.trace_of)) for report in reports)
+    """Let the first phase that shares a trace account for it where the trace's own phase runs without one after all."""
+    known = {"", *(report.phase for report in reports)}
+    sharing = {report.trace_of: report.phase for report in reversed(reports) if report.trace_of not in known}
+    owners = ((report, sharing.get(report.trace_of, report.trace_of)) for report in reports)
     return tuple(replace(report, trace_of="" if owner == report.phase else owner) for report, owner in owners)
 
 
-class Teller:
-    """Tells the caller how many captures are done, on the first rank only."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress if _is_first_rank() else None
-        self._total, self._done = total, 0
-
-    def begin(self, key: GraphKey) -> None:
-        """Tell that a key is about to be captured."""
-        if self._progress is not None:
-            self._progress(f"capture {key}", self._done, self._total)
-        self._done += 1
-
-    def end(self) -> None:
-        """Tell that all are captured."""
-        if self._progress is not None:
-            self._progress("capture", self._total, self._total)
-
-
-def _is_first_rank() -> bool:
+def on_first_rank(progress: Progress | None) -> Progress:
+    """Return what is told of the captures: the caller's function on the first rank, elsewhere one that does nothing."""
     distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+    spread = distributed.is_available() and distributed.is_initialized()
+    return (lambda what, done, total: None) if progress is None or (spread and distributed.get_rank()) else progress
 
 
 def reason_of(error: TraceError | CaptureError) -> str:

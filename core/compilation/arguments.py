@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.common.ops.declaration import declared_ops
 from core.compilation.capture.inputs import BucketTable, InputSpec
-from core.compilation.trace.state import model_tensors
+from core.compilation.trace.model_tensors import model_tensors
 from core.device import Device, Mode
 from core.errors import PluginError, UsageError
 
@@ -72,7 +72,7 @@ def check_bound(bound: Mapping[str, Tensor] | None, inputs: Mapping[str, InputSp
 
 
 def check_outputs(outputs: Any, dims: Sequence[str]) -> None:
-    """Refuse declared outputs that are none, or that name no bucket dimension among `dims`."""
+    """Refuse outputs that are not declared by dimensions, or that name a dimension which is not among `dims`."""
     if outputs is None:
         return
     known = ", ".join(dims) or "none"
@@ -142,19 +142,6 @@ def _takes(signature: inspect.Signature, *names: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-def check_training_mode(model: Callable[..., Any]) -> None:
-    """Refuse a model that would drop out or update statistics: what training mode does must not be captured."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    layers = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._BatchNorm)
-    training = [type(m).__name__ for m in modules if m.training and isinstance(m, layers)]
-    if training:
-        raise UsageError(
-            f"compiling {type(model).__name__}",
-            found=f"{training[0]} in it is in training mode",
-            remedy="call model.eval() first",
-        )
 
 
 def check_placement(model: Callable[..., Any], device: Device) -> None:

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from core.compilation.capture.plan import Plan, make_plan
+from core.compilation.capture.plan import CapturedBucket, Plan, make_plan
+from core.compilation.oversized import Eager, Piece, Split, cut, join_dimensions, split_dimensions
 from core.errors import CaptureError, CoreError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from core.common.graphs.backend import GraphKey, Guards
-    from core.compilation.capture.plan import Cropper
+    from core.common.graphs.backend import GraphKey, KeyGuards
     from core.compilation.request import CompileRequest
-    from core.compilation.trace.traced import OutputTree
 
 FEWER_GRAPHS = "declare fewer buckets, or free other programs of the process; every graph takes streams of the device"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapturedBucket:
-    """One key's static input views, how to rebuild the model's output, and how to cut padding off it.
-
-    values: everything that the captured graph reads; kept, because a graph of the device holds addresses only.
-    """
-
-    key: GraphKey
-    inputs: Mapping[str, Tensor]
-    output: OutputTree
-    cropper: Cropper
-    views_of_inputs: tuple[int, ...] = ()
-    values: tuple[Any, ...] = ()
-
-
 class Calls:
-    """What a program takes, and which captured bucket serves it. Holds no model, and of tensors the bound ones only.
-
-    dropped: buckets that could not be captured while others were, each with the reason; larger ones serve.
-    """
+    """What a program may be called with, and which captured bucket serves a call; holds no model."""
 
     def __init__(
         self,
@@ -50,6 +30,7 @@ class Calls:
         captured: Mapping[GraphKey, CapturedBucket],
         dropped: Mapping[GraphKey, str],
     ) -> None:
+        """dropped: buckets that could not be captured while others were, each with the reason; larger ones serve."""
         self.table = request.table
         self.captured_table = request.table.without(dropped)
         self.inputs = dict(request.inputs)
@@ -58,19 +39,27 @@ class Calls:
         self.captured = dict(captured)
         self._modes = dict(modes)
         self._strict = request.options.strict
+        self._copies = request.options.threads == "serialize"
+        self._oversized = request.options.oversized
+        self._cuts = split_dimensions(self.table, self.inputs) if self._oversized == "split" else {}
 
-    def plan(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor]) -> Plan | str:
-        """Return the plan of a call; "" where the phase's mode is "off"; the reason where there is no graph for it."""
+    def plan(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor]) -> Plan | Split | Eager:
+        """Return what a call does: a replay, several, or an eager run where the mode says so or no graph may serve."""
         sizes = self.measure(inputs)
         values = self.table.check_guards(phase, guards)
         if self._modes[phase] == "off":
-            return ""
+            return Eager()
+        wanted = self.table.find(phase, sizes, values)
+        largest = self._largest(phase, values) if wanted is None else None
+        if largest is not None and self._oversized == "split":
+            return self._split(largest, sizes, inputs)
         try:
-            return self._captured_plan(phase, values, sizes, inputs)
+            return self._captured_plan(phase, values, sizes, inputs, copied=self._copies)
         except CaptureError as error:
-            if self._strict:
+            if self._strict or (largest is not None and self._oversized == "error"):
                 raise
-            return f"{phase}: {error.found}"  # what was asked holds the sizes, of which there may be many
+            # What was asked holds the sizes, of which there may be many.
+            return Eager(f"{phase}: {error.found}", oversized=largest is not None)
 
     def measure(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the sizes of the bucket dimensions in a call; raise `UsageError` for inputs other than declared."""
@@ -98,7 +87,7 @@ class Calls:
                 )
 
     def wrong(self, phase: object, inputs: Mapping[str, Any], guards: object = None) -> CoreError:
-        """Return the error for arguments that are no tensors by name."""
+        """Return the error for a call whose arguments are not tensors given by name."""
         if phase is not None and not isinstance(phase, str):
             return UsageError(
                 f"calling a program with a {type(phase).__name__} in first place",
@@ -132,8 +121,37 @@ class Calls:
                 remedy="pass exactly the declared inputs, by name",
             )
 
+    def _largest(self, phase: str, guards: KeyGuards) -> GraphKey | None:
+        return next((key for key in reversed(self.table.phases[phase]) if key.guards == guards), None)
+
+    def _split(self, largest: GraphKey, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]) -> Split:
+        """Return the calls that together make one which is larger than the largest bucket."""
+        (total,), (most,) = sizes.values(), largest.dims
+        used = self.captured_table.find(largest.phase, self.table.sizes(largest), largest.guards)
+        if used is None:
+            raise self._no_bucket(largest.phase, largest.guards, sizes, largest)
+        bucket, pieces = self.captured[used], []
+        for start in range(0, total, most):
+            stop = min(start + most, total)
+            part = cut(inputs, self._cuts, start, stop)
+            plan = self._captured_plan(largest.phase, largest.guards, self.measure(part), part, copied=True)
+            pieces.append(Piece(start, stop, plan))
+        return Split(
+            pieces=tuple(pieces),
+            cuts=self._cuts,
+            joins=join_dimensions(bucket, inputs, self._cuts),
+            output=bucket.output,
+            told=f"{largest.phase}: larger than {largest}, split into calls that fit",
+        )
+
     def _captured_plan(
-        self, phase: str, guards: Guards, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
+        self,
+        phase: str,
+        guards: KeyGuards,
+        sizes: Mapping[str, int],
+        inputs: Mapping[str, Tensor],
+        *,
+        copied: bool,
     ) -> Plan:
         wanted = self.table.find(phase, sizes, guards)
         key = self.captured_table.find(phase, sizes, guards)
@@ -147,17 +165,19 @@ class Calls:
             buffers=bucket.inputs,
             output=bucket.output,
             cropper=bucket.cropper,
-            views_of_inputs=bucket.views_of_inputs,
+            cloned=bucket.output.indexes if copied else bucket.views_of_inputs,
             wanted=wanted if wanted != key else None,
         )
 
-    def _no_bucket(self, phase: str, guards: Guards, sizes: Mapping[str, int], wanted: GraphKey | None) -> CaptureError:
+    def _no_bucket(
+        self, phase: str, guards: KeyGuards, sizes: Mapping[str, int], wanted: GraphKey | None
+    ) -> CaptureError:
         asked = f"running phase {phase!r} with " + ", ".join(f"{k} = {v}" for k, v in (*sizes.items(), *guards))
         if wanted is not None:
             found = f"its buckets could not be captured: {self.dropped[wanted]}"
             return CaptureError(asked, found=found, remedy=FEWER_GRAPHS)
-        alike = [known for known in self.table.phases[phase] if known.guards == guards]
-        if not alike:
+        largest = self._largest(phase, guards)
+        if largest is None:
             given = ", ".join(f"{name} = {value}" for name, value in guards)
             return CaptureError(
                 asked,
@@ -166,8 +186,9 @@ class Calls:
             )
         return CaptureError(
             asked,
-            found=f"no bucket is that large; the largest is {alike[-1]}",
-            remedy="compile with a larger bucket, or split the batch",
+            found=f"no bucket is that large; the largest is {largest}",
+            remedy="compile with a larger bucket, or let calls be split: "
+            "options=core.CompileOptions(oversized='split')",
         )
 
 

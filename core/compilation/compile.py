@@ -32,7 +32,7 @@ _OF_A_TRACE = (
     "shared",
     "cache",
 )
-"""Options that say something of a traced graph, which `core.capture` does not make."""
+"""Options about a traced graph, which `core.capture` does not make."""
 
 
 def compile(
@@ -50,20 +50,25 @@ def compile(
 ) -> Program:
     """Compile a model for a device and return the `Program` that runs it.
 
-    model: a module (an `fx.GraphModule` too) or function called with the declared inputs by name, its tensors already
-    on the device; or one per phase. inputs: name -> `InputSpec`; a named dimension is padded, so read there what that
-    assumes. buckets: sizes of the bucket dimensions to capture, as a list, or a list per phase; None for inputs of
-    fixed shape. options: everything else, of which mode, lowering, passes, strict and verify may be given here instead:
-    see `CompileOptions`. A bucket dimension named "tokens" tells passes with a token range how many tokens a graph
-    serves. Lowering "inductor" takes minutes for whole models, where "inline" takes seconds.
+    - model: a module (an `fx.GraphModule` too) or function called with the declared inputs by name, its tensors already
+      on the device; or one per phase.
+    - inputs: an `InputSpec` by name. A named dimension is padded: `InputSpec` says what that assumes. A dimension named
+      "tokens" tells passes with a token range how many tokens a graph serves.
+    - buckets: sizes of the named dimensions to capture, as a list, or a list per phase; None for inputs of fixed shape.
+    - lowering: "inductor" takes minutes for whole models, where "inline" takes seconds.
+    - options: everything else; mode, lowering, passes, strict and verify may be given there instead.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
-    writes go where these point. Weights and buffers are bound: writing into them is seen, assigning others
-    (`load_state_dict(assign=True)`, `model.half()`) is not, unless `debug` is on. A model that assigns to attributes in
-    its forward can't be traced: an error where strict or where the mode is named, else it runs in a mode without a
-    trace, with a note. What traces but can't be captured (a host read) is an error likewise: see docs/capture.md.
-    Ambient modes of torch (autocast) apply at each call of a lowering that runs torch ops, such as `inline`. Raises
-    `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and `CaptureError`.
+    writes go where these inputs point. Programs read the weights and buffers that the model has now. They see what is
+    written into these, and do not see others that are assigned (`load_state_dict(assign=True)`, `model.half()`); with
+    `debug` that is an error.
+
+    A model whose forward changes Python state (an attribute, an item, a global, an iterator) can't be traced. That is
+    an error where strict or where the mode is named; else the model runs eagerly, with a note. What traces but can't be
+    captured (a host read) is treated alike: see docs/capture.md. Ambient modes of torch (autocast) apply at each call
+    of a lowering that runs torch ops, such as `inline`.
+
+    Raises `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and `CaptureError`.
     """
     options = options_of(options, mode=mode, lowering=lowering, passes=passes, strict=strict, verify=verify)
     device = _device(device)
@@ -83,8 +88,8 @@ def capture(
 ) -> Program:
     """Capture a callable as it is, with no tracing, passes or lowering, and return the `Program` that replays it.
 
-    Arguments are those of `core.compile`; options that only a traced graph has are refused. mode: None takes
-    "segmented", else "full", else what the device has.
+    Arguments are those of `core.compile`; options that only a traced graph has are refused. Without a mode, "segmented"
+    is taken, else "full", else what the device has.
 
     Python runs at capture only: what it decides by data stays decided. So each capture is replayed on further inputs
     (`examples`; else random floating-point ones) and compared with the callable itself, in every bit. Raises

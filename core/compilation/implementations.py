@@ -1,12 +1,13 @@
-"""Choosing implementations: each call of a canonical op becomes the device's own if its condition holds.
+"""Choosing implementations of canonical ops: the device's own where its condition holds.
 
-Else it becomes again what a lift made it from, and its reference where it was in the model from the start.
+A call that no implementation takes becomes again the nodes that a lift made it from; a call that was in the model from
+the start becomes the op's reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,20 +28,16 @@ ORIGINAL_NODES = "original"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpChoice:
-    """What one call of a canonical op became. node: its name in the graph. refused: implementation -> why not.
-
-    implementation: its name, or "original" for the nodes that a lift replaced, or "reference" for the op's own, "eager
-    reference" for its form between graphs.
-    """
+    """What one call of a canonical op became."""
 
     op: str
+    #: The call's name in the graph.
     node: str
+    #: Its name; or "original" for the nodes that a lift replaced, "reference" for the op's own code, "eager reference"
+    #: for the op's form between graphs.
     implementation: str
+    #: Implementations that refused the call, each with the reason.
     refused: tuple[tuple[str, str], ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
 
 
 def choose_implementations(
@@ -68,9 +65,9 @@ def choose_implementations(
 
 
 def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
-    """Put back what lifts replaced by ops of which there is no implementation at all; return how many were put back.
+    """Put back what lifts replaced by ops that no implementation is for; return how many calls were put back.
 
-    A pass of a later stage then finds it as the model wrote it.
+    A pass of a later stage then finds these nodes as the model wrote them.
     """
     known = {implementation.op for implementation in implementations}
     pending, count = list(graph.graph.nodes), 0
@@ -86,7 +83,7 @@ def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpIm
 
 
 def _choose(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> tuple[OpChoice, list[fx.Node]]:
-    """Choose for one call; return what it became and, for the original nodes, these."""
+    """Choose for one call; return what it became, and the original nodes if it became these."""
     call = op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))
     refused: list[tuple[str, str]] = []
     chosen, restored = "", None

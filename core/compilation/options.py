@@ -1,4 +1,4 @@
-"""Options of a compile: made once, checked, and passed whole; frozen, keyword-only."""
+"""`CompileOptions`: the options of a compile, checked when they are made and passed on whole."""
 
 from __future__ import annotations
 
@@ -6,71 +6,83 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from core.capabilities import Mode
+from core.compilation.capture.turns import Threads
 from core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from core.compilation.capture.guards import GuardValues
-    from core.compilation.capture.untraced import OutputDims
+    from core.compilation.capture.plain_call import OutputDims
     from core.compilation.rewrite.order import PassSwitches
     from core.compilation.shared_trace import SharedTrace
-    from core.device import Mode
 
     ModeChoice: TypeAlias = Mode | tuple[Mode, ...]
     InputSets: TypeAlias = Sequence[Mapping[str, Tensor]]
     Examples: TypeAlias = Mapping[str, InputSets]
 
 Verify = Literal["off", "sample", "full"]
+Oversized = Literal["eager", "error", "split"]
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)` while buckets are captured; on the first rank only."""
-MODES = ("full", "piecewise", "segmented", "compile", "off")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOptions:
-    """Everything `core.compile` decides by, besides model, device, inputs and buckets.
+    """Everything `core.compile` decides by, besides model, device, inputs and buckets."""
 
-    mode: for all phases, or one per phase. A single name is taken or refused; of several, the first that the device has
-    and the model allows, with a note in the report where it is not the first; None: of all that the device has, and
-    "off" in the end. lowering: name of one of the device's lowerings; None takes its default. passes: names of the
-    passes to run; None runs all, `()` none. disable_passes: names to leave out of these. enable_passes: names to run
-    although the device finds them unprofitable. break_at: what "piecewise" cuts at: ops as "ns::op", functions and
-    methods of torch as fx's generated code has them ("torch.tanh"), each in some graph of every piecewise phase; None
-    takes the canonical ops that declare it. eager: modules that "segmented" runs eagerly, by path, `*` for any part;
-    None finds those that can't be captured. strict: a failing pass, a broken promise of one, a call without a graph,
-    and a compile while serving are errors. debug: check at each replay that nothing the graphs read has moved. verify:
-    judge each pass on `examples` against an fp64 run; "sample" takes one input set and a third of the sites.
-
-    guards: what else a phase is captured for, name -> values, for all phases or per phase: the model gets one value of
-    each by name, calls name theirs. outputs: for phases that run without a trace, the dimensions of each output tensor,
-    in order, as in `InputSpec.shape` and None for those that no bucket changes, for example `[("tokens", None)]`; None
-    reads them off the shapes in the buckets captured, and refuses calls where these do not tell. bound: the tensors of
-    inputs declared "bound". reset: called between warm-up and capture of each bucket, and after it, to undo what these
-    wrote into state. examples: sets of inputs by name, per phase or for a single phase, on which `verify` judges the
-    passes and on which captures without a trace are checked. shared: phases that one trace may serve, since their
-    models differ in one argument of one op only. cache: keep the finished graphs on disk, and take them from there
-    where nothing has changed that they depend on (docs/cache.md); `CORE_CACHE=0` overrules it; None leaves it to who
-    compiles: an engine does, `core.compile` does not. progress: called before each capture and once after the last.
-    """
-
+    #: For all phases, or one per phase. A single name is taken or refused. Of several, the first that the device has
+    #: and the model allows is taken, with a note in the report where it is not the first. None tries all that the
+    #: device has, and "off" in the end.
     mode: ModeChoice | Mapping[str, ModeChoice] | None = None
+    #: Name of one of the device's lowerings; None takes its default.
     lowering: str | None = None
+    #: Names of the passes to run; None runs all, `()` none.
     passes: tuple[str, ...] | None = None
+    #: Names of passes to leave out of these.
     disable_passes: tuple[str, ...] = ()
+    #: Names of passes to run although the device finds them unprofitable.
     enable_passes: tuple[str, ...] = ()
+    #: What "piecewise" cuts at: ops as "ns::op", functions and methods of torch as fx writes them ("torch.tanh"), each
+    #: in some graph of every piecewise phase. None takes the canonical ops that declare it.
     break_at: tuple[str, ...] | None = None
+    #: Modules that "segmented" runs eagerly, by path, `*` for any part; None finds those that can't be captured.
     eager: tuple[str, ...] | None = None
+    #: A failing pass, a broken promise of one, a call without a graph, and a compile while serving are errors.
     strict: bool = False
+    #: A call while another thread's call runs: "refuse" is an error; "serialize" lets it wait, and calls return copies.
+    threads: Threads = "refuse"
+    #: A call larger than the largest bucket: "eager" runs the model as it is (strict: an error), "error" refuses,
+    #: "split" makes several calls and joins their outputs. Choosing "split" states that the entries of the one bucket
+    #: dimension do not depend on each other at all.
+    oversized: Oversized = "eager"
+    #: Check at each replay that nothing the graphs read has moved.
     debug: bool = False
+    #: Judge each pass on `examples` against an fp64 run; "sample" takes one input set and a third of the sites.
     verify: Verify = "off"
+    #: What else a phase is captured for, as values by name, for all phases or per phase. The model gets one value of
+    #: each by name, and calls name theirs.
     guards: GuardValues | Mapping[str, GuardValues] | None = None
+    #: For phases without a trace, the dimensions of each output tensor, in order: as in `InputSpec.shape`, and None for
+    #: a dimension that no bucket changes, for example `[("tokens", None)]`. Without them the shapes in the captured
+    #: buckets tell, and calls where these do not tell are refused.
     outputs: Sequence[OutputDims] | None = None
+    #: The tensors of inputs declared "bound".
     bound: Mapping[str, Tensor] | None = None
+    #: Undoes what runs wrote into state; called between warm-up and capture of each bucket, and after it.
     reset: Callable[[], None] | None = None
+    #: Sets of inputs by name, per phase or for a single phase. `verify` judges the passes on them, and captures without
+    #: a trace are checked on them.
     examples: Examples | InputSets | None = None
+    #: Phases that one trace may serve, since their models differ in one argument of one op only.
     shared: SharedTrace | None = None
+    #: Keep the finished graphs on disk, and take them from there where nothing they depend on has changed
+    #: (docs/cache.md). `CORE_CACHE=0` overrules it. None leaves it to the caller: an engine does, `core.compile` does
+    #: not.
     cache: bool | None = None
+    #: Called before each capture and once after the last.
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -80,12 +92,14 @@ class CompileOptions:
                 raise UsageError(
                     f"{name}={value!r}", found="a single string", remedy=f"pass a tuple: {name}=({value!r},)"
                 )
-        if self.verify not in get_args(Verify):
-            raise UsageError(
-                f"verify={self.verify!r}",
-                found="no level of that name",
-                remedy=f"choose one of: {', '.join(get_args(Verify))}",
-            )
+        for name, known in (("verify", Verify), ("threads", Threads), ("oversized", Oversized)):
+            value = getattr(self, name)
+            if value not in get_args(known):
+                raise UsageError(
+                    f"{name}={value!r}",
+                    found="no level of that name" if name == "verify" else "no choice of that name",
+                    remedy=f"choose one of: {', '.join(get_args(known))}",
+                )
 
     @property
     def switches(self) -> PassSwitches:
@@ -124,7 +138,7 @@ class CompileOptions:
 
 
 def options_of(options: CompileOptions | None, **beside: Any) -> CompileOptions:
-    """Return the options of a call, with those that it gives beside them; None is left out there.
+    """Return the options of a call, together with those that the call gives beside them; None there gives nothing.
 
     Raises `UsageError` for an option in both places.
     """

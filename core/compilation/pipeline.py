@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,20 +17,19 @@ import torch
 from core.common.collector import paused
 from core.common.graphs.backend import CallBackend
 from core.common.kernel_compilers import counting_kernels
-from core.compilation.account import Account, Teller, reason_of
+from core.compilation.account import Account, on_first_rank, reason_of
 from core.compilation.cache.program_cache import ProgramCache
-from core.compilation.calls import CapturedBucket
 from core.compilation.capture.breaks import modules_of
 from core.compilation.capture.buffers import StaticBuffers
 from core.compilation.capture.pieces import PieceLowering
+from core.compilation.capture.plan import CapturedBucket
 from core.compilation.capture.runner import GraphRunner
 from core.compilation.capture.watch import Watched, watch_modules
 from core.compilation.phases.phase import Phase, Stages
-from core.compilation.phases.traced import TracedPhase
+from core.compilation.phases.traced_phase import TracedPhase
 from core.compilation.phases.tracer import Tracer
-from core.compilation.phases.untraced import UntracedPhase
+from core.compilation.phases.untraced_phase import UntracedPhase
 from core.compilation.program import Program
-from core.compilation.report import BucketReport
 from core.compilation.request import TRACED_MODES, CompileRequest
 from core.compilation.rewriting import Rewriter
 from core.errors import CaptureError, GraphResourcesError, TraceError
@@ -39,19 +38,13 @@ from core.settings import Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.common.graphs.backend import GraphKey, Guards
+    from core.common.graphs.backend import GraphKey, KeyGuards
     from core.device import Mode
 
+    #: A phase that is ready to be captured, its keys, and the modes to try where it can't be captured.
+    _Prepared = tuple[Phase, tuple[GraphKey, ...], tuple[Mode, ...]]
+
 log = logging.getLogger("core.compilation.compile")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prepared:
-    """A phase that is ready to be captured, its keys, and the modes that are left where it can't be."""
-
-    phase: Phase
-    keys: tuple[GraphKey, ...]
-    left: tuple[Mode, ...]
 
 
 def make_program(request: CompileRequest) -> Program:
@@ -78,7 +71,8 @@ def make_program(request: CompileRequest) -> Program:
             raise
     modes = {name: phase.mode for name, phase in phases.items()}
     traces = [report for phase in phases.values() for report in phase.reports]
-    report = account.report(request, modes, traces, static_bytes=stages.buffers.num_bytes, cache=stages.cache_report)
+    cache = None if stages.cache is None else stages.cache.report
+    report = account.report(request, modes, traces, static_bytes=stages.buffers.num_bytes, cache=cache)
     return Program(request, report, runner=stages.runner, buffers=stages.buffers, captured=captured)
 
 
@@ -126,47 +120,51 @@ class _Pipeline:
     def run(self) -> tuple[dict[str, Phase], dict[GraphKey, CapturedBucket]]:
         """Prepare and capture all phases; return what each runs as, and the captured buckets."""
         prepared = {name: self._prepare(name, modes) for name, modes in self._request.candidates.items()}
+        tell = on_first_rank(self._options.progress)
         while True:
-            order = capture_order({name: each.keys for name, each in prepared.items()})
-            teller = Teller(self._options.progress, len(order))
+            order = capture_order({name: keys for name, (_, keys, _) in prepared.items()})
             captured: dict[GraphKey, CapturedBucket] = {}
             name = ""
             try:
                 with self._stages.runner.capture_session():
-                    watched = {name: self._watched(name) for name, each in prepared.items() if each.keys}
+                    watched = {name: self._watched(name) for name, (_, keys, _) in prepared.items() if keys}
                     for key in order:
                         name = key.phase
-                        teller.begin(key)
+                        tell(f"capture {key}", len(captured), len(order))
                         try:
-                            captured[key] = self._capture(key, prepared[name].phase, watched[name])
+                            captured[key] = self._capture(key, prepared[name][0], watched[name])
                         except GraphResourcesError as error:
                             self._drop(order[len(captured) :], error)
                             break
-                teller.end()
-                return {name: each.phase for name, each in prepared.items()}, captured
+                tell("capture", len(order), len(order))
+                return {name: phase for name, (phase, _, _) in prepared.items()}, captured
             except CaptureError as error:
                 if not name:
                     raise
-                left = self._modes_after(prepared[name].phase, prepared[name].left, error)
+                phase, _, untried = prepared[name]
+                modes = self._modes_after(phase, untried, error)
             # All start anew: a backend can't drop single graphs, and the memory of those captured would stay taken.
             self._stages.runner.cleanup()
             self._stages.account.begin_captures()
-            prepared[name] = self._prepare(name, left)
+            prepared[name] = self._prepare(name, modes)
 
     def _prepare(self, name: str, modes: tuple[Mode, ...]) -> _Prepared:
         """Prepare a phase in the first of these modes that it can run in, best first."""
         while True:
-            mode, left = modes[0], modes[1:]
+            mode, untried = modes[0], modes[1:]
             make = TracedPhase if self._request.runs_trace(mode) else UntracedPhase
             phase: Phase = make(name, mode, self._stages)
             try:
-                return _Prepared(phase=phase, keys=phase.prepare(), left=left)
+                return phase, phase.prepare(), untried
             except TraceError as error:
-                modes = self._modes_after(phase, left, error)
+                modes = self._modes_after(phase, untried, error)
 
-    def _modes_after(self, phase: Phase, left: tuple[Mode, ...], error: TraceError | CaptureError) -> tuple[Mode, ...]:
-        """Return those of the modes left that may do what the phase's own can't, and say why; raise the error where
-        there is none, or strict.
+    def _modes_after(
+        self, phase: Phase, untried: tuple[Mode, ...], error: TraceError | CaptureError
+    ) -> tuple[Mode, ...]:
+        """Return the untried modes that may do what the phase's own mode can't, and note why.
+
+        Raises the error where there is none, or strict.
 
         Traced modes give way to those without a trace. A model that could be traced is run eagerly only after a capture
         without a trace failed too: before that the fault may be anything, a full memory or a bug.
@@ -174,15 +172,17 @@ class _Pipeline:
         was_traced = isinstance(error, CaptureError)
         traced_modes = TRACED_MODES if self._request.traced else ()
         dropped = (*traced_modes, "off") if was_traced and phase.mode in traced_modes else traced_modes
-        left = tuple(mode for mode in left if mode not in dropped or (mode == "off" and "segmented" in left))
-        if not left or self._options.strict or (isinstance(error, TraceError) and error.spoiled):
+        if isinstance(error, TraceError) and error.keeps_state and self._options.eager is None:
+            untried = tuple(mode for mode in untried if mode == "off")  # a capture without a trace freezes it, too
+        modes = tuple(mode for mode in untried if mode not in dropped or (mode == "off" and "segmented" in untried))
+        if not modes or self._options.strict:
             raise error
         self._stages.tracer.forget(phase.name)
         what = "captured" if was_traced else "traced"
         self._stages.account.note(
-            f"{phase.name} runs {left[0]!r} instead of {phase.mode!r}: it can't be {what}: {reason_of(error)}"
+            f"{phase.name} runs {modes[0]!r} instead of {phase.mode!r}: it can't be {what}: {reason_of(error)}"
         )
-        return left
+        return modes
 
     def _watched(self, name: str) -> Sequence[Watched]:
         return watch_modules(modules_of(self._request.models[name])) if self._options.debug else ()
@@ -201,40 +201,31 @@ class _Pipeline:
     def _capture(self, key: GraphKey, phase: Phase, watched: Sequence[Watched]) -> CapturedBucket:
         """Bind, capture and check one bucket."""
         views = self._stages.buffers.views(key)
-        bound = phase.bind(key)
-        record = partial(self._stages.runner.capture, key, bound.run, views, reset=self._options.reset, watched=watched)
-        outputs, cost = phase.capture(key, record)
-        self._stages.account.buckets.append(
-            BucketReport(
-                key=key,
-                lower_s=bound.lower_s,
-                capture_s=cost.seconds,
-                num_bytes=cost.num_bytes,
-                num_graphs=cost.num_graphs,
-                eager=cost.eager,
-            )
-        )
-        phase.check(key, bound)
+        runnable = phase.runnable(key)
+        capture, reset = self._stages.runner.capture, self._options.reset
+        outputs, report = phase.capture(key, partial(capture, key, runnable.run, views, reset=reset, watched=watched))
+        self._stages.account.buckets.append(replace(report, lower_s=runnable.lower_s))
+        phase.check(key, runnable)
         return CapturedBucket(
             key=key,
             inputs=views,
-            output=bound.output(),
-            cropper=bound.cropper,
+            output=runnable.output(),
+            cropper=runnable.cropper,
             views_of_inputs=_views(outputs, views),
-            values=bound.values,
+            values=runnable.values,
         )
 
 
 def capture_order(keys: Mapping[str, Sequence[GraphKey]]) -> list[GraphKey]:
     """Return the keys of all phases in order of capture.
 
-    The phase with the largest bucket first, and in each the largest first: later captures then fit into memory that the
-    first one took. Before all others come the largest of each phase under each of its guards, which can serve in place
-    of smaller ones where the device does not hold that many graphs.
+    The phase with the largest bucket comes first, and in each phase the largest bucket: later captures then fit into
+    memory that the first one took. Before all others come the largest bucket of each phase under each of its guards,
+    which can serve in place of smaller ones where the device does not hold that many graphs.
     """
     phases = sorted(keys, key=lambda phase: -max((_size(key) for key in keys[phase]), default=0))
     order = [key for phase in phases for key in sorted(keys[phase], key=lambda key: (-_size(key), key.dims))]
-    first: dict[tuple[str, Guards], GraphKey] = {}
+    first: dict[tuple[str, KeyGuards], GraphKey] = {}
     for key in order:
         first.setdefault((key.phase, key.guards), key)
     heads = set(first.values())

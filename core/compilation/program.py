@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from core.compilation.calls import Calls, CapturedBucket, wrong_dtype
+from core.compilation.calls import Calls, wrong_dtype
 from core.compilation.capture.buffers import Staging, StaticBuffers, check_mirrors
 from core.compilation.capture.host_arguments import step_of_call
+from core.compilation.capture.plan import CapturedBucket, Plan
+from core.compilation.capture.turns import Turns
+from core.compilation.eager import EagerRuns
+from core.compilation.oversized import Eager, Split
 from core.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
-    from core.compilation.capture.plan import Plan
     from core.compilation.capture.runner import GraphRunner
     from core.compilation.report import ProgramReport
     from core.compilation.request import CompileRequest
 
-log = logging.getLogger("core.compilation.program")
 MAX_PLANS = 4096
 """Plans kept, one per combination of input shapes; beyond that all are dropped and made anew as they are needed."""
 
 
 class Program:
-    """A compiled model; made by `core.compile` and `core.capture`. Not thread-safe: buckets share static buffers.
+    """A compiled model; made by `core.compile` and `core.capture`. Buckets share static buffers: one call at a time.
 
-    Outputs are valid until the next call or replay of any bucket; copy what must live longer. Use as a context manager,
-    or call `close()`, to return graph memory.
+    A call while another one runs, in another thread or from inside of it, is a `UsageError`; with
+    `CompileOptions(threads="serialize")` calls of other threads wait instead.
+
+    Outputs are valid until the next call or replay of any bucket, by any thread; copy what must live longer. With
+    "serialize" they are copies. Use as a context manager, or call `close()`, to return graph memory.
     """
 
     def __init__(
@@ -47,13 +50,15 @@ class Program:
     ) -> None:
         """report: of the compile. buffers, captured: None where all phases run eagerly."""
         self.device = request.device
-        self._models = dict(request.models)
+        self._turns = Turns(request.options.threads, request.device)
+        self._take, self._take_part, self._leave = self._turns.take, self._turns.take_part, self._turns.leave
         self._calls = Calls(request, report.modes, captured or {}, report.dropped)
+        self._eager = EagerRuns(request, self._calls, runner)
         self._updates = request.device.capabilities.update
         self._buffers = buffers
         self._runner = runner
         self._report = report
-        self._plans: dict[tuple[Any, ...], Plan | str] = {}
+        self._plans: dict[tuple[Any, ...], Plan | Split | Eager] = {}
         # A program with one phase needs no phase in its calls.
         self._only_phase = next(iter(request.table.phases)) if len(request.table.phases) == 1 else None
         self._bound = self._calls.bound
@@ -71,14 +76,18 @@ class Program:
             replays=self._runner.replays(),
             fallbacks=dict(self._runner.fallbacks),
             stand_ins=dict(self._runner.stand_ins),
+            oversized=dict(self._runner.oversized),
             compiles=dict(self._runner.compiles.counts),
         )
 
     def inputs(self, key: GraphKey) -> Mapping[str, Tensor]:
         """Return the static input buffers of a bucket, to be written before `replay`; they live as long as the program.
 
-        Buckets of a phase share storage: writing one bucket's inputs overwrites another's.
+        Buckets of a phase share storage: writing one bucket's inputs overwrites another's. Write and replay in one
+        thread: what is written is not seen by the check of calls. Raises `UsageError` where calls wait for each other.
         """
+        if self._turns.waits:
+            raise self._turns.refused_part()
         return self._bucket(key).inputs
 
     def bucket(
@@ -95,7 +104,7 @@ class Program:
     def stand_in(
         self, phase: str, sizes: Mapping[str, int], guards: Mapping[str, Hashable] | None = None
     ) -> GraphKey | None:
-        """Return the dropped bucket in whose place `bucket` gives another; its replays go to `count_stand_in`."""
+        """Return the dropped bucket that `bucket` gives another for, or None; tell replays to `count_stand_in`."""
         calls = self._calls
         wanted = calls.table.find(self._phase(phase), sizes, calls.table.check_guards(phase, guards or {}))
         return wanted if wanted in calls.dropped else None
@@ -112,12 +121,14 @@ class Program:
         and ends with it; pinned where the device copies while the host goes on.
         """
         check_mirrors(mirrors)
+        if self._turns.waits:
+            raise self._turns.refused_part()
         if self._closed or self._buffers is None:
             found = "it was closed" if self._closed else "no phase of it is captured"
             raise CaptureError("staging inputs", found=found, remedy="compile with a mode other than 'off'")
         pinned = self.device.capabilities.asynchronous
         host = self._runner.host_arguments if self._updates else None
-        return Staging(self._buffers, self.replay, mirrors=mirrors, pinned=pinned, host_arguments=host)
+        return Staging(self._buffers, self._replay, self._turns, mirrors=mirrors, pinned=pinned, host_arguments=host)
 
     def host_arguments(self, key: GraphKey) -> frozenset[str]:
         """Return the names of the host-side arguments that a replay of a captured bucket is given as its step."""
@@ -130,10 +141,21 @@ class Program:
     def replay(self, key: GraphKey, step: Mapping[str, Any] | None = None) -> Any:
         """Run a bucket on the present content of its buffers: nothing is copied in, nothing is sliced.
 
-        step: host-side arguments by name, on a device whose graphs have them. Returns the model's output structure at
-        the bucket's shapes, valid until the next replay of any key; an output that is a view of an input (a cast to its
-        own dtype is one) until any bucket's inputs are written. A key that was not captured is refused.
+        Returns the model's output structure at the bucket's shapes, valid until the next replay of any key. An output
+        that is a view of an input (a cast to its own dtype is one) is valid until any bucket's inputs are written. A
+        key that was not captured is refused.
+
+        step: host-side arguments by name, on a device whose graphs have them.
         """
+        if not self._take_part(False):
+            raise self._turns.refused_part()
+        try:  # `_replay` written out: a call costs as much as the turn
+            bucket = self._calls.captured.get(key) or self._bucket(key)
+            return bucket.output.rebuild(self._runner.replay(key, step), bucket.inputs)
+        finally:
+            self._leave()
+
+    def _replay(self, key: GraphKey, step: Mapping[str, Any] | None) -> Any:
         bucket = self._calls.captured.get(key) or self._bucket(key)
         outputs = self._runner.replay(key, step)
         return bucket.output.rebuild(outputs, bucket.inputs)
@@ -153,28 +175,43 @@ class Program:
     ) -> Any:
         """Run the model on `inputs`: copy them into the smallest bucket that fits, replay, slice the padding off.
 
-        phase may be left out where the program has one only. guards: the phase's guards by name. step: host-side
-        arguments, as for `replay`; those that are inputs given on the host need not be repeated in it. Padding is right
-        where the model treats the entries of a bucket dimension independently or masks them itself; declaring the
-        dimension states that.
+        Padding is right where the model treats the entries of a bucket dimension independently or masks them itself;
+        declaring the dimension states that.
+
+        - phase: may be left out where the program has only one.
+        - guards: the phase's guards by name.
+        - step: host-side arguments, as for `replay`; inputs that are given on the host need not be repeated in it.
 
         Where no captured graph may serve the call, the model runs eagerly, which is logged once per reason and counted
-        in `report().fallbacks`; a strict program raises `CaptureError` instead. Raises `UsageError` for inputs that
-        differ from their declaration.
+        in `report().fallbacks`; a strict program raises `CaptureError` instead. What a call larger than the largest
+        bucket does, `CompileOptions(oversized=…)` says. Raises `UsageError` for inputs that differ from their
+        declaration, while another call runs, and where the model would run eagerly in training mode.
         """
+        if not self._take(False):
+            raise self._turns.refused()
         try:
-            signature: tuple[Any, ...] = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
-            if guards:
-                signature += tuple((name, value, type(value)) for name, value in guards.items())  # 1 is no True
-            plan = self._plans.get(signature)
-        except (AttributeError, TypeError):
-            raise self._calls.wrong(phase, inputs, guards) from None
-        if plan is None:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[signature] = self._calls.plan(self._phase(phase), guards or {}, inputs)
-        if isinstance(plan, str):
-            return self._run_eager(self._phase(phase), guards or {}, inputs, plan)
+            try:
+                signature: tuple[Any, ...] = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
+                if guards:
+                    signature += tuple((name, value, type(value)) for name, value in guards.items())  # 1 is no True
+                plan = self._plans.get(signature)
+            except (AttributeError, TypeError):
+                raise self._calls.wrong(phase, inputs, guards) from None
+            if plan is None:
+                if len(self._plans) >= MAX_PLANS:
+                    self._plans.clear()
+                plan = self._plans[signature] = self._calls.plan(self._phase(phase), guards or {}, inputs)
+            if isinstance(plan, Plan):
+                return self._run(plan, inputs, step)
+            if isinstance(plan, Eager):
+                return self._eager.run(self._phase(phase), guards or {}, inputs, plan)
+            plan.check_step(step)
+            self._runner.oversized[plan.told] += 1
+            return plan.run(self._run, inputs)
+        finally:
+            self._leave()
+
+    def _run(self, plan: Plan, inputs: Mapping[str, Tensor], step: Mapping[str, Any] | None = None) -> Any:
         if self._updates and step is None:
             step = self._host_step(plan.key, inputs)
         for name, buffer, dtype in plan.copies:
@@ -189,25 +226,33 @@ class Program:
         if plan.wanted is not None:
             self.count_stand_in(plan.wanted, plan.key)
         outputs: Any = self._runner.replay(plan.key, step)
-        if plan.crops or plan.views_of_inputs:
+        if plan.crops or plan.cloned:
             outputs = list(outputs)
-            for index in plan.views_of_inputs:
-                outputs[index] = outputs[index].clone()
             for index, crop in plan.crops:
                 outputs[index] = outputs[index][crop]
+            for index in plan.cloned:
+                outputs[index] = outputs[index].clone()
         if plan.single >= 0:
             return outputs[plan.single]
         return plan.output.rebuild(outputs, {**self._bound, **inputs} if self._bound else inputs)
 
     def close(self) -> None:
-        """Drop all captured graphs and return their memory; the program can't be called afterwards."""
-        self._runner.cleanup()
-        self._calls.close()
-        self._plans.clear()
-        self._models = {}
-        self._buffers = None
-        self._closed = True
-        self.device.parts.empty_cache()
+        """Drop all captured graphs and return their memory; the program can't be called afterwards.
+
+        Raises `UsageError` while a call runs, or waits for it, as a call does.
+        """
+        if not self._take(False):
+            raise self._turns.refused()
+        try:
+            self._runner.cleanup()
+            self._calls.close()
+            self._plans.clear()
+            self._eager.close()
+            self._buffers = None
+            self._closed = True
+            self.device.parts.empty_cache()
+        finally:
+            self._leave()
 
     def __enter__(self) -> Program:
         return self
@@ -234,21 +279,6 @@ class Program:
     def _host_step(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
         names, sizes = self._runner.host_arguments(key), self._calls.table.sizes(key)
         return step_of_call(key, names, inputs, specs=self._calls.inputs, sizes=sizes) if names else None
-
-    def _run_eager(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor], reason: str) -> Any:
-        """Run the model as it is. reason: why, where that is not what the phase's mode says."""
-        sizes = self._calls.measure(inputs)
-        self._calls.check_dtypes(inputs)
-        if reason:
-            if reason not in self._runner.fallbacks:
-                log.warning("%s runs eagerly with %s: %s", phase, sizes, reason)
-            self._runner.fallbacks[reason] += 1
-        with torch.no_grad():
-            # A captured call copies inputs into buffers, wherever these lie; `to` gives those in place themselves.
-            own = {name: tensor.to(self.device.torch_device) for name, tensor in inputs.items()}
-            result = self._models[phase](**{**self._bound, **own}, **guards)
-        self._runner.compiles.raise_pending()
-        return result
 
     def _bucket(self, key: GraphKey) -> CapturedBucket:
         if self._closed:

@@ -11,44 +11,31 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from core.common.graphs.backend import GraphKey
+    from core.compilation.capture.bucket_report import BucketReport
     from core.compilation.implementations import OpChoice
     from core.compilation.rewrite.pass_report import PassReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BucketReport:
-    """One captured bucket: its lowering and capture time (warm-up included), and the device memory the capture took.
-
-    num_graphs: 1, or how many parts it was captured in. eager: what runs between these, in order.
-    """
-
-    key: GraphKey
-    lower_s: float
-    capture_s: float
-    num_bytes: int
-    num_graphs: int = 1
-    eager: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TraceReport:
-    """One traced graph. buckets: the keys it serves. reason: why it was traced apart from the phase's first trace.
-
-    trace_of: the phase whose trace it shares, "" for one of its own; trace_s is 0.0 where it shares one. aten_s: what
-    turning it into ATen ops took, 0.0 where no pass needs them; not part of passes_s. cached: it was read from the
-    compile cache, with the account of what its passes did when it was made; nothing was traced and no pass has run.
-    """
+    """One traced graph."""
 
     phase: str
     num_nodes: int
+    #: Seconds of tracing; 0.0 for a trace of another phase.
     trace_s: float
     passes_s: float
     passes: tuple[PassReport, ...]
     ops: tuple[OpChoice, ...]
+    #: The keys that it serves.
     buckets: tuple[GraphKey, ...]
+    #: Why it was traced apart from the phase's first trace.
     reason: str = ""
+    #: Seconds of turning it into ATen ops, no part of `passes_s`; 0.0 where no pass needs them.
     aten_s: float = 0.0
+    #: The phase whose trace it shares; "" for a trace of its own.
     trace_of: str = ""
+    #: Read from the compile cache, with the account of its passes from when it was made; nothing was traced now.
     cached: bool = False
 
     def passes_line(self) -> str:
@@ -63,16 +50,15 @@ class TraceReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheReport:
-    """What the compile cache did for a program.
+    """What the compile cache did for a program."""
 
-    state: "off", "hit", "miss" (the entry is written), or "refused" (nothing is written, and the reason says why). key:
-    of the entry. differences: on a miss, the factors in which the nearest entry of the same model differs.
-    """
-
+    #: "off", "hit", "miss" (the entry is written), or "refused" (nothing is written, and the reason says why).
     state: str = "off"
+    #: The key of the entry.
     key: str = ""
     folder: str = ""
     reason: str = ""
+    #: On a miss, the factors in which the nearest entry of the same model differs.
     differences: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -81,15 +67,7 @@ class CacheReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramReport:
-    """The account of one `core.compile` call; `str()` is for a terminal, `to_json()` for machines.
-
-    notes: what was done otherwise than asked or preferred, each with the reason. replays: how often each key was
-    replayed. fallbacks: reason -> how often the model ran eagerly for want of a graph. dropped: buckets that were left
-    out since the device holds no more graphs, each with the reason; stand_ins: how often a larger captured bucket ran
-    in place of one of them. compiles: what torch compiled
-    while the program was serving, and how often. num_kernels: compiled for this program by a compiler of kernels, those
-    that it found compiled on disk not counted. cache: what the compile cache did.
-    """
+    """The account of one `core.compile` call; `str()` is for a terminal, `to_json()` for machines."""
 
     device: str
     plugin: str
@@ -99,13 +77,24 @@ class ProgramReport:
     buckets: tuple[BucketReport, ...]
     static_bytes: int
     total_s: float
-    notes: tuple[str, ...] = field(default=())
+    #: What was done otherwise than asked or preferred, each with the reason.
+    notes: tuple[str, ...] = ()
+    #: How often each key was replayed.
     replays: Mapping[GraphKey, int] = field(default_factory=dict)
+    #: How often the model ran eagerly for want of a graph, by reason.
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    #: How often a call was larger than the phase's largest bucket, and what was done then. Those that ran eagerly are
+    #: among the fallbacks as well.
+    oversized: Mapping[str, int] = field(default_factory=dict)
+    #: Buckets not captured since the device holds no more graphs, each with the reason.
     dropped: Mapping[GraphKey, str] = field(default_factory=dict)
+    #: How often a larger captured bucket ran in place of a dropped one.
     stand_ins: Mapping[str, int] = field(default_factory=dict)
+    #: What torch compiled while the program was serving, and how often.
     compiles: Mapping[str, int] = field(default_factory=dict)
+    #: Kernels compiled for this program, those that were found compiled on disk not counted.
     num_kernels: int = 0
+    #: What the compile cache did.
     cache: CacheReport = field(default_factory=CacheReport)
 
     @property
@@ -203,14 +192,16 @@ class ProgramReport:
             each = ", ".join(f"{key}: {count}" for key, count in used.items())
             lines.append(f"  served {phase}: {sum(used.values())} replays" + (f" ({each})" if each else ""))
         eager, compiled = sum(self.fallbacks.values()), sum(self.compiles.values())
-        lines.append(f"  {eager} eager calls, {compiled} compiles while serving")
+        if any(mode != "off" for mode in self.modes.values()):
+            lines.append(f"  {eager} eager calls, {compiled} compiles while serving")
         lines += [f"  {count} replays of {which}" for which, count in self.stand_ins.items()]
+        lines += [f"  oversized calls, {count} times: {what}" for what, count in self.oversized.items()]
         lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
         return lines + [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
 
 
 def _origin(trace: TraceReport) -> str:
-    """Return where a graph is from, and what that took."""
+    """Say where a graph comes from, and how long that took."""
     if trace.cached:
         return f"from the cache, {len(trace.passes)} passes when it was made, "
     traced = f"of the trace of {trace.trace_of}, " if trace.trace_of else f"in {trace.trace_s:.2f} s, "

@@ -14,11 +14,12 @@ from core.compilation.arguments import (
     check_phases,
     check_placement,
     check_signature,
-    check_training_mode,
     examples_per_phase,
     models_per_phase,
 )
 from core.compilation.capture.inputs import Buckets, BucketTable, InputSpec
+from core.compilation.oversized import split_dimensions
+from core.compilation.training import check_training_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,21 +35,22 @@ TRACED_MODES: tuple[Mode, ...] = ("full", "piecewise", "compile")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileRequest:
-    """What a program is to be made from.
+    """What a program is to be made from."""
 
-    models: the callable of each phase. options: as given; where this class has a field of the same name, that is the
-    checked form of it. candidates: the modes that may serve each phase, best first. bound: the tensors of the inputs
-    declared so. examples: input sets by phase. traced: False where the callables are captured as they are.
-    """
-
+    #: The callable of each phase.
     models: Mapping[str, Model]
     device: Device
     inputs: Mapping[str, InputSpec]
     table: BucketTable
+    #: As given; `bound` and `examples` here are the checked forms of the options of these names.
     options: CompileOptions
+    #: The modes that may serve each phase, best first.
     candidates: Mapping[str, tuple[Mode, ...]]
+    #: The tensors of the inputs declared "bound".
     bound: Mapping[str, Tensor]
+    #: Sets of inputs by phase.
     examples: Examples
+    #: False where the callables are captured as they are.
     traced: bool = True
 
     @classmethod
@@ -70,6 +72,8 @@ class CompileRequest:
             check_training_mode(each)
             check_placement(each, device)
         check_phases(options.mode, table)
+        if options.oversized == "split":
+            split_dimensions(table, inputs)
         bound = check_bound(options.bound, inputs)
         check_outputs(options.outputs, table.dims)
         check_callable("reset", options.reset)

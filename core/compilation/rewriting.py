@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from core.common.passes.constants import Constants
-from core.common.passes.declaration import Pass, Stage
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Stage
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.implementations import put_back_unimplemented
 from core.compilation.options import Verify
@@ -45,7 +46,7 @@ def bound_constants(traced: TracedGraph) -> Constants:
 
 
 class Watcher(Protocol):
-    """Who is told what happens to a graph, stage by stage; changes nothing."""
+    """Is told what happens to a graph, stage by stage; changes nothing."""
 
     def begin(self, stage: Stage, traced: TracedGraph) -> None:
         """Hear that the passes of a stage are about to run on this graph."""
@@ -59,16 +60,14 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
-    """A rewritten graph, before implementations of its canonical ops are chosen, with the account of it.
-
-    aten_s: what turning it into ATen ops took in seconds, 0.0 where no pass needs it. contents: the bound
-    tensors of which a pass may have read the content.
-    """
+    """A rewritten graph, before implementations of its canonical ops are chosen."""
 
     traced: TracedGraph
     passes: tuple[PassReport, ...]
     passes_s: float
+    #: Seconds of turning it into ATen ops; 0.0 where no pass needs them.
     aten_s: float
+    #: The bound tensors whose content a pass may have read.
     contents: tuple[Tensor, ...] = ()
 
 
@@ -108,8 +107,11 @@ class Rewriter:
     ) -> Rewritten:
         """Run the passes over one traced graph, which is changed in place, and return what it became.
 
-        tokens: least and most tokens that the graph serves. sizes: what its symbols are in each bucket that it serves.
-        examples: values of its placeholders to verify on. Raises `PassError` where strict.
+        - tokens: the least and the most tokens that the graph serves.
+        - sizes: what its symbols are in each bucket that it serves.
+        - examples: sets of values of its placeholders, to verify on.
+
+        Raises `PassError` where strict.
         """
         constants = bound_constants(traced)
         check = self._check(examples, constants)

@@ -1,4 +1,4 @@
-"""One trace for several phases, whose callables are the same but for a literal that one op is given."""
+"""`SharedTrace`: one trace for several phases, whose callables differ only in a literal argument of one op."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ Literal = bool | int | float
 class SharedTrace:
     """The caller's word that the callables of some phases differ in nothing but one argument of one op.
 
-    op: a canonical op by its qualified name, such as "core::attention". argument: one that it takes by keyword only.
-    values: phase -> what the argument is in that phase. A trace of one of these phases then serves the others too,
-    where its conditions on sizes hold for their buckets and every call of the op in it has the value of its phase.
+    A trace of one of these phases then serves the others too, where its conditions on sizes hold for their buckets.
+    Each phase has its own value in every call of the op.
     """
 
+    #: A canonical op by its qualified name, such as "core::attention".
     op: str
+    #: An argument that the op takes by keyword only.
     argument: str
+    #: What the argument is in each phase.
     values: Mapping[str, Literal]
 
     def check(self, phases: Collection[str]) -> None:
-        """Raise `UsageError` for an op, an argument or a phase that there is not."""
+        """Raise `UsageError` for an unknown op, argument or phase."""
         asked = f"sharing a trace between phases that differ in {self.argument!r} of {self.op}"
         op = declared_ops().get(self.op)
         if op is None:
@@ -49,12 +51,12 @@ class SharedTrace:
             )
 
     def calls_have(self, graph: fx.GraphModule, value: Literal) -> bool:
-        """Tell whether every call of the op in a graph is given this value, and there is one."""
+        """Tell whether a graph calls the op, and every call is given this value."""
         found = [node.kwargs.get(self.argument) for node in self._calls(graph)]
         return bool(found) and all(type(each) is type(value) and each == value for each in found)
 
-    def bound(self, traced: TracedGraph, phase: str) -> TracedGraph:
-        """Return the trace as that of a phase: a graph of its own, over the same tensors and symbols."""
+    def for_phase(self, traced: TracedGraph, phase: str) -> TracedGraph:
+        """Return the trace with the phase's value: a graph of its own, over the same tensors and symbols."""
         graph = copy_graph(traced.module, lazy=True)
         for node in self._calls(graph):
             node.update_kwarg(self.argument, self.values[phase])
@@ -66,9 +68,10 @@ class SharedTrace:
 
 
 def copy_graph(module: fx.GraphModule, *, lazy: bool = False) -> fx.GraphModule:
-    """Copy a graph, metadata included, but not the tensors it is bound to.
+    """Copy a graph with its metadata; the copy is bound to the same tensors.
 
-    lazy: its Python is generated when it is called, as Dynamo's own graphs do it: passes change it many times before.
+    lazy: generate the copy's Python when it is first called, as Dynamo's own graphs do. Until then passes change the
+    copy many times.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from core.errors import UsageError
 
+Phase = Literal["prefill", "decode", "verify"]
+"""prefill: a step that holds tokens of any prompt. decode: exactly one token of each sequence, the one sampled last.
+verify: the same with drafts behind some of them."""
+Sampling = Literal["greedy", "random"]
+"""How a graph chooses tokens: always the most likely one, or each row by its own parameters."""
+PHASES = ("prefill", "decode")
+"""Phases whose graphs `core explain` shows and `core bisect` searches."""
+CACHES = ("auto", "paged", "static")
+KV_CACHE_DTYPES = ("auto", "fp8")
+"""How keys and values are kept: as the model computes them, or as codes of half the size."""
+
 MIN_TEMPERATURE = 1e-5
 """Below this a softmax in fp32 is the argmax up to ties; ask for 0 and get it exactly."""
+
+MAX_LOGPROBS = 20
+"""Alternatives to a token that are reported at most."""
 
 # torch.Generator.manual_seed takes signed and unsigned 64-bit values.
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
@@ -16,59 +31,122 @@ _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one sequence are chosen and when it ends.
-
-    temperature: 0 is greedy; otherwise the logits are divided by it. top_k: keep the k most likely tokens, 0 keeps all.
-    top_p: keep the smallest set of most likely tokens whose probability reaches p, 1 keeps all; applied after top_k.
-    seed: the same seed gives the same tokens for the same logits, None draws a fresh one. stop: strings that end the
-    text and are not part of it. stop_token_ids: ids that end the sequence besides the model's own. ignore_eos: do not
-    end at the model's own stop ids. Raises UsageError for a value out of range.
-    """
+    """How the tokens of one sequence are chosen and when it ends; raises `UsageError` for a value out of range."""
 
     max_new_tokens: int = 64
+    #: What the logits are divided by; 0 always takes the most likely token.
     temperature: float = 0.0
+    #: Keep the k most likely tokens; 0 keeps all.
     top_k: int = 0
+    #: Keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all. Applied after `top_k`.
     top_p: float = 1.0
+    #: The same seed gives the same tokens for the same logits; None draws a fresh one.
     seed: int | None = None
+    #: Strings that end the text and are not part of it.
     stop: tuple[str, ...] = ()
+    #: Ids that end the sequence besides the model's own.
     stop_token_ids: tuple[int, ...] = ()
+    #: Do not end at the model's own stop ids.
     ignore_eos: bool = False
+    #: Drop tokens that are less probable than this share of the most probable one's; 0 drops none. Applied at the
+    #: temperature, before `top_k`.
+    min_p: float = 0.0
+    #: Taken off the logits of tokens that the answer has already.
+    presence_penalty: float = 0.0
+    #: Taken off the logits of the answer's tokens for each time that it has them.
+    frequency_penalty: float = 0.0
+    #: Divides positive logits of tokens that prompt or answer have, and multiplies negative ones; 1 changes nothing.
+    repetition_penalty: float = 1.0
+    #: Token ids with what is added to their logits.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    #: The sequence does not end at a token before it has so many; stop strings end it all the same.
+    min_tokens: int = 0
+    #: Report the log-probability of each token and of so many of the most likely ones; None reports nothing.
+    logprobs: int | None = None
+    #: A JSON schema, as JSON, that the text has to match: by llguidance, an extra. Not with `regex` or `ignore_eos`.
+    json_schema: str | None = None
+    #: A regular expression that the whole text has to match; likewise.
+    regex: str | None = None
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, self, "max_new_tokens", "an int >= 1")
-        _require(
-            _is_real(self.temperature) and (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE),
-            self,
-            "temperature",
-            f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
-        )
-        _require(_is_int(self.top_k) and self.top_k >= 0, self, "top_k", "an int >= 0, where 0 keeps every token")
-        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, self, "top_p", "a number in (0, 1]")
-        _require(
-            self.seed is None or (_is_int(self.seed) and _MIN_SEED <= self.seed <= _MAX_SEED),
-            self,
-            "seed",
-            "None or an int of at most 64 bits",
-        )
-        # A bare string is a sequence of strings too, and would stop at each of its letters.
-        _require(
-            isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
-            self,
-            "stop",
-            "a tuple of non-empty strings",
-        )
-        _require(
-            isinstance(self.stop_token_ids, tuple) and all(_is_int(i) and i >= 0 for i in self.stop_token_ids),
-            self,
-            "stop_token_ids",
-            "a tuple of ints >= 0",
-        )
-        _require(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
+        heat, ids = self.temperature, self.stop_token_ids
+        rules: dict[str, tuple[bool, str]] = {
+            "max_new_tokens": (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an int >= 1"),
+            "temperature": (
+                _is_real(heat) and (heat == 0 or heat >= MIN_TEMPERATURE),
+                f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
+            ),
+            "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an int >= 0, where 0 keeps every token"),
+            "top_p": (_is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+            "seed": (
+                self.seed is None or (_is_int(self.seed) and _MIN_SEED <= self.seed <= _MAX_SEED),
+                "None or an int of at most 64 bits",
+            ),
+            # A bare string is a sequence of strings too, and would stop at each of its letters.
+            "stop": (
+                isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+                "a tuple of non-empty strings",
+            ),
+            "stop_token_ids": (
+                isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
+                "a tuple of ints >= 0",
+            ),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "min_p": (_is_real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            "presence_penalty": (_is_penalty(self.presence_penalty), "a number in [-2, 2]"),
+            "frequency_penalty": (_is_penalty(self.frequency_penalty), "a number in [-2, 2]"),
+            "repetition_penalty": (
+                _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a number above 0, where 1 changes nothing",
+            ),
+            "logit_bias": (_is_bias(self.logit_bias), "a tuple of pairs, a token id and a number in [-100, 100]"),
+            "min_tokens": (_is_int(self.min_tokens) and self.min_tokens >= 0, "an int >= 0"),
+            "logprobs": (
+                self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+                f"None or an int from 0 to {MAX_LOGPROBS}",
+            ),
+            "json_schema": (_is_text(self.json_schema), "None or a str"),
+            "regex": (
+                _is_text(self.regex) and (self.regex is None or self.json_schema is None),
+                "None or a str, alone",
+            ),
+        }
+        if (self.json_schema is not None or self.regex is not None) and self.ignore_eos:
+            rules["ignore_eos"] = (False, "False with json_schema or regex, which say where the text may end")
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                asked = f"sample with {name}={getattr(self, name)!r}"
+                raise UsageError(asked, found=f"{name} must be {wanted}", remedy=f"pass {wanted}")
+
+    @property
+    def shaped(self) -> bool:
+        """Whether all its tokens are chosen from other logits than the model's (`core.engine.steps.shaping`)."""
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        bounded = self.json_schema is not None or self.regex is not None
+        return bool(penalised or self.logit_bias or bounded or (self.min_p and not self.greedy))
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken, so that no random number is drawn."""
         return self.temperature == 0
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_penalty(value: object) -> bool:
+    return _is_real(value) and -2 <= value <= 2  # type: ignore[operator]
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and (_is_int(pair[0]) and pair[0] >= 0)
+        and (_is_real(pair[1]) and -100 <= pair[1] <= 100)
+        for pair in value
+    )
 
 
 def _is_int(value: object) -> bool:
@@ -77,9 +155,3 @@ def _is_int(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(condition: bool, params: SamplingParams, name: str, wanted: str) -> None:
-    if not condition:
-        value = getattr(params, name)
-        raise UsageError(f"sample with {name}={value!r}", found=f"{name} must be {wanted}", remedy=f"pass {wanted}")

@@ -13,7 +13,7 @@ import torch
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core._version import __version__
-from core.common.passes.declaration import Stage
+from core.common.passes.pass_guards import Stage
 from core.compilation.implementations import OpChoice, choose_implementations
 from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewrite.pass_report import PassReport
@@ -35,16 +35,14 @@ ALL_PASSES = PassSwitches()
 
 @dataclass(frozen=True, kw_only=True)
 class StageExplanation:
-    """What the passes of one stage did to one graph.
-
-    before, after: its nodes. passes: a report of each enabled pass, in the order of execution. changes: what each took
-    out and put in.
-    """
+    """What the passes of one stage did to one graph."""
 
     stage: Stage
     before: tuple[NodeRecord, ...]
     after: tuple[NodeRecord, ...]
+    #: A report of each enabled pass, in the order of execution.
     passes: tuple[PassReport, ...]
+    #: The nodes that each pass removed and made, site by site.
     changes: tuple[Change, ...]
 
     @cached_property
@@ -76,19 +74,18 @@ class StageExplanation:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseExplanation:
-    """What became of one phase's graph.
-
-    stages: the traced graph and, where an enabled pass needs it, the one of ATen ops that it was turned into. ops: what
-    each canonical op became for the device. inputs: shape of each input, as traced. aten_s: 0 where there is no such
-    stage.
-    """
+    """What became of one phase's graph."""
 
     phase: str
+    #: The traced graph and, where an enabled pass needs it, the graph of ATen ops made from it.
     stages: tuple[StageExplanation, ...]
+    #: What each canonical op became for the device.
     ops: tuple[OpChoice, ...]
+    #: Shape of each input, as traced.
     inputs: Mapping[str, str]
     trace_s: float
     passes_s: float
+    #: Time to turn the graph into ATen ops; 0 where no pass needs them.
     aten_s: float
     lower_s: float
 
@@ -102,24 +99,23 @@ class PhaseExplanation:
             "aten_s": self.aten_s,
             "lower_s": self.lower_s,
             "stages": [stage.to_json(nodes=nodes) for stage in self.stages],
-            "ops": [choice.to_json() for choice in self.ops],
+            "ops": [asdict(choice) for choice in self.ops],
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What the passes do to a model's graphs on a device; text.py shows it in a terminal, html.py as a page.
-
-    model: facts about the model by name, the first one its title. left_out: passes that the switches leave out.
-    """
+    """What the passes do to a model's graphs on a device; text.py shows it in a terminal, html.py as a page."""
 
     device: str
     product: str
     plugin: str
     versions: Mapping[str, str]
     switches: str
+    #: Passes that the switches leave out.
     left_out: tuple[str, ...]
     phases: tuple[PhaseExplanation, ...]
+    #: Facts about the model by name; the first is its title.
     model: Mapping[str, str] = field(default_factory=dict)
 
     @property

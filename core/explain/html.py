@@ -6,14 +6,14 @@ The page holds its style and script and loads nothing. All text is escaped by th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
-from core.explain.layers import OUTSIDE, LayerKind, compact, layer_kinds, layer_of
+from core.explain.layers import OUTSIDE, compact, layer_kinds, layer_of, ordered_ops
 from core.explain.text import (
     NO_IMPLEMENTATION,
     calls_text,
@@ -55,12 +55,15 @@ def to_html(explanation: Explanation) -> str:
 
 @dataclass(slots=True)
 class _Row:
-    """One node of one graph. pass_index: of the pass that took or made it, -1 for none. misses: told at this node."""
+    """One node of one graph, as a line of the page."""
 
     id: str
     node: NodeRecord
+    #: Changes that build on one another share a group; -1 for none.
     group: int
+    #: Index of the pass that removed or made the node; -1 for none.
     pass_index: int
+    #: Pass and reason of each near-miss that is told at this node.
     misses: Sequence[tuple[str, str]] = ()
 
 
@@ -126,7 +129,7 @@ class _Stage:
             "layers": [(name, _short(name), self._section_ids.get(name, "")) for name in stage.layers],
             "matrix": list(self._matrix()),
             "kinds": [kind.name for kind in kinds],
-            "op_counts": list(_op_counts(kinds)),
+            "op_counts": [(name, [kind.counts(name) for kind in kinds]) for name in ordered_ops(kinds)],
             "ops": [
                 {"op": op, "implementation": implementation, "refused": refused}
                 | {"none": "" if refused or implementation not in _INLINED else NO_IMPLEMENTATION}
@@ -226,18 +229,3 @@ def _title(layer: str, num_seen: int, num_layers: int) -> str:
 
 def _short(layer: str) -> str:
     return layer.rpartition(".")[2] if layer != OUTSIDE else "outside"
-
-
-def _op_counts(kinds: Sequence[LayerKind]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield each op with its numbers before and after by kind of layer, those that change first."""
-    names = dict.fromkeys(name for kind in kinds for counts in (kind.before, kind.after) for name in counts)
-
-    def change(name: str) -> int:
-        return max(abs(_at(kind.after, name) - _at(kind.before, name)) for kind in kinds)
-
-    for name in sorted(names, key=lambda name: ("::" not in name, -change(name), name)):
-        yield name, [(_at(kind.before, name), _at(kind.after, name)) for kind in kinds]
-
-
-def _at(counts: Mapping[str, int], name: str) -> int:
-    return counts.get(name, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.compilation.rewrite.pass_report import PassReport
 from core.explain.nodes import NodeRecord
@@ -44,11 +44,13 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
-    """Layers with equal counts. before, after: number of nodes by op. matched, missed: sites by pass."""
+    """Layers with equal counts."""
 
     layers: tuple[str, ...]
+    #: Number of nodes by op, before and after the passes.
     before: Mapping[str, int]
     after: Mapping[str, int]
+    #: Number of sites by pass: rewritten ones, and near-misses.
     matched: Mapping[str, int]
     missed: Mapping[str, int]
 
@@ -57,12 +59,19 @@ class LayerKind:
         """The layers in short, `model.layers.0-15,17`."""
         return compact(self.layers)
 
-    @property
-    def changed_ops(self) -> tuple[str, ...]:
-        """Ops whose number differs, the most changed first."""
-        names = {*self.before, *self.after}
-        change = {name: abs(self.after.get(name, 0) - self.before.get(name, 0)) for name in names}
-        return tuple(sorted((name for name in names if change[name]), key=lambda name: (-change[name], name)))
+    def counts(self, op: str) -> tuple[int, int]:
+        """Return how many nodes of an op each layer has before and after the passes."""
+        return self.before.get(op, 0), self.after.get(op, 0)
+
+
+def ordered_ops(kinds: Sequence[LayerKind]) -> list[str]:
+    """Return all ops of these layers: canonical ones first, and of each sort the most changed first."""
+    names = {name for kind in kinds for counts in (kind.before, kind.after) for name in counts}
+
+    def change(name: str) -> int:
+        return max(abs(after - before) for before, after in (kind.counts(name) for kind in kinds))
+
+    return sorted(names, key=lambda name: ("::" not in name, -change(name), name))
 
 
 def layers_of(
@@ -91,16 +100,7 @@ def layer_kinds(layers: Mapping[str, LayerKind]) -> tuple[LayerKind, ...]:
     for layer in layers.values():
         key = tuple(tuple(sorted(part.items())) for part in (layer.before, layer.after, layer.matched, layer.missed))
         kinds.setdefault((layer.layers == (OUTSIDE,), *key), []).append(layer)
-    return tuple(
-        LayerKind(
-            layers=tuple(layer.layers[0] for layer in alike),
-            before=alike[0].before,
-            after=alike[0].after,
-            matched=alike[0].matched,
-            missed=alike[0].missed,
-        )
-        for alike in kinds.values()
-    )
+    return tuple(replace(alike[0], layers=tuple(layer.layers[0] for layer in alike)) for alike in kinds.values())
 
 
 def count_ops(nodes: Iterable[NodeRecord]) -> dict[str, Counter[str]]:
@@ -122,13 +122,16 @@ def _sites(sites: Mapping[str, Iterable[str]]) -> dict[str, Counter[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MissGroup:
-    """Near-misses of one pass for one reason, node names aside. example: index of the first in the pass's report."""
+    """The near-misses of one pass whose reasons differ in names of nodes only."""
 
     pass_name: str
+    #: The common reason, with the numbers of node names cut off.
     reason: str
+    #: Site, node and full reason of each near-miss.
     sites: tuple[str, ...]
     nodes: tuple[str, ...]
     reasons: tuple[str, ...]
+    #: The pass that claims these sites too; "" for none.
     claimant: str = ""
 
     @property

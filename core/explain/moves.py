@@ -21,19 +21,22 @@ _EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """bytes: read plus written. flops: of matrix products with weights, 0 for what is no such product. is_view: all
-    that comes out is the memory that went in, and nothing was written there."""
+    """What one call must move and compute."""
 
+    #: Read plus written.
     bytes: int
+    #: Of matrix products with weights; 0 for other calls.
     flops: int = 0
+    #: Whether the results are memory of the arguments, and nothing was written there.
     is_view: bool = False
 
 
 def moved(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Moved:
-    """Return what a call must move: every argument once and every result once, with the exceptions below.
+    """Return what a call must move: every argument once and every result once.
 
-    op: as `core.explain.nodes.op_name` names it. Of a paged cache what the context holds; of experts those that the
-    tokens can hit; of a table the rows looked up; of a tensor that is broadcast what it stores.
+    Less counts of four kinds of arguments: of a paged cache what the context holds, of experts those that the tokens
+    can hit, of a table the rows looked up, of a broadcast tensor what it stores. op: as `core.explain.nodes.op_name`
+    names it.
     """
     declared = declared_ops().get(op)
     if declared is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from core.common.node_meta import value_of
 from core.common.ops.declaration import find_op
 from core.common.passes.sites import site_name
-from core.compilation.trace.traced import ConstantSlot, InputSlot, SizeSlot, TracedGraph
+from core.compilation.trace.traced import CounterSlot, InputSlot, SizeSlot, Slot, TracedGraph
 
 # How Dynamo spells a member: `._modules['norm']`, `._parameters['weight']`, `.layers[0]`.
 _MEMBER = re.compile(r"(?:\.?\b_modules|\.?\b_parameters|\.?\b_buffers)?\[(?:'([^']*)'|(\d+))\]")
@@ -27,21 +27,24 @@ _ADDED = "bound once, added by a pass"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
-    """One node. op: what it computes, for counting (`core::rms_norm`, `mul`, `.to`); empty for inputs and the output.
-
-    text: the call, its arguments by label. value: dtype and shape of the result. path: of its module, may be empty.
-    source: file, line and text of the model's code. change: index of the change that made it (in a graph after the
-    passes) or that took it away (in the one before), -1 for none; by: the pass of that change.
-    """
+    """One node of a graph."""
 
     name: str
+    #: What readers know it by: for an input its name, for a weight its path in the model, else the node's name.
     label: str
+    #: What it computes, for counting (`core::rms_norm`, `mul`, `.to`); "" for inputs and the output.
     op: str
+    #: The call, its arguments by label.
     text: str
+    #: Dtype and shape of the result.
     value: str
+    #: Path of its module; may be "".
     path: str
+    #: File, line and text of the model's code.
     source: str
+    #: Index of the change that made the node (in a graph after the passes) or removed it (in one before); -1 for none.
     change: int = -1
+    #: The pass of that change.
     by: str = ""
 
     @property
@@ -74,9 +77,11 @@ def input_texts(traced: TracedGraph) -> dict[str, str]:
     return {node.name: _slot_text(slot) for node, slot in zip(nodes, traced.slots, strict=True)}
 
 
-def _slot_text(slot: InputSlot | ConstantSlot | SizeSlot) -> str:
+def _slot_text(slot: Slot) -> str:
     if isinstance(slot, InputSlot):
         return "input"
+    if isinstance(slot, CounterSlot):
+        return f"{slot.name} of a {type(slot.owner).__name__}, at each run"
     return f"size of {slot.name}, dimension {slot.dim}" if isinstance(slot, SizeSlot) else "bound once"
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from core.compilation.options import CompileOptions
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
-from core.engine.check.graphs import PHASES, phase_graphs
-from core.engine.config import SamplingParams
+from core.engine.check.graphs import phase_graphs
+from core.engine.config import PHASES, SamplingParams
 from core.engine.inspect.attention import NotPageable
 from core.engine.paged.call import PagedCall
 from core.engine.paged.runner import PagedRunner
@@ -35,12 +35,15 @@ _ROOM = 2  # tokens behind the context: the one computed, and the one that follo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepGraph:
-    """A traced step. inputs: for one run of it. batch, tokens: its sizes as run; num_tokens: of the step itself."""
+    """A traced step, with what one run of it takes."""
 
     traced: TracedGraph
     inputs: Mapping[str, Tensor]
+    #: Number of sequences.
     batch: int
+    #: Number of tokens that each sequence holds, or that the prompt has.
     tokens: int
+    #: Number of tokens that the step computes.
     num_tokens: int
     cache: str
     notes: tuple[str, ...] = ()
@@ -130,12 +133,19 @@ def _inputs(
     for index in range(batch):
         prompt = [(3 + 7 * place + index) % _SMALL for place in range(tokens)]
         sequence = Sequence(index, prompt, params)
-        runner.admit(sequence)
+        runner.cache.join(sequence)
         if phase == "decode":
             sequence.num_computed, sequence.generated = tokens, [3]
+        runner.cache.grow(sequence, len(sequence))
         parts.append(Part(sequence, 1 if phase == "decode" else tokens))
     step = Step("decode" if phase == "decode" else "prefill", tuple(parts))
-    tensors = step_tensors(step, max_blocks=-(-length // block_size), block_size=block_size, device=device.torch_device)
+    tensors = step_tensors(
+        step,
+        max_blocks=-(-length // block_size),
+        block_size=block_size,
+        device=device.torch_device,
+        num_groups=runner.num_groups,
+    )
     rows = torch.tensor([GREEDY_ROW] * batch, dtype=torch.float32).to(device.torch_device)
     return {**tensors, "sampling_params": rows}
 

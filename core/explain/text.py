@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
 from core.compilation.rewrite.pass_report import PassReport
-from core.explain.layers import LayerKind, compact, layer_kinds
+from core.explain.layers import compact, layer_kinds, ordered_ops
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,11 +144,12 @@ def _layers(stage: StageExplanation, max_ops: int | None) -> Table:
     table = _table("ops", *(kind.name for kind in shown))
     for column in table.columns[1:]:
         column.justify = "right"
-    table.add_row("all", *(_counts(_total(kind.before), _total(kind.after)) for kind in shown), style="bold")
-    names = dict.fromkeys(name for kind in shown for name in kind.changed_ops)
-    ordered = sorted(names, key=lambda name: ("::" not in name, -max(_change(kind, name) for kind in shown), name))
+    totals = ((kind.before.values(), kind.after.values()) for kind in shown)
+    table.add_row("all", *(_counts(sum(before), sum(after)) for before, after in totals), style="bold")
+    changed = {name for kind in shown for name in (*kind.before, *kind.after) if len({*kind.counts(name)}) > 1}
+    ordered = [name for name in ordered_ops(shown) if name in changed]
     for name in ordered[:max_ops]:
-        table.add_row(Text(name), *(_counts(kind.before.get(name, 0), kind.after.get(name, 0)) for kind in shown))
+        table.add_row(Text(name), *(_counts(*kind.counts(name)) for kind in shown))
     captions = []
     if max_ops is not None and len(ordered) > max_ops:
         captions.append(f"{len(ordered) - max_ops} more ops change (--full): {', '.join(ordered[max_ops:])}")
@@ -157,14 +158,6 @@ def _layers(stage: StageExplanation, max_ops: int | None) -> Table:
         captions.append(f"{len(kinds) - len(shown)} more kinds of layers (--json, --html): {compact(rest)}")
     table.caption = Text("\n".join(captions), justify="left") if captions else None
     return table
-
-
-def _change(kind: LayerKind, name: str) -> int:
-    return abs(kind.after.get(name, 0) - kind.before.get(name, 0))
-
-
-def _total(counts: Mapping[str, int]) -> int:
-    return sum(counts.values())
 
 
 def _counts(before: int, after: int) -> str:

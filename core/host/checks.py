@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from core.capabilities import Capabilities, Mode
 from core.device import DeviceParts
+from core.errors import one_line
+
+if TYPE_CHECKING:
+    import torch
 
 Check = Callable[[Any], str]
 """Returns "" for a good result, else what was returned and what was expected, to follow "returned"."""
@@ -33,6 +37,12 @@ def check_parts(value: Any) -> str:
     for name, (field, kind) in fields.items():
         if not isinstance(field, kind):
             return f"DeviceParts whose {name} is {_kind(field)} instead of {kind.__name__}"
+    wrong = _wrong_function(value) or _wrong_capability(value.capabilities)
+    if wrong:
+        return wrong
+    wrong = _wrong_place(value.torch_device)
+    if wrong:
+        return f"DeviceParts whose torch_device is {str(value.torch_device)!r}, {wrong}"
     compilers = (
         _sequence(value.kernel_compilers, KernelCompiler)
         or _duplicate([INDUCTOR, *value.kernel_compilers], lambda item: f"kernel compiler {item.name!r}")
@@ -40,10 +50,47 @@ def check_parts(value: Any) -> str:
     )
     if compilers:
         return f"DeviceParts whose kernel_compilers are {compilers}"
-    unknown = sorted(set(value.capabilities.modes) - set(get_args(Mode)))
-    if unknown:
-        return f"Capabilities with unknown modes {unknown} (known: {', '.join(get_args(Mode))})"
     return ""
+
+
+def _wrong_place(place: torch.device) -> str:
+    import torch
+
+    try:
+        torch.empty(1, device=place).cpu()
+    except Exception as error:
+        return f"where no tensor can be made and read: {one_line(str(error))}"
+    return ""
+
+
+def _wrong_function(parts: DeviceParts) -> str:
+    for name in ("memory", "synchronize", "empty_cache", "reset_peak_memory", "side_stream", "record"):
+        function = getattr(parts, name)
+        if not callable(function) and not (name == "record" and function is None):
+            return f"DeviceParts whose {name} is {_kind(function)} instead of a function without arguments"
+    return ""
+
+
+def _wrong_capability(capabilities: Capabilities) -> str:
+    import torch
+
+    fields: dict[str, tuple[type, ...]] = {
+        "device_name": (str,),
+        "dtypes": (Set,),
+        "modes": (tuple, list),
+        **dict.fromkeys(("fp64", "deterministic", "update", "asynchronous", "device_lengths"), (bool,)),
+        "extra": (Mapping,),
+        "unprofitable": (Mapping,),
+    }
+    for name, kinds in fields.items():
+        field = getattr(capabilities, name)
+        if not isinstance(field, kinds):
+            return f"Capabilities whose {name} is {_kind(field)} instead of {kinds[0].__name__}"
+    strays = [dtype for dtype in capabilities.dtypes if not isinstance(dtype, torch.dtype)]
+    if strays:
+        return f"Capabilities whose dtypes hold {_kind(strays[0])} instead of torch.dtype"
+    unknown = sorted(map(str, (mode for mode in capabilities.modes if mode not in get_args(Mode))))
+    return f"Capabilities with unknown modes {unknown} (known: {', '.join(get_args(Mode))})" if unknown else ""
 
 
 def check_lowerings(value: Any) -> str:

@@ -16,7 +16,8 @@ from core.device import PluginInfo
 from core.errors import CoreError, PluginError, broken_extension
 from core.hookspecs import PROJECT, CoreSpec, DeviceContext, OpenContext
 from core.host.checks import RESULT_CHECKS
-from core.host.discovery import PLUGIN_GROUP
+from core.host.plugin_metadata import PLUGIN_GROUP
+from core.host.trail import running
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ HOOK_NAMES = tuple(name for name in vars(CoreSpec) if name.startswith("core_"))
 
 
 class LoadedPlugin:
-    """An imported, validated plugin. Its hooks are called here only, one plugin per plugin manager.
+    """An imported, validated plugin, whose hooks are called here only.
 
-    A manager of its own keeps the hooks of every other plugin out of the call, whatever else is installed.
+    Each plugin has a plugin manager of its own, which keeps the hooks of every other plugin out of the call.
     """
 
     def __init__(self, info: PluginInfo, manager: pluggy.PluginManager) -> None:
@@ -37,12 +38,18 @@ class LoadedPlugin:
         """Return whether the plugin implements `hook`."""
         return bool(getattr(self._manager.hook, hook).get_hookimpls())
 
-    def call(self, hook: str, context: OpenContext | DeviceContext) -> Any:
-        """Call an implemented hook and return its checked result; whatever fails names plugin, version and hook."""
+    def call(self, hook: str, context: OpenContext | DeviceContext, default: Any = None) -> Any:
+        """Call a hook and return its checked result, or the default where the plugin does not implement the hook.
+
+        Whatever fails names plugin, version and hook.
+        """
         with_blame = f"raised by plugin {self.info} in hook {hook}"
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
+        if not self.implements(hook):
+            return default
         try:
-            result = caller(context=context)
+            with running(self.info, f"hook {hook}"):
+                result = caller(context=context)
         except CoreError as error:
             error.add_note(with_blame)
             raise
@@ -75,7 +82,8 @@ def load_plugin(info: PluginInfo) -> LoadedPlugin:
     """Import the plugin and validate its implementations; raise `PluginError` with the cause chained."""
     logger.debug("importing plugin %s for device %r from %s", info, info.device, info.entry_point)
     try:
-        plugin = EntryPoint(info.device, info.entry_point, PLUGIN_GROUP).load()
+        with running(info, "importing it"):
+            plugin = EntryPoint(info.device, info.entry_point, PLUGIN_GROUP).load()
     except (Exception, SystemExit) as error:
         unloadable = broken_extension(f"device {info.device!r}", error)
         raise unloadable or plugin_error(info, f"importing it raised {describe(error)}") from error

@@ -1,24 +1,25 @@
-"""Runs one device probe: `python -m core.host.probe_worker module:function`. Started by core/host/probing.py only."""
+"""The worker that runs one device probe for core/host/probing.py; a crash stays in its process."""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import asdict
+from importlib.metadata import EntryPoint
 
-from core.host.workers.channel import import_attribute, serve
 from core.probe import Probe
 
 
-def answer(reference: str) -> dict[str, object]:
-    """Run the probe named by `reference`; return its fields, or what is wrong with it."""
+def answer(request: dict[str, str]) -> dict[str, object]:
+    """Run the probe that the entry point `probe` names; return its fields, or what is wrong with it."""
     result: dict[str, object] = {}
     try:
-        probe = import_attribute(reference)()  # type: ignore[operator]  # not callable: reported like any exception
+        probe = EntryPoint("", request["probe"], "").load()()
         problem = _defect(probe)
         if problem:
             result["problem"] = problem
         else:
-            result["probe"] = probe.to_json()
+            result["probe"] = asdict(probe)
     except (Exception, SystemExit) as error:
         result["problem"] = f"raised {type(error).__name__}: {error}"
         traceback.print_exc()
@@ -36,7 +37,3 @@ def _defect(probe: object) -> str:
     if probe.available != (probe.device_count > 0):
         return f"returned available={probe.available} with device_count={probe.device_count}"
     return ""
-
-
-if __name__ == "__main__":
-    serve(answer)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from core.device import PluginInfo
+from core.errors import PluginError
 from core.host.discovery import Discovery, PluginEntry, discover
-from core.host.workers.pool import WorkerPool, WorkerResult
+from core.host.workers.worker import Asked, WorkerResult, ask_once
 from core.probe import Probe
 from core.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+_WORKER = "core.host.probe_worker"
 
 MAX_TEXT = 500
 """Longest reason or hint, in characters; what a vendor's library says is otherwise without bound."""
@@ -23,62 +25,63 @@ _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]"
 )
 
+_HARMLESS: set[PluginInfo] = set()
+"""Plugins whose probes have come back, in a worker, since this process began."""
+
 State = Literal["available", "unavailable", "blocked", "incompatible", "conflict", "broken"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeOutcome:
-    """A probe's answer, or the host's in its place.
-
-    failed: the probe itself is at fault (crash, hang, exception, wrong answer), which is not the same as a device that
-    is absent. probed: false for a plugin without a probe. output: the tail of what the probe printed.
-    """
+    """A probe's answer, or the host's in its place."""
 
     probe: Probe
+    #: The probe itself is at fault (crash, hang, exception, wrong answer); an absent device is no fault.
     failed: bool = False
+    #: False for a plugin without a probe.
     probed: bool = True
+    #: Its process crashed, ended or hung, as would any process that runs it.
+    ended: bool = False
     imported_torch: bool = False
+    #: The tail of what the probe printed.
     output: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceStatus:
-    """One line of `core devices`. outcome is None for a plugin that was not asked (blocked, incompatible, …)."""
+    """One line of `core devices`."""
 
     plugin: PluginInfo
     state: State
+    #: Usable devices; None where nothing tells.
     device_count: int | None
     reason: str
     hint: str = ""
+    #: None for a plugin that was not asked (blocked, incompatible, …).
     outcome: ProbeOutcome | None = None
 
 
-class DeviceScan:
+class DeviceScan(Asked):
     """Lists devices in two steps, so that a caller can do other work while the probes run.
 
     Entering reads metadata and launches the probes; `statuses()` waits for them; leaving kills those still running.
     """
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         self._settings = settings
-        self._pool = WorkerPool()
         self.discovery: Discovery = discover(settings)
 
     def __enter__(self) -> Self:
-        self._pool.__enter__()
         for number, entry in enumerate(self.discovery.entries):
             if entry.verdict == "ready" and entry.info.probe_entry_point:
-                _launch(self._pool, str(number), entry.info, self._settings.probe_timeout_s)
+                probe, timeout_s = entry.info.probe_entry_point, self._settings.probe_timeout_s
+                self.ask(str(number), _WORKER, probe=probe, timeout_s=timeout_s)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._pool.__exit__(kind, error, traceback)
 
     def statuses(self) -> tuple[DeviceStatus, ...]:
         """Return one status per plugin entry, in order of device name."""
-        results = self._pool.collect()
+        results = self.results()
         return tuple(_status(entry, results.get(str(n))) for n, entry in enumerate(self.discovery.entries))
 
 
@@ -86,13 +89,26 @@ def run_probe(info: PluginInfo, timeout_s: float) -> ProbeOutcome:
     """Run one plugin's probe in a worker process."""
     if not info.probe_entry_point:
         return _unprobed()
-    with WorkerPool() as pool:
-        _launch(pool, info.device, info, timeout_s)
-        return _outcome(info, pool.collect()[info.device])
+    return _outcome(info, ask_once(_WORKER, {"probe": info.probe_entry_point}, timeout_s=timeout_s))
 
 
-def _launch(pool: WorkerPool, key: str, info: PluginInfo, timeout_s: float) -> None:
-    pool.launch(key, "core.host.probe_worker", info.probe_entry_point, timeout_s=timeout_s)
+def require_harmless_probe(info: PluginInfo, timeout_s: float) -> None:
+    """Raise the error for a plugin whose probe ends its process: opening the device is likely to run the same code.
+
+    The probe of a plugin from outside of `core` is run once in the life of this process, in a worker.
+    """
+    if info.in_tree or not info.probe_entry_point or info in _HARMLESS:
+        return
+    outcome = run_probe(info, timeout_s)
+    if outcome.ended:
+        raise PluginError(
+            f"device {info.device!r}",
+            found=f"plugin {info} ({info.entry_point}) is broken: {outcome.probe.reason}; opening the device was not "
+            "tried, since it may end this process likewise",
+            remedy=f"report it to the author of {info.distribution}; `core doctor` shows what it printed, and "
+            "CORE_PROBE_TIMEOUT_S gives a slow probe more time",
+        )
+    _HARMLESS.add(info)
 
 
 def _status(entry: PluginEntry, result: WorkerResult | None) -> DeviceStatus:
@@ -101,6 +117,8 @@ def _status(entry: PluginEntry, result: WorkerResult | None) -> DeviceStatus:
         return DeviceStatus(plugin=info, state=entry.verdict, device_count=0, reason=entry.reason, hint=entry.hint)
     outcome = _unprobed() if result is None else _outcome(info, result)
     probe = outcome.probe
+    if not outcome.ended:
+        _HARMLESS.add(info)
     state: State = "broken" if outcome.failed else "available" if probe.available else "unavailable"
     return DeviceStatus(
         plugin=info,
@@ -132,6 +150,7 @@ def _outcome(info: PluginInfo, result: WorkerResult) -> ProbeOutcome:
                 hint=f"run `core doctor`, and report it to the author of {info.distribution}",
             ),
             failed=True,
+            ended=result.answer is None and bool(result.problem),
             imported_torch=bool(answer.get("imported_torch")),
             output=result.output,
         )

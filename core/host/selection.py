@@ -6,7 +6,7 @@ import difflib
 import logging
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from core.device import Device, DeviceParts, PluginInfo
 from core.errors import (
@@ -19,13 +19,17 @@ from core.errors import (
     UsageError,
 )
 from core.hookspecs import DeviceContext, OpenContext
-from core.host.discovery import AUTO, Discovery, PluginEntry, discover
-from core.host.loading import LoadedPlugin, load_plugin
-from core.host.probing import DeviceScan, DeviceStatus, run_probe
+from core.host.discovery import Discovery, PluginEntry, discover
+from core.host.distributions.isolation import isolate
+from core.host.loading import load_plugin
+from core.host.parts import blamed
+from core.host.plugin_metadata import AUTO
+from core.host.probing import DeviceScan, DeviceStatus, require_harmless_probe, run_probe
 from core.settings import Settings
 
 if TYPE_CHECKING:
     from core.common.conformance import ConformanceProfile
+    from core.common.passes.declaration import Pass
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ logger = logging.getLogger(__name__)
 FALLBACK_DEVICE = "cpu"
 
 _REQUEST = re.compile(r"(?P<name>[^:]+)(?::(?P<index>\d+))?")
+_MAX_NAME = 100
 _LIST_REMEDY = "`core devices` lists every installed plugin and its state"
 
 
@@ -48,15 +53,20 @@ def list_devices(*, settings: Settings | None = None) -> tuple[DeviceStatus, ...
 def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None = None) -> Device:
     """Open a device and resolve everything its plugin gives.
 
-    name: a device name, `name:index`, or "auto". A device asked for by name is opened or fails, naming plugin, cause
-    and remedy; only "auto" chooses: the accelerator with the most devices, else the processor, with the reason kept in
-    `Device.reason`. index: which device of that kind.
+    A device asked for by name is opened, or the error names plugin, cause and remedy. "auto" chooses: the accelerator
+    with the most devices, else the processor; `Device.reason` says why.
+
+    - name: a device name, `name:index`, or "auto".
+    - index: which device of that kind.
     """
     settings = settings or Settings.from_environment()
     device, index = _parse(name, index)
     if device == AUTO:
         return _select_auto(index, settings)
-    info = _resolve_name(device, discover(settings))
+    discovery = discover(settings)
+    isolate(discovery.damaged, discovery.unread)
+    info = _resolve_name(device, discovery)
+    require_harmless_probe(info, settings.probe_timeout_s)
     try:
         return _open(info, index, reason="asked for by name")
     except (DeviceUnavailableError, PluginError) as error:
@@ -64,24 +74,28 @@ def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None
         raise
 
 
+def check_name(name: str) -> None:
+    """Raise the error of `select_device` for a name that no usable plugin has, importing none of them."""
+    device, _ = _parse(name, 0)
+    if device != AUTO:
+        _resolve_name(device, discover(Settings.from_environment()))
+
+
 def conformance_profile(device: Device) -> ConformanceProfile:
     """Return what the plugin of `device` declares not to support (core_conformance)."""
     from core.common.conformance import ConformanceProfile
 
-    loaded = load_plugin(device.plugin)
-    if not loaded.implements("core_conformance"):
-        return ConformanceProfile()
-    profile: ConformanceProfile = loaded.call(
-        "core_conformance", DeviceContext(plugin=device.plugin, parts=device.parts)
-    )
+    context = DeviceContext(plugin=device.plugin, parts=device.parts)
+    profile: ConformanceProfile = load_plugin(device.plugin).call("core_conformance", context, ConformanceProfile())
     return profile
 
 
 def _parse(name: str, index: int) -> tuple[str, int]:
     match = _REQUEST.fullmatch(name)
-    if match is None or index < 0:
+    if match is None or index < 0 or len(name) > _MAX_NAME:
+        shown = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}..."
         raise UsageError(
-            f"device {name!r}, index {index}",
+            f"device {shown!r}, index {index}",
             found="not a device name with an optional index",
             remedy="write it like 'name' or 'name:1'; an index counts from 0",
         )
@@ -102,7 +116,7 @@ def _resolve_name(device: str, discovery: Discovery) -> PluginInfo:
             return entry.info
     if not entries:
         raise _unknown(device, discovery)
-    # A blocked entry is the least interesting one: it says nothing about the others.
+    # A blocked entry tells least: any other one says more about why there is no device.
     entry = min(entries, key=lambda item: item.verdict == "blocked")
     raise _refusal(entry)
 
@@ -129,11 +143,14 @@ def _unknown(device: str, discovery: Discovery) -> UnknownDeviceError:
         )
     close = difflib.get_close_matches(device, known, n=1)
     suggestion = f"; did you mean {close[0]!r}?" if close else ""
-    return UnknownDeviceError(
+    error = UnknownDeviceError(
         f"device {device!r}",
         found=f"no installed plugin has that name; known: {', '.join([*known, AUTO])}{suggestion}",
         remedy=f"choose a known device, or install the package that provides {device!r}; {_LIST_REMEDY}",
     )
+    for each in discovery.unread:
+        error.add_note(f"{device!r} may be a device of this one: {each}")
+    return error
 
 
 def _add_probe_hint(error: CoreError, info: PluginInfo, settings: Settings) -> None:
@@ -149,6 +166,7 @@ def _add_probe_hint(error: CoreError, info: PluginInfo, settings: Settings) -> N
 
 def _select_auto(index: int, settings: Settings) -> Device:
     with DeviceScan(settings) as scan:
+        isolate(scan.discovery.damaged, scan.discovery.unread)
         statuses = scan.statuses()
     accelerators = [status for status in statuses if status.plugin.device != FALLBACK_DEVICE]
     candidates = sorted(
@@ -166,7 +184,9 @@ def _select_auto(index: int, settings: Settings) -> Device:
             lost.append(f"{status.plugin.device} (said available, did not open: {error.found})")
             continue
         lost += [_outranked(other) for other in candidates[position + 1 :]]
-        return _chosen(device, f"auto chose {device.name}: {status.reason}", [*lost, *_fallback_lost(statuses)])
+        if len(accelerators) < len(statuses):
+            lost.append(f"{FALLBACK_DEVICE} (an accelerator is preferred)")
+        return _chosen(device, f"auto chose {device.name}: {status.reason}", lost)
     return _open_fallback(statuses, index, lost)
 
 
@@ -189,11 +209,6 @@ def _outranked(status: DeviceStatus) -> str:
     return f"{status.plugin.device} (available, but ranked lower: {count}; ties go by name)"
 
 
-def _fallback_lost(statuses: tuple[DeviceStatus, ...]) -> list[str]:
-    present = any(status.plugin.device == FALLBACK_DEVICE for status in statuses)
-    return [f"{FALLBACK_DEVICE} (an accelerator is preferred)"] if present else []
-
-
 def _chosen(device: Device, choice: str, lost: list[str]) -> Device:
     reason = f"{choice}; not chosen: {'; '.join(lost)}" if lost else choice
     logger.info("%s", reason)
@@ -204,50 +219,35 @@ def _open(info: PluginInfo, index: int, *, reason: str) -> Device:
     """Import the plugin, open its device and resolve every hook."""
     loaded = load_plugin(info)
     parts: DeviceParts = loaded.call("core_open_device", OpenContext(plugin=info, index=index))
+    # These import torch, which a plugin that can't be loaded need not wait for.
+    from core.common.fakes import apply_fakes
+    from core.common.graphs.backend import CallBackend
+    from core.common.lowering import INLINE
+
+    parts = blamed(info, parts)
     context = DeviceContext(plugin=info, parts=parts)
+    lowerings = loaded.call("core_lowering", context, INLINE)
+    graph_backend = loaded.call("core_graph_backend", context, CallBackend)
+    passes = loaded.call("core_register_passes", context, ())
+    ops = loaded.call("core_register_ops", context, ())
+    declared = loaded.call("core_register_fakes", context, ())
+    try:
+        fakes = apply_fakes(declared)
+    except Exception as error:
+        raise loaded.error(f"a fake kernel it declares cannot be registered: {error}") from error
     return Device(
         name=info.device,
         plugin=info,
         parts=parts,
-        lowerings=_lowerings(loaded, context),
-        graph_backend=_graph_backend(loaded, context),
-        passes=tuple(_owned(item, info) for item in _declarations(loaded, "core_register_passes", context)),
-        ops=_declarations(loaded, "core_register_ops", context),
-        fakes=_fakes(loaded, context),
+        lowerings=lowerings,
+        graph_backend=graph_backend,
+        passes=tuple(_owned(each, info) for each in passes),
+        ops=tuple(ops),
+        fakes=fakes,
         reason=reason,
     )
 
 
-def _lowerings(loaded: LoadedPlugin, context: DeviceContext) -> Any:
-    if loaded.implements("core_lowering"):
-        return loaded.call("core_lowering", context)
-    from core.common.lowering import INLINE
-
-    return INLINE
-
-
-def _graph_backend(loaded: LoadedPlugin, context: DeviceContext) -> Any:
-    if loaded.implements("core_graph_backend"):
-        return loaded.call("core_graph_backend", context)
-    from core.common.graphs.backend import CallBackend
-
-    return CallBackend
-
-
-def _declarations(loaded: LoadedPlugin, hook: str, context: DeviceContext) -> tuple[Any, ...]:
-    return tuple(loaded.call(hook, context)) if loaded.implements(hook) else ()
-
-
-def _owned(declaration: Any, info: PluginInfo) -> Any:
+def _owned(declaration: Pass, info: PluginInfo) -> Pass:
     """Stamp a pass with the distribution it comes from, which reports name, unless the plugin stated an owner."""
     return replace(declaration, owner=info.distribution) if declaration.owner == "core" else declaration
-
-
-def _fakes(loaded: LoadedPlugin, context: DeviceContext) -> tuple[Any, ...]:
-    from core.common.fakes import apply_fakes
-
-    declared = _declarations(loaded, "core_register_fakes", context)
-    try:
-        return apply_fakes(declared)
-    except Exception as error:
-        raise loaded.error(f"a fake kernel it declares cannot be registered: {error}") from error

@@ -1,4 +1,4 @@
-"""Run token batches through a model and see what its layers are given: ranges for static scales, samples for errors."""
+"""Run token batches through a model and observe what its layers are given: for static scales, and to measure errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Range:
     high: float = -math.inf
 
     def see(self, x: Tensor) -> None:
-        """Take the values of x in."""
+        """Widen the range by the values of x."""
         if x.numel():
             low, high = x.aminmax()
             self.merge(Range(float(low), float(high)))
 
     def merge(self, other: Range) -> None:
-        """Take the range of another in."""
+        """Widen the range by another one."""
         # NaN stays: the comparisons of min and max would lose it.
         self.low = min(self.low, other.low) if other.low == other.low else other.low
         self.high = max(self.high, other.high) if other.high == other.high else other.high
@@ -128,14 +128,14 @@ def batches_of(asked: str, calibration: Iterable[Batch]) -> list[Batch]:
         raise UsageError(asked, found=found, remedy=_WANTED)
     batches = list(given)
     for index, batch in enumerate(batches):
-        wrong = _wrong_batch(batch)
+        wrong = _why_no_batch(batch)
         if wrong is not None:
             raise UsageError(asked, found=f"calibration batch {index} {wrong[0]}", remedy=wrong[1])
     return batches
 
 
-def _wrong_batch(batch: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a batch and what to do, None for one that a model may be called with."""
+def _why_no_batch(batch: Any) -> tuple[str, str] | None:
+    """Return why a model can't be called with a batch, and what to do; None where it can."""
     if isinstance(batch, Tensor):
         return None
     if not isinstance(batch, (Mapping, tuple, list)):

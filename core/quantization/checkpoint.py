@@ -148,27 +148,19 @@ def read_experts(files: TensorFiles, name: str, experts: Any, config: Checkpoint
     check_experts(name, experts)
     shapes = {"gate_proj": (inner, hidden_dim), "up_proj": (inner, hidden_dim), "down_proj": (hidden_dim, inner)}
     read = {p: [read_weight(files, layer, shapes[p], group) for layer in each] for p, each in layers.items()}
-    gate_up = [_concatenated(pair) for pair in zip(read["gate_proj"], read["up_proj"], strict=True)]
+    gate_up = [_combined(torch.cat, pair) for pair in zip(read["gate_proj"], read["up_proj"], strict=True)]
     scales = []
     for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
         seen = [read_input(files, layer, group.scheme) for kind in kinds for layer in layers[kind]]
         scales.append(_joined(group.scheme, seen))
     return QuantizedExperts(
         group.scheme,
-        _stacked(gate_up),
-        _stacked(read["down_proj"]),
+        _combined(torch.stack, gate_up),
+        _combined(torch.stack, read["down_proj"]),
         experts.act_fn,
         inputs=scales[0],
         hidden=scales[1],
     )
-
-
-def _concatenated(weights: Sequence[Weight]) -> Weight:
-    return _combined(torch.cat, weights)
-
-
-def _stacked(weights: Sequence[Weight]) -> Weight:
-    return _combined(torch.stack, weights)
 
 
 def _combined(combine: Callable[[list[Tensor]], Tensor], weights: Sequence[Weight]) -> Weight:

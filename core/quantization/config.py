@@ -25,24 +25,26 @@ _MIXED = "mixed-precision"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Layers quantised alike. packed: weights are stored as int32 words."""
+    """Layers quantised alike."""
 
     name: str
+    #: Class names, module paths, or "re:" and an expression.
     targets: tuple[str, ...]
     scheme: QuantizationScheme
+    #: Whether weights are stored as int32 words.
     packed: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """What a checkpoint's layers are. warnings: what is stated there and not applied here, one line each.
-
-    cache_scales: its attention layers bring scales of a key/value cache of fp8 codes.
-    """
+    """What a checkpoint says of its layers."""
 
     groups: tuple[Group, ...]
+    #: Layers that are not quantised, named as targets are.
     ignore: tuple[str, ...] = ()
+    #: What is stated there and not applied here, one line each.
     warnings: tuple[str, ...] = ()
+    #: Whether its attention layers bring scales of a key/value cache of fp8 codes.
     cache_scales: bool = False
 
     def group_of(self, name: str, kind: str) -> Group | None:
@@ -87,8 +89,8 @@ _CACHE_SCHEME = {
 """What a `kv_cache_scheme` may state for its scales to be those of `core::attention`; None: nothing."""
 
 
-def _unfit_cache(scheme: Any) -> str:
-    """Return why scales of this `kv_cache_scheme` are not those of a cache of fp8 codes, or nothing."""
+def _why_unfit_cache(scheme: Any) -> str:
+    """Return why scales of this `kv_cache_scheme` are not those of a cache of fp8 codes, "" where they are."""
     if not isinstance(scheme, dict):
         return f"it is {scheme!r}, no object"
     stated = ((field, scheme.get(field), known) for field, known in _CACHE_SCHEME.items())
@@ -110,7 +112,7 @@ class _Parser:
         if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
             raise self._error("ignore", f"is {ignore!r}, no list of names")
         scheme = self._stated.get("kv_cache_scheme")
-        unfit = _unfit_cache(scheme) if scheme else ""
+        unfit = _why_unfit_cache(scheme) if scheme else ""
         return CheckpointConfig(
             groups=tuple(self._group(name, group) for name, group in groups.items()),
             ignore=tuple(ignore),

@@ -1,4 +1,4 @@
-"""A mixture's experts with quantised weights: in place of transformers' modules of stacked expert weights.
+"""The module that replaces transformers' stacked experts: a mixture's experts with quantised weights.
 
 Shapes: T tokens, k experts per token, E experts, D hidden size, I intermediate size of one expert. Rows are sorted by
 expert, so that two `core::quantized_grouped_linear` do the work, as fast as a device's grouped product is. The gate
@@ -22,7 +22,7 @@ from core.quantization.scheme import QuantizationScheme
 from core.quantization.weights import Weight, dequantize_weight
 
 HIDDEN = ".hidden"
-"""Behind an experts module's path: the name of what its down projections are given."""
+"""Appended to the path of an experts module: names the inputs of its down projections."""
 
 
 class QuantizedExperts(QuantizedModule):
@@ -108,7 +108,7 @@ class QuantizedExperts(QuantizedModule):
         rows: Tensor | None,
         like: Tensor,
     ) -> Tensor:
-        """Multiply by the experts' own weights. rows: which of the inputs stands where, None where they stand so."""
+        """Multiply by the experts' own weights. rows: the input of each row; None where inputs are sorted already."""
         x, scale, zero_point = (
             each if each is None or rows is None or each.dim() == 0 else each[rows] for each in inputs
         )
@@ -187,7 +187,7 @@ def _has_plain_gate(experts: Any) -> bool:
 
 
 def hidden_of(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> Iterator[Tensor]:
-    """Yield what the down projection of each expert that is chosen is given, with the weights before quantising."""
+    """Yield the input of each chosen expert's down projection, computed with the weights before quantising."""
     for expert in range(experts.gate_up_proj.shape[0]):
         tokens = (top_k_index == expert).any(-1).nonzero()[:, 0]
         if tokens.numel():

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised in the formats of other tools: named, and refused where nobody here can read them."""
+"""Names the formats of checkpoints that other tools quantised, and refuses those that can't be read here."""
 
 from __future__ import annotations
 

@@ -16,14 +16,13 @@ from core.quantization.weights import dequantize_weight
 
 
 class QuantizedModule(nn.Module):
-    """What quantised layers share: codes, scales and zero points keep their dtype whatever the model is cast to.
+    """What quantised layers share: codes, scales and zero points keep their dtype whatever the model is cast to."""
 
-    scheme: how it is quantised. continuous: inputs are taken as they are, not rounded to codes (`continuous`). A
-    subclass names in `cast` the parameters that casts do reach, such as biases.
-    """
-
+    #: The parameters that casts do reach, such as biases.
     cast: tuple[str, ...] = ("bias",)
+    #: How the layer is quantised.
     scheme: QuantizationScheme
+    #: Whether inputs are taken as they are, not rounded to codes; set by the context `continuous`.
     continuous = False
 
     @property
@@ -57,20 +56,17 @@ class QuantizedModule(nn.Module):
         return super()._apply(keep, recurse)  # type: ignore[no-any-return,no-untyped-call]  # torch's is not annotated
 
 
-class QuantizedLinear(QuantizedModule):
-    """A linear layer that quantises its input and multiplies codes by codes.
+class _Linear(QuantizedModule):
+    """What both kinds of linear layer hold: a weight (N, K) of codes, its scales and zero points, and a bias."""
 
-    weight: codes (N, K); weight_scale (N, 1) fp32, or one per group or block; bias (N,) in the model's dtype or None;
-    input_scale () fp32 for a static scheme, else None; the zero points beside them, or None for symmetric codes.
-    forward: (..., K) floating -> (..., N) in x's dtype.
-    """
-
+    #: Codes (N, K) int8 or fp8, or packed int32 (N, ceil(K / 8)) for 4 bits.
     weight: Tensor
+    #: (N, G) fp32, one for each group of K / G neighbours.
     weight_scale: Tensor
+    #: (N, G) int8; None for symmetric codes.
     weight_zero_point: Tensor | None
+    #: (N,) in the model's dtype.
     bias: Tensor | None
-    input_scale: Tensor | None
-    input_zero_point: Tensor | None
 
     def __init__(
         self,
@@ -80,16 +76,50 @@ class QuantizedLinear(QuantizedModule):
         bias: Tensor | None = None,
         *,
         weight_zero_point: Tensor | None = None,
-        input_scale: Tensor | None = None,
-        input_zero_point: Tensor | None = None,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
-        assert scheme.activations is not None  # else it is a WeightOnlyLinear
         self.scheme = scheme
-        self.out_features, self.in_features = weight.shape
+        self.out_features = weight.shape[0]
+        self.in_features = weight.shape[1] if in_features is None else in_features
+        self._num_bits = scheme.weights.num_bits
         self._hold(weight=weight, weight_scale=weight_scale, weight_zero_point=weight_zero_point, bias=bias)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(N, K)."""
+        return self.out_features, self.in_features
+
+    def values(self) -> tuple[Tensor, ...]:
+        """Return the weight (N, K) fp32."""
+        codes = unpacked(self.weight, self._num_bits, self.in_features)
+        return (dequantize_weight(codes, self.weight_scale, self.weight_zero_point),)
+
+    def extra_repr(self) -> str:
+        """Describe the layer as `torch.nn.Linear` does."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, scheme={self.scheme.name}"
+
+
+class QuantizedLinear(_Linear):
+    """A linear layer that multiplies codes by codes: quantises its input (..., K), returns (..., N) in its dtype."""
+
+    #: () fp32 for a static scheme.
+    input_scale: Tensor | None
+    #: () int8 for a static scheme with zero points.
+    input_zero_point: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        input_scale: Tensor | None = None,
+        input_zero_point: Tensor | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*args, **named)
         self._hold(input_scale=input_scale, input_zero_point=input_zero_point)
-        inputs = scheme.activations
+        inputs = self.scheme.activations
+        assert inputs is not None  # else it is a WeightOnlyLinear
         self._symmetric = inputs.symmetric
         self._quantize: dict[str, Any] = {"dtype": inputs.dtype, "granularity": inputs.granularity}
 
@@ -110,48 +140,9 @@ class QuantizedLinear(QuantizedModule):
         y = ops.quantized_linear(codes, scale, self.weight, self.weight_scale, self.bias, out_dtype=x.dtype, **zeros)
         return y
 
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """(N, K)."""
-        return self.out_features, self.in_features
 
-    def values(self) -> tuple[Tensor, ...]:
-        """Return the weight (N, K) fp32."""
-        return (dequantize_weight(self.weight, self.weight_scale, self.weight_zero_point),)
-
-    def extra_repr(self) -> str:
-        """Describe the layer as `torch.nn.Linear` does."""
-        return _describe(self, self.bias)
-
-
-class WeightOnlyLinear(QuantizedModule):
-    """A linear layer whose weight alone is quantised.
-
-    weight: codes (N, K) int8 or fp8, or packed int32 (N, ceil(K / 8)) for 4 bits; weight_scale (N, G) fp32 and
-    weight_zero_point (N, G) int8 or None, one per group of K / G neighbours. forward: (..., K) floating -> (..., N).
-    """
-
-    weight: Tensor
-    weight_scale: Tensor
-    weight_zero_point: Tensor | None
-    bias: Tensor | None
-
-    def __init__(
-        self,
-        scheme: QuantizationScheme,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None = None,
-        *,
-        weight_zero_point: Tensor | None = None,
-        in_features: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.scheme = scheme
-        self.out_features = weight.shape[0]
-        self.in_features = weight.shape[1] if in_features is None else in_features
-        self._num_bits = scheme.weights.num_bits
-        self._hold(weight=weight, weight_scale=weight_scale, weight_zero_point=weight_zero_point, bias=bias)
+class WeightOnlyLinear(_Linear):
+    """A linear layer whose weight alone is quantised: (..., K) floating -> (..., N)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N) for x (..., K)."""
@@ -159,20 +150,6 @@ class WeightOnlyLinear(QuantizedModule):
             x, self.weight, self.weight_scale, self.weight_zero_point, self.bias, num_bits=self._num_bits
         )
         return y
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """(N, K)."""
-        return self.out_features, self.in_features
-
-    def values(self) -> tuple[Tensor, ...]:
-        """Return the weight (N, K) fp32."""
-        codes = unpacked(self.weight, self._num_bits, self.in_features)
-        return (dequantize_weight(codes, self.weight_scale, self.weight_zero_point),)
-
-    def extra_repr(self) -> str:
-        """Describe the layer as `torch.nn.Linear` does."""
-        return _describe(self, self.bias)
 
 
 def rounds_inputs(model: nn.Module) -> bool:
@@ -229,10 +206,3 @@ def num_values(name: str, parameter: Tensor) -> int:
     if name.endswith(("_scale", "_zero_point")):
         return 0
     return parameter.numel() * (CODES_PER_WORD if parameter.dtype == torch.int32 else 1)
-
-
-def _describe(layer: Any, bias: Tensor | None) -> str:
-    return (
-        f"in_features={layer.in_features}, out_features={layer.out_features}, bias={bias is not None}, "
-        f"scheme={layer.scheme.name}"
-    )

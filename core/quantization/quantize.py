@@ -36,12 +36,14 @@ def quantize(
 ) -> Model:
     """Quantise a model's linear layers and stacked experts in place; return it, with a report as `model.quantization`.
 
-    scheme: a name of `SCHEMES` or a scheme. calibration: arguments of the model, one set per batch, on its device; a
-    static scheme takes its scales from them, and with them the error of each layer's output is measured. ignore: module
-    paths, or "re:" and a regular expression, to leave out; the output head and routers always are. progress is called
-    with a stage, done and total. One layer at a time has both its forms in memory. Raises `UsageError` for an unknown
-    scheme, a calibration that is missing or that the model cannot be called with, a model without linear layers or with
-    quantised ones, and weights that cannot be quantised, all before the first layer is replaced.
+    One layer at a time has both its forms in memory. Raises `UsageError` for an unknown scheme, a calibration that is
+    missing or that the model cannot be called with, a model without linear layers or with quantised ones, and weights
+    that cannot be quantised, all before the first layer is replaced.
+    scheme: a name of `SCHEMES`, or a scheme.
+    calibration: arguments of the model, one set per batch, on its device. A static scheme takes its scales from them,
+    and they serve to measure the error of each layer's output.
+    ignore: module paths, or "re:" and a regular expression, to leave out; the output head and routers always are.
+    progress: called with a stage, done and total.
     """
     found = find_scheme(scheme)
     asked = f"quantise a {type(model).__name__} by {found.name!r}"
@@ -69,7 +71,7 @@ def _replace_all(
     errors: OutputErrors,
     progress: Progress | None,
 ) -> list[LayerReport]:
-    """Quantise the layers one by one, each of which leaves the dict, so that nothing holds its weights any longer."""
+    """Quantise the layers one by one; each leaves the dict at once, so that its memory is freed."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(name)
@@ -90,7 +92,7 @@ def _replace_all(
 
 
 def _keep_hooks(layer: nn.Module, made: nn.Module) -> None:
-    """Do before and after the new layer what was done with the old one, as the reduction of a sharded model."""
+    """Move the old layer's hooks to the new one, such as the reduction of a sharded model."""
     for name in _HOOKS:
         getattr(made, name).update(getattr(layer, name))
 

@@ -10,33 +10,32 @@ from core.quantization.targets import Ignored
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One quantised layer. shape: of its weight, experts first where they are stacked.
+    """One quantised layer; errors are None where they were not measured (no inputs given, or a checkpoint's codes)."""
 
-    weight_error: rms of the weight's error over rms of the weight. output_error: the same of the layer's output, for
-    the inputs that it had in the model before it was quantised. None: not measured (no inputs given, or the codes came
-    from a checkpoint).
-    """
-
+    #: Its path in the model.
     name: str
+    #: Class of the layer that was quantised.
     kind: str
     scheme: str
+    #: Of its weight, experts first where they are stacked.
     shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
+    #: rms of the weight's error over rms of the weight.
     weight_error: float | None = None
+    #: The same of the layer's output, for the inputs that it had in the model before it was quantised.
     output_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationReport:
-    """All quantised layers of a model in its order, and those left out.
+    """All quantised layers of a model in its order, and those left out."""
 
-    scheme: its name, several with commas between where layers differ. source: where the codes came from.
-    """
-
+    #: Its name; several with commas between where layers differ.
     scheme: str
     layers: tuple[LayerReport, ...]
     ignored: tuple[Ignored, ...] = ()
+    #: Where the codes came from.
     source: str = "quantised here"
 
     @property

@@ -1,4 +1,4 @@
-"""Write a quantised model as a compressed-tensors checkpoint: a folder that other engines read, and this one."""
+"""Write a quantised model as a compressed-tensors checkpoint, which this and other engines read."""
 
 from __future__ import annotations
 
@@ -86,15 +86,12 @@ def _ignored(model: nn.Module) -> list[str]:
 
 def _layers_of(name: str, layer: QuantizedModule) -> list[tuple[str, dict[str, Tensor]]]:
     """Return path and tensors of each linear layer that the module at path name is stored as."""
-    if isinstance(layer, QuantizedLinear):
-        weight = Weight(codes=layer.weight, scale=layer.weight_scale, zero_point=layer.weight_zero_point)
-        stored = stored_weight(layer.scheme, weight, layer.in_features)
-        return [(name, stored | _rest(layer.bias, layer.input_scale, layer.input_zero_point))]
-    if isinstance(layer, WeightOnlyLinear):
-        weight = Weight(codes=layer.weight, scale=layer.weight_scale, zero_point=layer.weight_zero_point)
-        return [(name, stored_weight(layer.scheme, weight, layer.in_features) | _rest(layer.bias))]
-    assert isinstance(layer, QuantizedExperts)
-    return _experts(name, layer)
+    if isinstance(layer, QuantizedExperts):
+        return _experts(name, layer)
+    assert isinstance(layer, QuantizedLinear | WeightOnlyLinear)
+    weight = Weight(codes=layer.weight, scale=layer.weight_scale, zero_point=layer.weight_zero_point)
+    inputs = (layer.input_scale, layer.input_zero_point) if isinstance(layer, QuantizedLinear) else ()
+    return [(name, stored_weight(layer.scheme, weight, layer.in_features) | _rest(layer.bias, *inputs))]
 
 
 def _experts(name: str, layer: QuantizedExperts) -> list[tuple[str, dict[str, Tensor]]]:

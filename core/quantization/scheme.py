@@ -1,6 +1,6 @@
-"""What a quantised layer's weights and activations become: schemes as data, by name.
+"""Quantisation schemes as data, by name: what a layer's weights and activations become.
 
-A name is one of `SCHEMES`, for weight-only schemes with an optional group size behind it: `w4a16-g32`.
+A name is a key of `SCHEMES`. The name of a weight-only scheme may end in a group size: `w4a16-g32`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightScheme:
-    """How a weight (N, K) becomes codes. One scale per: channel (row), or group of group_size neighbours in a row.
+    """How a weight (N, K) becomes codes."""
 
-    dtype: of the codes; 4 bits have int8 as dtype of the codes and are packed where they are kept. symmetric: without
-    it a zero point goes with each scale, value = (code - zero point) * scale.
-    """
-
+    #: The dtype of the codes. Codes of 4 bits are int8 here; stored weights pack them.
     dtype: torch.dtype
     num_bits: int = 8
+    #: What has a scale of its own: "channel" (a row) or "group" (neighbours in a row).
     granularity: str = "channel"
+    #: Neighbours in a group.
     group_size: int = 0
+    #: Whether there are no zero points. Otherwise each scale has one: value = (code - zero point) * scale.
     symmetric: bool = True
 
     @property
@@ -43,23 +43,24 @@ class WeightScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationScheme:
-    """How a layer's input (..., K) becomes codes. dynamic: scales are computed from the input itself, else calibrated.
-
-    granularity: "token" (dynamic only) or "tensor". symmetric: as in `WeightScheme`; without it codes are int8.
-    """
+    """How a layer's input (..., K) becomes codes."""
 
     dtype: torch.dtype
+    #: What has a scale of its own: "token" (dynamic only) or "tensor".
     granularity: str = "token"
+    #: Whether scales are computed from the input itself; otherwise they are calibrated.
     dynamic: bool = True
+    #: As in `WeightScheme`. The codes of an asymmetric scheme are int8.
     symmetric: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationScheme:
-    """Weights and activations of a layer; activations None: only weights are quantised."""
+    """Weights and activations of a layer."""
 
     name: str
     weights: WeightScheme
+    #: None where only weights are quantised.
     activations: ActivationScheme | None = None
 
     @property
@@ -95,13 +96,13 @@ SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
         )
     }
 )
-"""Schemes by name. Weights: one scale per channel, of 4-bit weights one per group of 128."""
+"""Schemes by name. Weights of 8 bits have one scale per channel, weights of 4 bits one per group of 128."""
 
 _GROUPED = re.compile(r"(.*)-g(\d+)")
 
 
 def find_scheme(scheme: str | QuantizationScheme) -> QuantizationScheme:
-    """Return the scheme of that name; raise `UsageError` that lists the known ones."""
+    """Return the scheme of a name, or the scheme given; raise `UsageError` with the known names for another name."""
     if isinstance(scheme, QuantizationScheme):
         return scheme
     grouped = _GROUPED.fullmatch(scheme)

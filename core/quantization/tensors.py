@@ -25,9 +25,9 @@ CACHE_SCALE_NAMES = ("k_scale", "v_scale")
 
 
 class TensorFiles:
-    """The tensors in some safetensors files. A context manager: files are open within it.
+    """The tensors in some safetensors files, which are open within this context manager.
 
-    asked: the first line of errors. Each tensor is read when asked for, and those that were are remembered.
+    asked: the first line of errors. Each tensor is read when it is asked for; `rest` then returns all others.
     """
 
     def __init__(self, asked: str, files: Iterable[Path]) -> None:
@@ -81,10 +81,10 @@ class TensorFiles:
         Scales of a quantised cache are left out.
         """
         names = [name for name in self._handles if name not in self._read and not CACHE_SCALES.fullmatch(name)]
-        left = sorted(name for name in names if QUANTIZED.fullmatch(name))
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise self.error(f"{left[0]}{more}, of layers that quantization_config does not quantise")
+        unread = sorted(name for name in names if QUANTIZED.fullmatch(name))
+        if unread:
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            raise self.error(f"{unread[0]}{more}, of layers that quantization_config does not quantise")
         tensors = {name: self._handles[name].get_tensor(name) for name in names}
         for name, tensor in tensors.items():
             # Read as a weight without its scale, a code would be a number of any size.

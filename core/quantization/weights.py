@@ -18,13 +18,13 @@ from core.quantization.scheme import FP8, WeightScheme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A quantised weight: codes (..., N, K), packed int32 (..., N, ceil(K / 8)) for 4 bits, scale and zero point.
+    """A quantised weight."""
 
-    scale (..., N, G) fp32; zero_point (..., N, G) int8, None for symmetric codes.
-    """
-
+    #: (..., N, K), or packed int32 (..., N, ceil(K / 8)) for 4 bits.
     codes: Tensor
+    #: (..., N, G) fp32.
     scale: Tensor
+    #: (..., N, G) int8; None for symmetric codes.
     zero_point: Tensor | None = None
 
 

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 
 from core._version import __version__
 from core.errors import UsageError
-from core.host.discovery import HOST_DISTRIBUTION, Discovery, name_defect
+from core.host.discovery import Discovery
+from core.host.plugin_metadata import HOST_DISTRIBUTION, name_defect
 from core.settings import normalize
 
 MAX_NAME, MAX_PACKAGE, MAX_VENDOR = 24, 32, 60
@@ -23,18 +24,20 @@ _VENDOR = re.compile(r"[^\"'\\\x00-\x1f\x7f`<>{}|]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """What a new package calls things. device: after `--device`. prefix: of pass names. title: for people to read.
+    """What a new package calls things."""
 
-    package: the import package, and the namespace of its ops. distribution: what pip calls it. requires_core: the range
-    of `core` versions it accepts.
-    """
-
+    #: What users write after `--device`.
     device: str
+    #: The import package, and the namespace of its ops.
     package: str
+    #: What pip calls it.
     distribution: str
+    #: What names of passes begin with.
     prefix: str
+    #: The device's name for people to read.
     title: str
     vendor: str
+    #: The range of `core` versions that the package accepts.
     requires_core: str
     core_version: str = __version__
 

@@ -1,8 +1,8 @@
-"""Codes of a quantisation: no integers that must be equal, since a rounding of the values before moves some by one.
+"""Judging the int8 codes of a quantisation, which need not be equal: rounding the values before moves some by one.
 
-A pass names the ops whose int8 results are codes (`PassTraits.codes`). Where it replaces one, its codes are judged as
-rounded values are: by their steps from the codes of the fp64 run, and by what the graph before has of those. No other
-integers are: a mask, an index or an expert that differs is another decision.
+A pass names the ops whose int8 results are codes (`PassTraits.codes`). Where it replaces such an op, the codes are
+judged as rounded values are: by how many steps they are off the codes of the fp64 run, against the steps that the graph
+before is off. All other integers must be equal: a mask, an index or an expert that differs is another decision.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from core.common.passes import view
 
 FACTOR = 2
-"""How many times the steps of the graph before the graph after may have, as in T1. Measured: kernels that quantise
-norms and gates without rounding them reached 0.48 of the bound, in bf16 and fp16."""
+"""The steps that the graph after may be off, as a multiple of the steps of the graph before, as in T1. Measured:
+kernels that quantise norms and gates without rounding them reached 0.48 of the bound, in bf16 and fp16."""
 FEW, PLACES = 4, 64
-"""Where the graph before has none: one step in so many places, and never more of them than FEW."""
+"""The steps allowed where the graph before is off nowhere: one in so many places, and never more than FEW."""
 _ABSURD = 0.25
 _LAYOUTS = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute"})
 _SAME_VALUES = _LAYOUTS | {"getitem", "contiguous", "clone"}
@@ -33,7 +33,7 @@ def quantisations(graph: fx.Graph, ops: Collection[str]) -> frozenset[str]:
 
 
 def codes_among(graph: fx.Graph, made: Collection[str]) -> frozenset[str]:
-    """Return the names of the nodes with codes: those that make them, their results, and these in another shape."""
+    """Return the names of the nodes whose values are codes: the nodes that make codes, and reshaped or indexed ones."""
     found: set[str] = set()
     for node in graph.nodes:
         first = node.args[0] if node.args else None
@@ -52,15 +52,18 @@ def outputs_among(module: fx.GraphModule, codes: Collection[str]) -> frozenset[i
 
 
 def are_codes(value: Any) -> bool:
-    """Tell whether a value of such a node is codes, and not their scale or zero point."""
+    """Tell whether a value that such a node gives is codes, and not their scale or zero point."""
     return isinstance(value, Tensor) and value.dtype == torch.int8
 
 
 def judge_codes(result: Tensor, old: Tensor, exact: Tensor) -> tuple[str, float]:
-    """Return why codes fail ("" if they do not) and their error over the bound; exact: those of the fp64 run.
+    """Return why codes fail ("" if they do not) and their error over the bound.
 
-    No place may be further from the exact codes than one step, or than the old codes are anywhere; the steps in all
-    may be twice those of the old codes. Old codes that are off by a quarter of the exact ones are no yardstick.
+    No code may be further from the exact one than one step, or than the worst of the old codes. The steps of all codes
+    together may be twice those of the old codes, and a few more. Old codes that are off by a quarter of the exact ones
+    are no yardstick.
+
+    exact: the codes of the fp64 run.
     """
     given, wanted, right = (codes.detach().cpu().long() for codes in (result, old, exact))
     ours, theirs = (given - right).abs(), (wanted - right).abs()

@@ -19,16 +19,17 @@ _INF = float("inf")
 
 @dataclass(slots=True)
 class Comparison:
-    """What comparing two runs has shown so far.
+    """What comparing two runs has shown so far."""
 
-    num_values: tensors and numbers judged. worst: the largest error over its bound. reason, ratio: of the first value
-    that fails, empty and 0 while none does. unjudged: why no fp64 reference could be had for values that differ.
-    """
-
+    #: Tensors and numbers judged.
     num_values: int = 0
+    #: The largest error over its bound.
     worst: float = 0.0
+    #: Why the first value that fails does; "" while none does.
     reason: str = ""
+    #: The error of that value over its bound.
     ratio: float = 0.0
+    #: Why there is no fp64 reference for values that differ.
     unjudged: str = ""
 
     @property
@@ -48,8 +49,8 @@ class Comparison:
     ) -> list[tuple[str, str, float]]:
         """Judge results by the values they should be and return name, reason and ratio of each that fails.
 
-        exact: gives all fp64 values; it is called at most once, and only if something differs in a bit. codes: which of
-        the results are codes of a quantisation.
+        - exact: gives all fp64 values; called at most once, and only if something differs in a bit.
+        - codes: which of the results are codes of a quantisation.
         """
         if len(results) != len(olds):
             return [self.fail("the results", f"{len(results)} instead of {len(olds)}")]
@@ -63,16 +64,16 @@ class Comparison:
             self.num_values += 1
             self.worst = max(self.worst, ratio)
             if reason:
-                failed.append((name, reason, ratio))
-                self.reason, self.ratio = (self.reason, self.ratio) if self.reason else (f"{name}: {reason}", ratio)
+                failed.append(self.fail(name, reason, ratio))
         self.unjudged = self.unjudged or reference.error
         return failed
 
-    def fail(self, name: str, reason: str) -> tuple[str, str, float]:
-        """Note something that failed without a value to compare."""
-        self.worst = _INF
-        self.reason, self.ratio = (self.reason, self.ratio) if self.reason else (f"{name}: {reason}", _INF)
-        return name, reason, _INF
+    def fail(self, name: str, reason: str, ratio: float = _INF) -> tuple[str, str, float]:
+        """Note something that failed; its ratio is infinite where there is no value to compare."""
+        self.worst = max(self.worst, ratio)
+        if not self.reason:
+            self.reason, self.ratio = f"{name}: {reason}", ratio
+        return name, reason, ratio
 
 
 class _Reference:
@@ -95,9 +96,9 @@ class _Reference:
 def compare(result: Any, old: Any, reference: Callable[[], Any], *, codes: bool = False) -> tuple[str, float] | None:
     """Judge a result by T0 and T1; return the reason why it fails ("" if it does not) and its error over the bound.
 
-    reference: gives the fp64 value, and is asked for only where a floating result differs in a bit, or codes do; None
-    if there is none, and then None is returned, but for codes, which have to be equal then. codes: int8 results are
-    codes of a quantisation, that a rounding may move.
+    - reference: gives the fp64 value; asked only where floats or codes differ in a bit. Where it gives None, floats
+      that differ are not judged, and None is returned; codes must be equal.
+    - codes: int8 results are codes of a quantisation, which a rounding may move.
     """
     if not isinstance(old, Tensor) or not isinstance(result, Tensor):
         return ("", 0.0) if type(result) is type(old) and result == old else (f"{result!r} instead of {old!r}", _INF)
@@ -121,6 +122,16 @@ def compare(result: Any, old: Any, reference: Callable[[], Any], *, codes: bool 
         return _few(result, old, exact)
     verdict = judge(result, old, exact)
     return verdict.reason, max(verdict.rms_ratio, verdict.max_ratio)
+
+
+def strides_problem(result: Any, wanted: Any) -> str:
+    """Return how a tensor's strides differ from those of another one of its shape, "" where no reader could tell."""
+    if not isinstance(result, Tensor) or not isinstance(wanted, Tensor) or not result.numel():
+        return ""
+    # A dimension of one has no stride that anything could read.
+    pairs = zip(result.shape, result.stride(), wanted.stride(), strict=True)
+    same = result.shape != wanted.shape or all(size == 1 or have == want for size, have, want in pairs)
+    return "" if same else f"strides {tuple(result.stride())} instead of {tuple(wanted.stride())}"
 
 
 def _few(result: Tensor, old: Tensor, reference: Tensor) -> tuple[str, float]:

@@ -11,9 +11,8 @@ from torch.utils import _pytree as pytree
 
 from core.common.node_meta import value_of
 from core.common.passes.sites import MADE_BY, site_name
-from core.common.passes.writes import find_writes
 from core.verify.compare import compare
-from core.verify.execution import Copies, run_graph
+from core.verify.execution import Copies, Watcher, changing_nodes, run_graph
 
 MAX_BYTES = 2**30
 """What the values of one round may take; a graph with larger ones is run several times."""
@@ -21,11 +20,14 @@ MAX_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two graphs part: the node of the graph after, its module path, and how far off its value is."""
+    """Where two graphs part."""
 
+    #: The node of the graph after.
     node: str
+    #: Its module path.
     site: str
     reason: str
+    #: The error of its value, over the bound.
     ratio: float
 
 
@@ -39,8 +41,10 @@ def first_divergence(
 ) -> Divergence | None:
     """Return the first node of the graph after whose value is not that of its counterpart before, or None.
 
-    Counterparts have the same name, or one replaced the other. decided, pinned: for the fp64 run, and for that of the
-    graph after. codes: nodes of the graph before with codes that the pass may move. None also where the fp64 run fails.
+    Counterparts have the same name, or one replaced the other. None also where the fp64 run fails.
+
+    - decided, pinned: what the fp64 run, and the run of the graph after, take as decided.
+    - codes: nodes of the graph before with codes that the pass may move.
     """
     for names in _rounds(pass_name, before[0], after[0]):
         old, new, exact = _Values(before[0], names.values()), _Values(after[0], names), _Values(before[0], ())
@@ -52,7 +56,7 @@ def first_divergence(
         for name, counterpart in names.items():
             if name not in new.seen or counterpart not in old.seen:
                 continue
-            if not exact.wanted and not _equal(new.seen[name], old.seen[counterpart]):
+            if not exact.wanted and _judge(new.seen[name], old.seen[counterpart], None)[0]:
                 exact = _Values(before[0], names.values())
                 try:
                     run_graph(*before, watchers=[exact], fp64=True, pinned=decided)
@@ -78,7 +82,9 @@ def _rounds(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> It
         if not node.op.startswith("call_") or counterpart not in olds:
             continue
         names[node.name] = counterpart
-        size += 16 * _num_elements(node)  # two runs, and one in fp64
+        leaves = [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
+        numbers = (leaf.numel() for leaf in leaves)
+        size += 16 * sum(number for number in numbers if isinstance(number, int))  # two runs, and one in fp64
         if size > MAX_BYTES:
             yield names
             names, size = {}, 0
@@ -86,33 +92,18 @@ def _rounds(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> It
         yield names
 
 
-def _num_elements(node: fx.Node) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
-    return sum(size for leaf in leaves if isinstance(size := leaf.numel(), int))
-
-
-class _Values:
+class _Values(Watcher):
     """Keeps the values of some nodes as they were when computed."""
 
     def __init__(self, module: fx.GraphModule, wanted: Any) -> None:
         self.wanted, self.seen = frozenset(wanted), dict[str, Any]()
-        writes = find_writes(module)
-        changing = frozenset().union(*writes.written.values())
-        self._changing = {node.name for node in module.graph.nodes if writes.of(node) & changing}
-
-    def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
-        """Do nothing."""
+        self._changing = changing_nodes(module)
 
     def after(self, node: fx.Node, value: Any) -> None:
         """Keep the value, or a copy of it where its memory is written."""
         if node.name in self.wanted:
             changes = node.name in self._changing
             self.seen[node.name] = pytree.tree_map(Copies().of, value) if changes else value
-
-
-def _equal(result: Any, old: Any) -> bool:
-    reason, _ = _judge(result, old, None)
-    return not reason
 
 
 def _judge(result: Any, old: Any, exact: Any, *, codes: bool = False) -> tuple[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -29,31 +29,34 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave. written: by placeholder name, each input whose storage the graph writes; inputs: all of them.
-
-    decided: by node name, integers and booleans that the graph computed from floats.
-    """
+    """What a run gave."""
 
     outputs: list[Any]
+    #: Every input as the run left it, by the name of its placeholder.
     inputs: Mapping[str, Any]
+    #: Of these, the inputs whose memory the graph writes.
     written: Mapping[str, Any]
+    #: The integers and booleans that the graph computed from floats, by node name.
     decided: Mapping[str, Any]
 
+    @property
+    def results(self) -> list[Any]:
+        """The outputs, then the written inputs."""
+        return [*self.outputs, *self.written.values()]
 
-class Watcher(Protocol):
-    """Looks on during a run."""
+
+class Watcher:
+    """Looks on during a run; does nothing unless a subclass says so."""
 
     def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
         """Take note that a node is about to run; env holds the values that are still needed."""
-        ...
 
     def after(self, node: fx.Node, value: Any) -> None:
         """Take note of a node's value."""
-        ...
 
 
-class Place:
-    """A watcher that knows which node is running, or failed; its text names the node, its op and its module."""
+class Place(Watcher):
+    """Knows which node is running, or failed; its text names the node, its op and its module."""
 
     def __init__(self) -> None:
         self._node: fx.Node | None = None
@@ -62,14 +65,19 @@ class Place:
         """Remember the node."""
         self._node = node
 
-    def after(self, node: fx.Node, value: Any) -> None:
-        """Need nothing of the value."""
+    @property
+    def node(self) -> fx.Node | None:
+        """The node that is running, or failed; None before the first."""
+        return self._node
 
     def __str__(self) -> str:
-        if self._node is None:
-            return "before its first node"
-        site, target = site_name(self._node), self._node._pretty_print_target(self._node.target)
-        return f"node {self._node.name} ({target}){f' in {site}' if site != self._node.name else ''}"
+        return "before its first node" if self._node is None else node_text(self._node)
+
+
+def node_text(node: fx.Node) -> str:
+    """Return a node's name, what it calls, and its module."""
+    site, target = site_name(node), node._pretty_print_target(node.target)
+    return f"node {node.name} ({target}){f' in {site}' if site != node.name else ''}"
 
 
 class ReferenceMode(Fp64Mode):
@@ -113,9 +121,11 @@ def _cpu(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Copies:
-    """Copies tensors so that those sharing memory still do. fp64: widened, on the host; host: as they are, there."""
+    """Copies tensors so that those sharing memory still do."""
 
+    #: Copy to the host, floats widened to fp64.
     fp64: bool = False
+    #: Copy to the host as they are.
     host: bool = False
     bases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -156,8 +166,9 @@ def run_graph(
 ) -> Run:
     """Run a graph on one value per placeholder; what it writes is copied, and all the rest is only read.
 
-    fp64: compute on the CPU in fp64. pinned: node name -> integers or booleans that are taken instead of the node's.
-    written: what `written_inputs` says, for graphs whose own targets do not tell.
+    - fp64: compute on the CPU in fp64.
+    - pinned: by node name, integers or booleans that are taken instead of the node's own.
+    - written: what `written_inputs` says, for graphs whose own targets do not tell.
     """
     written = written_inputs(module) if written is None else written
     inputs = own_inputs(module, values, fp64=fp64, written=written)
@@ -179,10 +190,17 @@ def written_inputs(module: fx.GraphModule) -> frozenset[str]:
     )
 
 
+def changing_nodes(module: fx.GraphModule) -> frozenset[str]:
+    """Return the names of the nodes whose values lie in memory that the graph writes: they change after them."""
+    writes = find_writes(module)
+    changing = frozenset().union(*writes.written.values())
+    return frozenset(node.name for node in module.graph.nodes if writes.of(node) & changing)
+
+
 def own_inputs(
     module: fx.GraphModule, values: Sequence[Any], *, fp64: bool = False, written: frozenset[str]
 ) -> dict[str, Any]:
-    """Return inputs for one run by placeholder name, those that the graph writes copied; fp64: the copies widened."""
+    """Return inputs for one run by placeholder name, copies where the graph writes them; fp64: copies are widened."""
     nodes = module.graph.find_nodes(op="placeholder")
     # Inputs may share memory without the graph showing it: what is next to a written one is copied with it.
     shared = {_memory(value) for node, value in zip(nodes, values, strict=True) if node.name in written}
@@ -196,8 +214,8 @@ def own_inputs(
 def bind(module: fx.GraphModule, values: Sequence[Any], constants: Constants | None = None) -> dict[str, Any]:
     """Return the value of each placeholder by name, in order.
 
-    values: of the placeholders that the graph was traced with; those that passes have appended take theirs from
-    constants.
+    - values: of the placeholders that the graph was traced with.
+    - constants: hold the values of the placeholders that passes have appended.
     """
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     added = {} if constants is None else dict(constants.added)
@@ -209,7 +227,7 @@ def _memory(value: Any) -> int | None:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph. own: placeholders whose values are widened at each use, attributes that are copied."""
+    """Runs a graph, telling its watchers."""
 
     def __init__(
         self,
@@ -219,6 +237,7 @@ class _Interpreter(fx.Interpreter):
         watchers: Sequence[Watcher],
         pinned: Mapping[str, Any],
     ) -> None:
+        """own: placeholders whose values are widened at each use, and attributes that are copied."""
         super().__init__(module)
         self._copies, self._own, self._watchers, self._pinned = copies, own, watchers, pinned
         self.decided: dict[str, Any] = {}
@@ -266,8 +285,8 @@ def _pin(value: Any, decided: Any) -> Any:
     """Return the value with what was decided elsewhere in place of its own integers and booleans."""
 
     def chosen(own: Any, other: Any) -> Any:
-        fits = _is_exact(own) and _is_exact(other) and own.shape == other.shape and own.dtype == other.dtype
-        return other.to(own.device) if fits else own
+        alike = _is_exact(own) and _is_exact(other) and own.shape == other.shape and own.dtype == other.dtype
+        return other.to(own.device) if alike else own
 
     leaves, spec = pytree.tree_flatten(value)
     others = pytree.tree_leaves(decided)

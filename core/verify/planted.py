@@ -1,7 +1,7 @@
 """Mistakes planted into the in-tree passes on purpose: what `verify` and `core bisect` are tested by, and shown with.
 
-A planted pass runs the real one and then spoils a single site of what it did, the middle one where there are several:
-the tools have to name the pass and that site. Such mistakes were made in real rewrites, or nearly.
+A planted pass runs the real one and then makes a single site of it wrong, the middle one where there are several: the
+tools have to name the pass and that site. Such mistakes were made in real rewrites, or nearly.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
 from core.errors import UsageError
-from core.verify.spoils import (
+from core.verify.mistakes import (
     NO_CHANGE,
     OTHER_KIND,
+    Edit,
     Mistake,
-    Spoil,
     alike_but_literals,
     argument,
     dropped,
@@ -27,21 +27,21 @@ from core.verify.spoils import (
     lost_write,
     negated,
     other_style,
-    spoiled,
     swapped,
     swapped_slices,
     times,
     tiny_addend,
+    with_mistake,
     write_before_read,
     write_into_copy,
     zero,
 )
 
-__all__ = ["MISTAKES", "NO_CHANGE", "Mistake", "Spoil", "argument", "mistakes", "planted", "spoiled", "swapped"]
+__all__ = ["MISTAKES", "NO_CHANGE", "Edit", "Mistake", "argument", "mistakes", "planted", "swapped", "with_mistake"]
 
 
-def _mistake(name: str, of: str, what: str, spoil: Spoil, *, made: bool = True) -> Mistake:
-    return Mistake(name=name, of=of, what=what, spoil=spoil, made=made)
+def _mistake(name: str, of: str, what: str, make: Edit, *, any_node: bool = False) -> Mistake:
+    return Mistake(name=name, of=of, what=what, make=make, any_node=any_node)
 
 
 _NARROW = torch.bfloat16
@@ -193,29 +193,29 @@ MISTAKES: tuple[Mistake, ...] = (
         "share_quantize_scales",
         "a static scale taken for one that is made of the values",
         argument("quantize", "scale", dropped),
-        made=False,
+        any_node=True,
     ),
     _mistake(
         "in-place-copy",
         "fix_functionalization",
         "an update in place of a copy of what it updates",
         write_into_copy,
-        made=False,
+        any_node=True,
     ),
-    _mistake("no-op-eps", "remove_no_ops", "`x + eps` taken for x", tiny_addend, made=False),
+    _mistake("no-op-eps", "remove_no_ops", "`x + eps` taken for x", tiny_addend, any_node=True),
     _mistake(
         "cse-write",
         "eliminate_common_subexpressions",
         "a value from after a write taken for the one before it",
         write_before_read,
-        made=False,
+        any_node=True,
     ),
     _mistake(
         "cse-slices",
         "eliminate_common_subexpressions",
         "two slices of one tensor taken for equal",
         alike_but_literals,
-        made=False,
+        any_node=True,
     ),
 )
 """All planted mistakes; tests/verify/test_planted.py owes each in-tree pass at least one."""
@@ -240,4 +240,4 @@ def planted(name: str, passes: Sequence[Pass] = COMMON_PASSES) -> Pass:
             else "name one of these, or a pass of yours as module:attribute",
         )
     mistake = known[name]
-    return spoiled(next(declared for declared in passes if declared.name == mistake.of), mistake)
+    return with_mistake(next(declared for declared in passes if declared.name == mistake.of), mistake)

@@ -9,49 +9,40 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import fx
 
 from core.common.passes.sites import MADE_BY
 from core.common.passes.writes import find_writes
-from core.verify.execution import Copies, Run, run_graph
-
-__all__ = ["Feed", "Region", "Run", "find_regions", "run_graph"]
+from core.verify.execution import Copies, Watcher
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One site. node: the first result of what replaced it; outputs: names of the replaced nodes.
+    """One site: the nodes that a pass replaced, and those that it put in their place."""
 
-    sources_before, sources_after: for each placeholder of the two graphs, the name of the value it takes: a node of
-    the whole graph before the pass, or a placeholder that the pass added. start: the first replaced node. changing:
-    sources in memory that the whole graph writes; what they hold when the region starts is what it reads.
-    """
-
+    #: Where it is in the model.
     site: str
+    #: The first result of what replaced it.
     node: str
+    #: The replaced nodes as a graph of their own.
     before: fx.GraphModule
+    #: What replaced them, likewise.
     after: fx.GraphModule
-    outputs: tuple[str, ...]
+    #: What each placeholder of `before` takes: a node of the whole graph before the pass.
     sources_before: tuple[str, ...]
+    #: What each placeholder of `after` takes: likewise, or a placeholder that the pass added.
     sources_after: tuple[str, ...]
+    #: The first replaced node.
     start: str
+    #: Sources in memory that the whole graph writes: the region reads what they hold when it starts.
     changing: frozenset[str]
 
     @property
     def sources(self) -> frozenset[str]:
         """All values that either side takes."""
         return frozenset((*self.sources_before, *self.sources_after))
-
-    def order_before(self, seen: Mapping[str, Any]) -> list[Any]:
-        """Return the inputs of the replaced part."""
-        return [seen[name] for name in self.sources_before]
-
-    def order_after(self, seen: Mapping[str, Any]) -> list[Any]:
-        """Return the inputs of what replaced it."""
-        return [seen[name] for name in self.sources_after]
 
 
 def find_regions(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> list[Region]:
@@ -82,12 +73,12 @@ class _Search:
         return made is not None and made.pass_name == self.pass_name
 
     def is_inner(self, node: fx.Node) -> bool:
-        """Tell whether a node is new and replaces none; not every pass marks what it makes besides."""
+        """Tell whether a node is new and replaces none; passes need not mark such nodes."""
         replaces = self.made(node) and node.meta[MADE_BY].replaced
         return node.op.startswith("call_") and node.name not in self.olds and not replaces
 
     def call_of(self, node: fx.Node) -> fx.Node:
-        """Return the new call that a result is read off, through views made of it; the result itself where none is."""
+        """Return the new call that a result is read from, through views; the result itself where there is none."""
         source = node.args[0] if node.target in (operator.getitem, "transpose") else None
         return self.call_of(source) if isinstance(source, fx.Node) and self.is_inner(source) else node
 
@@ -97,8 +88,7 @@ class _Search:
         sources = {node: self._source(node) for node in new_inputs}
         if None in sources.values():
             return None
-        names = tuple(node.meta[MADE_BY].replaced[0] for node in results)
-        wanted = [self.olds[name] for name in names]
+        wanted = [self.olds[node.meta[MADE_BY].replaced[0]] for node in results]
         taken = [self.olds[str(name)] for name in sources.values() if name in self.olds]
         old = self._old_part(wanted, set(taken))
         old_inputs = self._inputs(old)
@@ -110,7 +100,6 @@ class _Search:
             node=results[0].name,
             before=self._extract(self.before, old, old_inputs, wanted),
             after=self._extract(self.after, new, new_inputs, results),
-            outputs=names,
             sources_before=tuple(node.name for node in old_inputs),
             sources_after=tuple(str(sources[node]) for node in new_inputs),
             start=min(old, key=self.order.__getitem__).name,
@@ -144,10 +133,10 @@ class _Search:
             ]
             if not lost:
                 return found
-            found |= _slice(lost, partial(_among, lost, inside))
+            found |= _slice([source for node in lost for source in node.all_input_nodes], inside).union(lost)
 
     def _of_one_site(self, node: fx.Node, found: set[fx.Node]) -> bool:
-        """Tell whether a node that the pass took out was computed, through others that it took out, from these."""
+        """Tell whether a node that the pass took out was computed from these, through nodes that it took out too."""
 
         def taken_out(other: fx.Node) -> bool:
             return other.op.startswith("call_") and other.name not in self.kept
@@ -176,7 +165,7 @@ class _Search:
         own: frozenset[object],
     ) -> bool:
         """Tell whether a write from outside changes what the region reads, or is changed by it, while it runs."""
-        start, end = (bound(self.order[node] for node in old) for bound in (min, max))
+        start, end = (limit(self.order[node] for node in old) for limit in (min, max))
         if not (into & self.old_writes.of(*old, *sources) and start <= self.order[writer] <= end):
             return False
         readers = [node for node in old if self.old_writes.of(node, *node.all_input_nodes) & into]
@@ -208,10 +197,6 @@ class _Search:
         return fx.GraphModule(module, graph)
 
 
-def _among(lost: Sequence[fx.Node], inside: Callable[[fx.Node], bool], node: fx.Node) -> bool:
-    return node in lost or inside(node)
-
-
 def _slice(results: Sequence[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Return the nodes from which the results are computed, back to where `inside` ends."""
     found: set[fx.Node] = set()
@@ -224,8 +209,8 @@ def _slice(results: Sequence[fx.Node], inside: Callable[[fx.Node], bool]) -> set
     return found
 
 
-class Feed:
-    """Watches a run of the graph before the pass and hands each region its inputs as soon as all are there.
+class Feed(Watcher):
+    """Watches a run of the graph before the pass, and hands each region its inputs as soon as all are there.
 
     Nothing is kept after that, so that the values of one region at a time are in memory.
     """

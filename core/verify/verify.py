@@ -1,9 +1,9 @@
 """Whether a pass kept the numbers: the graph before and after it on real inputs, judged against an fp64 run.
 
-Two checks. The whole graph: its outputs and every tensor it writes into, which also finds a rewrite that moved past a
-write. And each site on its own, both sides fed with the values of the run before the pass: it says where the fault is.
-Where the whole is wrong and no site is, the first value that differs says it (divergence.py). What
-is equal in every bit needs no reference: the fp64 runs are made only where something differs.
+Two checks are made. The check of the whole graph compares its outputs and every tensor that it writes into, and so
+finds a rewrite that moved past a write. The check of each site feeds both sides with the values of the run before the
+pass, and so says where the fault is. Where the whole is wrong and no site is, the first value that differs is the place
+(divergence.py). What is equal in every bit needs no reference: fp64 runs are made only where something differs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -34,35 +34,35 @@ log = logging.getLogger("core.passes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A wrong result. where: a site, a graph output or a written input. ratio: measured over bound, inf for T0.
+    """A wrong result."""
 
-    node: the node at fault in the graph after the pass, empty for outputs and written inputs.
-    """
-
+    #: A site, a graph output or a written input.
     where: str
     reason: str
+    #: The measured error over its bound; infinite where T0 is broken.
     ratio: float
+    #: The node at fault in the graph after the pass; "" for outputs and written inputs.
     node: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The outcome for one pass on one graph.
+    """The outcome for one pass on one graph."""
 
-    num_values: tensors judged. num_sites: sites judged apart; num_whole: sites that only the run of the whole graph
-    judges. worst_ratio: the largest error over its bound; at most 1 passes. unjudged: why no fp64 reference could be
-    had; what differs in any bit was then not judged. unrunnable: why the graph before the pass can't be run, which is
-    not the pass's fault; nothing was judged on those inputs, and `unjudged` says so too.
-    """
-
-    pass_name: str
+    #: Input sets that both graphs ran on.
     num_inputs: int
+    #: Tensors judged.
     num_values: int
+    #: Sites judged apart.
     num_sites: int
+    #: Sites that only the run of the whole graph judges.
     num_whole: int
+    #: The largest error over its bound; at most 1 passes.
     worst_ratio: float
     findings: tuple[Finding, ...]
+    #: Why there is no fp64 reference; what differs in any bit was then not judged.
     unjudged: str = ""
+    #: Why the graph before the pass can't be run, for which the pass is not to blame; `unjudged` says it too.
     unrunnable: str = ""
 
     @property
@@ -75,10 +75,6 @@ class Verification:
         """The most telling finding: the first one that has a place in the graph, else the first."""
         return next((f for f in self.findings if f.node), self.findings[0] if self.findings else None)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
-
 
 def verify(
     report: PassReport,
@@ -89,12 +85,15 @@ def verify(
     level: Verify = "full",
     constants: Constants | None = None,
 ) -> Verification:
-    """Run both graphs on inputs (one value per placeholder of the traced graph, several sets) and judge the one after.
+    """Run both graphs on sets of inputs and judge the graph after the pass.
 
-    level: "full" judges every input set and every site, "sample" the first set and a random third of the sites, "off"
-    nothing. constants: what passes have bound to placeholders that they appended. Nothing is written into the given
-    tensors. The fp64 run is done on the CPU; no more than one weight at a time is held in fp64, besides what the graph
-    writes.
+    Nothing is written into the given tensors. The fp64 run is done on the CPU; besides what the graph writes, it holds
+    one weight at a time in fp64.
+
+    - inputs: sets of values, one value for each placeholder of the traced graph.
+    - level: "full" judges every set and every site, "sample" the first set and a random third of the sites, "off"
+      nothing.
+    - constants: what passes have bound to placeholders that they appended.
     """
     if level == "off":
         return _Judged(report, before, after, constants).verification(0, 0)
@@ -115,8 +114,7 @@ def checker(
 ) -> Callable[[PassReport, fx.GraphModule, fx.GraphModule], str]:
     """Return a check for `PassManager.run` that raises `PassError` naming pass, site and ratio.
 
-    What keeps all passes from being verified is told once: no examples (by who looked for them), or a graph that can't
-    be run without any pass.
+    A graph that can't be run even before any pass keeps all passes from being verified, and is logged once.
     """
     told: list[str] = []
 
@@ -148,7 +146,7 @@ def failure(report: PassReport, found: Verification) -> PassError:
 
 
 class _Judged:
-    """Collects what was judged."""
+    """Judges a pass on one set of inputs after the other, and collects what was judged."""
 
     def __init__(
         self, report: PassReport, before: fx.GraphModule, after: fx.GraphModule, constants: Constants | None
@@ -160,7 +158,7 @@ class _Judged:
         self.unrunnable = ""
 
     def inputs(self, values: Sequence[Any], regions: Sequence[Region]) -> None:
-        """Judge the sites and the whole on one set of inputs."""
+        """Judge the sites and the whole graph on one set of inputs."""
         num_findings = len(self.findings)
         known = bind(self._before, values, self._constants)
         added = bind(self._after, values, self._constants)
@@ -175,10 +173,7 @@ class _Judged:
             )
             return
         pinned = _unchanged(old.decided, self._report.name, self._before, self._after)
-        # What the pass may quantise anew is no decision, but rounded, in the fp64 run too; all other codes are kept.
-        made = quantisations(self._before.graph, self._report.codes) - pinned.keys()
-        codes = codes_among(self._before.graph, made)
-        decided = {name: value for name, value in old.decided.items() if name not in codes}
+        codes, decided = self._codes_and_decided(self._before.graph, old, kept=pinned)
         try:
             new = run_graph(self._after, new_values, pinned=pinned)
         except Exception as error:
@@ -209,41 +204,54 @@ class _Judged:
 
         names = [f"output {index}" for index in range(len(old.outputs))]
         names += [f"input {name}" for name in old.written]
-        results = [*new.outputs, *(new.written.get(name, new.inputs[name]) for name in old.written)]
-        olds = [*old.outputs, *old.written.values()]
+        results = [*new.outputs, *(new.inputs[name] for name in old.written)]
 
         def exact() -> list[Any]:
-            run = run_graph(self._before, values, fp64=True, pinned=decided)
-            return [*run.outputs, *(run.written[name] for name in old.written)]
+            return run_graph(self._before, values, fp64=True, pinned=decided).results
 
-        self._judge(names, results, olds, exact, codes=outputs_among(self._before, codes))
+        self._judge(names, results, old.results, exact, codes=outputs_among(self._before, codes))
 
     def site(self, region: Region, seen: Mapping[str, Any]) -> None:
         """Judge one region on the values that both sides get."""
-        old = run_graph(region.before, region.order_before(seen))
+        given = [seen[name] for name in region.sources_before]
+        old = run_graph(region.before, given)
         self.sites.add(region)
         try:
-            new = run_graph(region.after, region.order_after(seen))
+            new = run_graph(region.after, [seen[name] for name in region.sources_after])
         except Exception as error:
             self._wrong(region.site, f"it can't be run: {error_line(error)}", region.node)
             return
-        writes = dict(zip(region.sources_before, old.inputs, strict=True))
-        wrote = [name for name, given in writes.items() if given in old.written]
-        after = dict(zip(region.sources_after, new.inputs, strict=True))
-        wrote += [name for name, given in after.items() if given in new.written and name not in wrote]
-        results = [new.inputs[after[name]] if name in after else seen[name] for name in wrote]
-        olds = [old.inputs[writes[name]] if name in writes else seen[name] for name in wrote]
+        sides = ((region.sources_before, old), (region.sources_after, new))
+        wrote = dict.fromkeys(
+            source
+            for sources, run in sides
+            for source, placeholder in zip(sources, run.inputs, strict=True)
+            if placeholder in run.written
+        )
 
-        codes = codes_among(region.before.graph, quantisations(region.before.graph, self._report.codes))
-        decided = {name: value for name, value in old.decided.items() if name not in codes}
+        def results(sources: Sequence[str], run: Run) -> list[Any]:
+            held = {**seen, **dict(zip(sources, run.inputs.values(), strict=True))}
+            return [*run.outputs, *(held[name] for name in wrote)]
+
+        codes, decided = self._codes_and_decided(region.before.graph, old)
 
         def exact() -> list[Any]:
-            run = run_graph(region.before, region.order_before(seen), fp64=True, pinned=decided)
-            return [*run.outputs, *(run.inputs[writes[name]] if name in writes else seen[name] for name in wrote)]
+            return results(region.sources_before, run_graph(region.before, given, fp64=True, pinned=decided))
 
         names = [region.site] * (len(old.outputs) + len(wrote))
         coded = outputs_among(region.before, codes)
-        self._judge(names, [*new.outputs, *results], [*old.outputs, *olds], exact, region.node, coded)
+        old_results, new_results = (results(*side) for side in sides)
+        self._judge(names, new_results, old_results, exact, region.node, coded)
+
+    def _codes_and_decided(
+        self, graph: fx.Graph, run: Run, kept: Collection[str] = ()
+    ) -> tuple[frozenset[str], dict[str, Any]]:
+        """Return the nodes whose codes the pass may make anew, and what all other nodes decided in a run.
+
+        Codes are rounded values and no decision: the fp64 run rounds them too. kept: nodes whose codes stay.
+        """
+        codes = codes_among(graph, quantisations(graph, self._report.codes) - set(kept))
+        return codes, {name: value for name, value in run.decided.items() if name not in codes}
 
     def _judge(
         self,
@@ -263,7 +271,6 @@ class _Judged:
 
     def verification(self, num_inputs: int, num_whole: int) -> Verification:
         return Verification(
-            pass_name=self._report.name,
             num_inputs=num_inputs,
             num_values=self.compared.num_values,
             num_sites=len(self.sites),
@@ -278,7 +285,7 @@ class _Judged:
 def _unchanged(
     decided: Mapping[str, Any], pass_name: str, before: fx.GraphModule, after: fx.GraphModule
 ) -> dict[str, Any]:
-    """Return what nodes decided that are the same in both graphs: a pass answers for what it decides itself."""
+    """Return the decisions of the nodes that are the same in both graphs; a pass answers for decisions of its own."""
     targets = {node.name: node.target for node in before.graph.nodes}
     return {
         node.name: decided[node.name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.bench import bench as bench_module
-from core.bench import served, start_worker
+from core.bench import served, start, start_worker
 from core.bench.bench import Settings, bench, failed, read_references
 from core.bench.cells import BenchReport, Cell, Record
 from core.bench.model import open_model
@@ -30,6 +29,7 @@ from core.engine.models.loading import LoadedModel
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
+from core.host.workers.worker import WorkerResult
 from tests.recording import acme
 from tests.support import cpu, refused
 
@@ -56,7 +56,7 @@ def report(loaded: LoadedModel) -> Iterator[BenchReport]:
         title="tiny-llama",
         references=references,
         rates=RATES,
-        told=lambda *each: told.append(each),
+        progress=lambda *each: told.append(each),
     )
     assert told == [("decode/2", 0, 2), ("prefill/8", 1, 2), ("done", 2, 2)]
 
@@ -190,7 +190,7 @@ def test_an_interrupt_leaves_what_was_measured(at: str, loaded: LoadedModel, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_module, "_measure", interrupted)
-    monkeypatch.setattr(bench_module, "_profiled", profile)
+    monkeypatch.setattr(bench_module, "_kernels", profile)
     report = bench(loaded, cpu(), settings, title="tiny", rates=RATES)
     missing = "prefill/4, prefill/8" if at == "measure" else "the kernels of decode/1"
     assert missing in str(report.facts["interrupted"]) and failed(report)
@@ -314,7 +314,7 @@ ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto"
 @pytest.mark.slow
 def test_a_start_is_itemised() -> None:
     options = {"lowering": "inline", "disable_passes": []}
-    found = start_worker.main({**ASKED, "began": time.time() - 1, "options": options})
+    found = start_worker.answer({**ASKED, "began": time.time() - 1, "options": options})
     phases, cache = found["phases"], found["cache"]
     assert cache.split(":")[0] in ("off", "hit", "miss", "refused") and cache.rstrip(": ") == cache
     assert list(phases)[:3] == ["imports", "device", "weights"]
@@ -323,21 +323,20 @@ def test_a_start_is_itemised() -> None:
 
 
 def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[list[str], dict[str, str]]] = []
+    calls: list[tuple[str, dict[str, Any], str]] = []
 
-    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
-        calls.append((command, env))
+    def ask(module: str, payload: dict[str, Any], *, timeout_s: float, CORE_CACHE_DIR: str) -> WorkerResult:
+        calls.append((module, payload, CORE_CACHE_DIR))
         phases = {"imports": len(calls), "weights": 2.5}
-        told = json.dumps({"phases": phases, "cache": "miss" if len(calls) == 1 else "hit"})
-        return subprocess.CompletedProcess(command, 0, f"loading\n{told}\n", "")
+        return WorkerResult(answer={"phases": phases, "cache": "miss" if len(calls) == 1 else "hit"})
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(start, "ask_once", ask)
     found = measure_start({**ASKED, "options": {}})
     assert found["cold"] == {"phases": {"imports": 1, "weights": 2.5}, "cache": "miss", "total_s": 3.5}
     assert found["warm"]["total_s"] == 4.5 and found["warm"]["cache"] == "hit"
     assert list(start_lines(found))[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
-    assert calls[0][0][1:3] == ["-m", "core.bench.start_worker"] and json.loads(calls[0][0][3])["began"] > 0
-    folders = [env["CORE_CACHE_DIR"] for _, env in calls]
+    assert calls[0][0] == "core.bench.start_worker" and calls[0][1]["began"] > 0
+    folders = [folder for _, _, folder in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()
 
 
@@ -353,7 +352,7 @@ def test_a_start_compiles_into_its_own_folder_whatever_the_environment_says(
 
 
 def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.CompletedProcess([], 1, "", "Traceback\ncore.errors.UsageError: --preset 'none'\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    done = WorkerResult(problem="ended", output="Traceback\ncore.errors.UsageError: --preset 'none'\n")
+    monkeypatch.setattr(start, "ask_once", lambda *_, **__: done)
     with refused(ModelError, "--preset 'none'"):
         measure_start({**ASKED, "options": {}})

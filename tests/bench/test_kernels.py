@@ -14,10 +14,10 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 import core.common.ops.canonical  # noqa: F401  # declares the ops that are called by name here
 from core.bench import rates
-from core.bench.kernel_text import tables
 from core.bench.kernels import KernelProfile, NodeTime, group_layers, profile_phase
 from core.bench.model import open_model
 from core.bench.rates import Rates
+from core.bench.text import kernel_tables
 from core.cli import main
 from core.errors import UsageError
 from core.explain.layers import OUTSIDE
@@ -146,7 +146,7 @@ def test_layers_that_run_the_same_are_one_and_the_rest_stands_apart() -> None:
     assert document["total_us"] == 18 and layer["share"] == pytest.approx(10 / 18)
     assert layer["nodes"][0]["floor_us"] == 1.0 and document["floor_us"] == 7.0  # 1000 bytes at 1 GB/s
     assert sum(each["share"] for each in document["layers"]) == pytest.approx(1.0)
-    assert len(list(tables(document))) == 1 + 3
+    assert len(list(kernel_tables(document))) == 1 + 3
 
 
 @pytest.mark.parametrize("phase", slow_except(("decode", "prefill"), "decode"))

@@ -15,7 +15,8 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 import core
 from core.cli import main
-from core.common.passes.declaration import Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import PassResult
 from core.compilation.rewrite.snapshot import Snapshot
 from core.device import Device
 from core.engine.check.graphs import PhaseGraph, engine_graphs

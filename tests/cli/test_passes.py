@@ -21,7 +21,7 @@ InstallVendor = Callable[..., Any]
 ON_REQUEST = ("sequence_parallel",)
 
 VENDOR = """
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes import Guards, Pass, PassResult
 
 def run(context):
     '''Does [nothing] at all.
@@ -39,7 +39,14 @@ def core_register_passes(context):
     guards = Guards(dtypes=frozenset({torch.float32}), tokens=(1, None), capabilities={"simd": 4})
     return (
         Pass(name="acme_late", run=run, stage="aten", expect=3),
-        Pass(name="acme_first", run=run, before=("lift_rms_norm",), guards=guards, expect=lambda context: 2),
+        Pass(
+            name="acme_first",
+            does="Does [nothing] at all.",
+            run=run,
+            before=("lift_rms_norm",),
+            guards=guards,
+            expect=lambda context: 2,
+        ),
     )
 """
 

@@ -34,7 +34,7 @@ def launch(module: str, *arguments: str, size: int = 2, timeout_s: float = 240.0
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
                 environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
                 environment |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
-                environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+                environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
                 command = [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
                 # A pipe that nobody reads would fill up.
                 with text.open("wb") as output:

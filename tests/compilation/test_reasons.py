@@ -93,12 +93,7 @@ class Once(nn.Module):
 
 
 class Step(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.captured = 0
-
     def forward(self, x: Tensor) -> Tensor:
-        self.captured += not torch.compiler.is_compiling()
         called: Tensor = sometimes(x)
         return called
 

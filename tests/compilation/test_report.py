@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from core.common.graphs.backend import GraphKey
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
+from core.compilation.capture.bucket_report import BucketReport
 from core.compilation.implementations import OpChoice
-from core.compilation.report import BucketReport, ProgramReport, TraceReport
+from core.compilation.report import ProgramReport, TraceReport
 from core.compilation.rewrite.pass_report import PassReport
 
 KEYS = (GraphKey("decode", (8, 4)), GraphKey("decode", (2, 4)))
@@ -138,4 +139,4 @@ def test_to_json_leaves_the_report_as_it_was() -> None:
 
 def test_parts_are_json_ready_by_themselves() -> None:
     assert json.loads(json.dumps(PASS.to_json()))["expected"] == 4
-    assert json.loads(json.dumps(CHOICES[1].to_json()))["implementation"] == "reference"
+    assert json.loads(json.dumps(asdict(CHOICES[1])))["implementation"] == "reference"

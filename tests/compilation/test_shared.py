@@ -170,7 +170,7 @@ def test_a_phase_that_can_not_be_captured_leaves_its_trace_to_the_other(monkeypa
 def test_the_passes_of_a_phase_leave_the_shared_graph_alone() -> None:
     traced = trace(plain(0.5), {"x": torch.zeros(16, 4)}, dynamic={"x": [0]}, least=1)
     before = traced.module.print_readable(print_output=False)
-    bound = SHARED.bound(traced, "prefill")
+    bound = SHARED.for_phase(traced, "prefill")
     (node,) = SHARED._calls(bound.module)
     assert node.kwargs["up_offset"] == 0.25 and node.meta["example_value"] is not None
     bound.module.graph.erase_node(next(iter(reversed(bound.module.graph.nodes))))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ from core_acme.faults import FAULTS, VARIABLE
 
 from core.host.selection import conformance_profile, select_device
 from core_conformance.runner.suite import collect
+from example_vendor import environment, install
 from tests.conformance.cases.passes.pass_support import keep
 from tests.conformance.support import run_case
 
 ROOT = Path(__file__).resolve().parents[2]
-ACME = ROOT / "examples/acme_device"
 PAGE = (ROOT / "docs/conformance-faults.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(?P<fault>[a-z-]+)` \| (?P<what>.*?) \| `(?P<case>[^`]+)` \| (?P<count>\d+) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(?P<fault>[a-z-]+)` \| (?P<what>.*?) \| `(?P<case>[^`]+)` \|", re.MULTILINE)
 ROWS = {row["fault"]: row for row in ROW.finditer(PAGE)}
 QUICK = ("norm-eps", "replay-noise", "pass-scale")
 QUICK_CASES = {ROWS[name]["case"] for name in QUICK}
@@ -51,26 +49,13 @@ for fault, _, case in (each.partition("=") for each in wanted):
 """
 
 
-def install(folder: Path) -> None:
-    """Write the metadata into a folder that an installation of the example device would give it."""
-    project = tomllib.loads((ACME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = folder / f"acme_device-{project['version']}.dist-info"
-    info.mkdir()
-    requires = "".join(f"Requires-Dist: {line}\n" for line in project["dependencies"])
-    version = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{requires}"
-    (info / "METADATA").write_text(version)
-    groups = project["entry-points"].items()
-    lines = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups)
-    (info / "entry_points.txt").write_text("\n".join(lines))
-
-
 @pytest.fixture(autouse=True)
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    # The pass of the device is about soft caps: one model that has them, and one that has none.
-    keep(monkeypatch, "soft-cap", "repeats")
+    # The pass of the device is about soft caps: two models that have them, and one that has none.
+    keep(monkeypatch, "soft-cap", "repeats", "wide-soft-caps")
 
 
 def failures(case_id: str) -> list[str]:
@@ -110,13 +95,10 @@ def test_a_fault_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the command with each fault of the process, each in a process of its own; return where the reports lie."""
     folder = tmp_path_factory.mktemp("faults")
-    install(folder)
     wanted = [f"{name}={ROWS[name]['case']}" for name, fault in FAULTS.items() if fault.process_wide]
-    path = os.pathsep.join(map(str, (folder, ACME, *sys.path)))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", EACH_IN_A_FORK, VARIABLE, *wanted],
-        env=environment,
+        env=environment(folder, *sys.path, OMP_NUM_THREADS="1"),
         cwd=folder,
         capture_output=True,
         text=True,

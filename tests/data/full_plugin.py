@@ -11,7 +11,8 @@ from core.common.fakes import FakeOp, like
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
 from core.common.lowering import Lowerings, inline
 from core.common.ops.implementation import OpImplementation
-from core.common.passes.declaration import Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import PassResult
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 

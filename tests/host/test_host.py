@@ -170,6 +170,14 @@ def test_an_entry_point_that_names_a_class_is_refused(install_vendor: InstallVen
             "replace(parts(), kernel_compilers=(replace(INDUCTOR, name=''),))",
             "kernel compiler '', ",
         ),
+        ("core_open_device", "replace(parts(), memory=None)", "whose memory is None instead of a function"),
+        ("core_open_device", "replace(parts(), synchronize=3)", "whose synchronize is an object of type int instead"),
+        ("core_open_device", "replace(parts(), record='x')", "whose record is an object of type str instead of a"),
+        ("core_open_device", "replace(parts(), torch_device=torch.device('meta'))", "no tensor can be made and read"),
+        ("core_open_device", "with_capability(dtypes=None)", "Capabilities whose dtypes is None instead of Set"),
+        ("core_open_device", "with_capability(dtypes={'fp32'})", "dtypes hold an object of type str instead of torch"),
+        ("core_open_device", "with_capability(update=1)", "whose update is an object of type int instead of bool"),
+        ("core_open_device", "with_capability(modes=['full', []])", "unknown modes ['[]']"),
         ("core_lowering", "{'inline': 1}", "type dict instead of core.common.lowering.Lowerings"),
         ("core_lowering", "Lowerings(available={}, default='x')", "default 'x' is not among []"),
         ("core_graph_backend", "3", "type int instead of a callable"),
@@ -186,6 +194,8 @@ def test_a_wrong_result_names_the_hook(install_vendor: InstallVendor, hook: str,
         "from core.common.lowering import Lowerings\nfrom core.common.passes.declaration import Pass\n"
         "from core.common.ops.implementation import OpImplementation\n"
         "from dataclasses import replace\nfrom core.common.kernel_compilers import INDUCTOR\n"
+        "def with_capability(**changed):\n"
+        "    return replace(parts(), capabilities=replace(parts().capabilities, **changed))\n"
     )
     opens = "" if hook == "core_open_device" else OPENS
     install_vendor(plugin=f"{imports}{opens}@hookimpl\ndef {hook}(context):\n    return {result}\n")

@@ -1,10 +1,9 @@
-"""core/host/probing.py and core/host/workers/pool.py: what a probe can do wrong, and that none of it reaches the
-host.
-"""
+"""core/host/probing.py: what a probe can do wrong, and that none of it reaches the host."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from core.errors import PluginError
 from core.host.probing import DeviceScan, DeviceStatus
+from core.host.selection import select_device
 from core.settings import Settings
 
 InstallVendor = Callable[..., Any]
@@ -233,3 +234,42 @@ def test_leaving_the_scan_kills_running_probes(install_vendor: InstallVendor, tm
             time.sleep(0.02)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import os\ndef probe(): os.abort()", "crashed with SIGABRT"),
+        ("import os\ndef probe(): os._exit(0)", "ended with exit code 0 and no answer"),
+        ("import time\ndef probe(): time.sleep(60)", "gave no answer within 1 s and was killed"),
+    ],
+)
+def test_a_device_whose_probe_ends_its_process_is_not_opened(
+    install_vendor: InstallVendor, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    monkeypatch.setenv("CORE_PROBE_TIMEOUT_S", "1" if "sleep" in source else "60")
+    vendor = install_vendor(probe=source)
+    with pytest.raises(PluginError, match="opening the device was not tried") as caught:
+        select_device("acme")
+    assert caught.value.found.startswith(f"plugin acme-device 1.0 ({vendor.module}.plugin) is broken: ")
+    assert f"its probe {vendor.module}.probe:probe {reason}" in caught.value.found
+    assert f"{vendor.module}.plugin" not in sys.modules
+
+
+def test_a_probe_that_came_back_is_not_run_again(install_vendor: InstallVendor, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    install_vendor(
+        probe=f"""
+        def probe():
+            open({str(count)!r}, "a").write("x")
+            return Probe(available=True, device_count=1, reason="here")
+        """
+    )
+    for _ in range(2):
+        assert select_device("acme").name == "acme"
+    assert count.read_text() == "x"
+
+
+def test_a_probe_that_raises_keeps_no_device_from_opening(install_vendor: InstallVendor) -> None:
+    install_vendor(probe="def probe(): raise OSError('no harm to a process')")
+    assert select_device("acme").name == "acme"

@@ -1,4 +1,4 @@
-"""core/host/workers/pool.py: a worker that answers request after request, and everything its code can do to it."""
+"""core/host/workers/worker.py: a worker that answers request after request, and everything its code can do to it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from typing import Any
 
 import pytest
 
-from core.host.workers.pool import PersistentWorker, WorkerResult
+from core.host.workers.worker import Asked, PersistentWorker, WorkerResult, ask_once
 from tests.host.test_probing import is_running
 
 # Runs the Python text of each request; what it leaves under the name `answer` goes back.
 SOURCE = """
 import ctypes, json, os, signal, subprocess, sys, threading, time
-from core.host.workers.channel import serve_requests
 
-kept = {"argument": sys.argv[1]}
+kept = {}
 
-def obey(request):
-    names = {**globals(), "answer": {}}
+def answer(request):
+    names = {**globals(), "asked": request, "answer": {}}
     exec(request["do"], names)
     return {"pid": os.getpid(), **names["answer"]}
-
-serve_requests(obey)
 """
 
 
@@ -36,7 +33,7 @@ serve_requests(obey)
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PersistentWorker]:
     (tmp_path / "obedient_worker.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with PersistentWorker("obedient_worker", "an argument") as made:
+    with PersistentWorker("obedient_worker", {"argument": "an argument"}, AN_OWN_VARIABLE="its value") as made:
         yield made
 
 
@@ -52,10 +49,10 @@ def answered(worker: PersistentWorker, code: str = "pass") -> dict[str, Any]:
 
 def test_one_process_answers_all_requests(worker: PersistentWorker) -> None:
     assert not worker.running
-    first = answered(worker, "kept['x'] = 1; answer = dict(kept)")
+    first = answered(worker, "kept['x'] = 1; answer = {**kept, 'own': os.environ['AN_OWN_VARIABLE'], **asked}")
     second = answered(worker, "kept['x'] += 1; answer = dict(kept)")
     assert worker.running
-    assert (first["argument"], first["x"], second["x"]) == ("an argument", 1, 2)
+    assert (first["argument"], first["own"], first["x"], second["x"]) == ("an argument", "its value", 1, 2)
     assert first["pid"] == second["pid"] != os.getpid()
 
 
@@ -216,8 +213,8 @@ def test_an_ended_parent_takes_its_worker_along(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "obedient_worker.py").write_text(SOURCE)
     parent = (
         f"import os, sys; sys.path[:0] = {[str(tmp_path), *sys.path]!r}\n"
-        "from core.host.workers.pool import PersistentWorker\n"
-        "print(PersistentWorker('obedient_worker', '').request({'do': ''}, timeout_s=20).answer['pid'], flush=True)\n"
+        "from core.host.workers.worker import PersistentWorker\n"
+        "print(PersistentWorker('obedient_worker').request({'do': ''}, timeout_s=20).answer['pid'], flush=True)\n"
         "os._exit(0)"
     )
     run = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, timeout=30)
@@ -225,7 +222,7 @@ def test_an_ended_parent_takes_its_worker_along(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_that_does_not_start_is_a_result() -> None:
-    with PersistentWorker("no_such_module_anywhere", "") as worker:
+    with PersistentWorker("no_such_module_anywhere") as worker:
         result = do(worker, "pass")
     assert result.problem == "ended with exit code 1 and no answer" and "no_such_module_anywhere" in result.output
 
@@ -233,3 +230,32 @@ def test_a_process_that_does_not_start_is_a_result() -> None:
 def test_the_start_counts_as_time(worker: PersistentWorker) -> None:
     assert do(worker, "pass", timeout_s=0.0).timed_out
     answered(worker)
+
+
+def test_a_worker_asked_once_is_gone_with_its_children(worker: PersistentWorker) -> None:
+    code = "answer = {'child': subprocess.Popen(['sleep', '60']).pid}"
+    result = ask_once("obedient_worker", {"do": code}, timeout_s=20)
+    assert result.answer is not None
+    assert not is_running(result.answer["pid"]) and not is_running(result.answer["child"])
+
+
+def test_workers_asked_together_answer_each_for_itself(worker: PersistentWorker) -> None:
+    with Asked() as asked:
+        asked.ask("good", "obedient_worker", do="answer = {'x': 1}", timeout_s=20)
+        asked.ask("lost", "obedient_worker", do="os.abort()", timeout_s=20)
+        asked.ask("late", "obedient_worker", do="time.sleep(60)", timeout_s=1)
+        results = asked.results()
+    assert results["good"].answer is not None and results["good"].answer["x"] == 1
+    assert results["lost"].problem == "crashed with SIGABRT" and not results["lost"].timed_out
+    assert results["late"].timed_out
+
+
+def test_leaving_workers_that_were_asked_together_ends_them(worker: PersistentWorker, tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("one", "two")]
+    with Asked() as asked:
+        for place in places:
+            code = f"open({str(place)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+            asked.ask(place.name, "obedient_worker", do=code, timeout_s=60)
+        while not all(place.exists() and place.read_text() for place in places):
+            time.sleep(0.02)
+    assert not any(is_running(int(place.read_text())) for place in places)

@@ -124,7 +124,7 @@ def programs(page: str) -> Iterator[tuple[Block, str | None]]:
 
 PROGRAMS = [
     pytest.param(page, block, shown, id=f"{page} line {block.line}", marks=pytest.mark.slow if block.slow else ())
-    for page in ("capture", "attention", "quantization", "fakes")
+    for page in ("capture", "attention", "quantization", "fakes", "serving")
     for block, shown in programs(page)
 ]
 

@@ -18,12 +18,16 @@ from tests.house.rules import ROOT, Files, Rule, plant, proofs, sources
 WHEEL_NAMES = {"core", "core_cuda", "core_npu", "core_cpu", "core_conformance"}
 
 PUBLIC_NAMES = [
+    "AsyncEngine",
     "CompileOptions",
     "CoreError",
     "Device",
+    "Engine",
+    "EngineConfig",
     "GraphKey",
     "InputSpec",
     "Program",
+    "SamplingParams",
     "__version__",
     "capture",
     "compile",

@@ -15,10 +15,9 @@ MAX_CODE_LINES = 300
 """Of a file that is no test."""
 LONGER: dict[str, int] = {
     "plugins/cuda/core_cuda/ops/attention/decode_kernel.py": 327,
-    "plugins/cuda/core_cuda/ops/attention/prefill.py": 344,
 }
 """Files that were longer when the limit was set, each with its own. A file that shrinks takes its limit along."""
-_LONG = "plugins/cuda/core_cuda/ops/attention/prefill.py"
+_LONG = "plugins/cuda/core_cuda/ops/attention/decode_kernel.py"
 """One of them, for the proofs of these rules."""
 SLACK = 10
 """Lines that a file may be below its limit in `LONGER`."""

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from core.common.ops.norm.norms import RMS_NORM
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.declaration import Pass
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.common.passes.results import NearMiss, PassResult
+from core.compilation.rewrite.mechanisms import apply_pass
 from core.compilation.rewrite.pass_report import PassReport
 from core.engine.static.cache import CachedPhase
 from lift_coverage.match import match_sites
@@ -91,8 +93,7 @@ def wrong(change: Callable[[Any], None]) -> Pass:
     """Return the lifting of norms with something changed in each op that it makes."""
 
     def lift(context: Any) -> PassResult:
-        assert LIFT_RMS_NORM.run is not None
-        result = LIFT_RMS_NORM.run(context)
+        result = apply_pass(LIFT_RMS_NORM, context)
         for node in context.graph.find_nodes(op="call_function", target=RMS_NORM.overload):
             change(node)
         return result

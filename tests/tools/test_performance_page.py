@@ -79,7 +79,7 @@ def test_figures_and_failures_stand_on_the_page(script: Any, tmp_path: Path) -> 
         "| another engine | 4.93 |",
         "| floor | 3.55 |",
         "| floor over `core` | 79% |",
-        "Of transformers the attention `sdpa`.",
+        "transformers uses its attention `sdpa`.",
         "Others' figures were given to the run, not measured in it.",
         "decode/1: tokens equal, logits within T1 of fp64 on the host",
         "| `core::linear` | some_linear | `2 x tile` | 20.0 | 50.0% | 15.0 | 75% |",
@@ -101,7 +101,7 @@ def test_milliseconds_show_three_digits(script: Any, value: float | None, text: 
 
 def test_what_was_not_measured_has_no_column(script: Any) -> None:
     others = {"flashinfer_us": 3.25, "flashinfer_plan_us": 12.0}
-    text = "\n".join(script.kernels(timed(others)))
+    text = script.kernels(timed(others))
     assert "| op | size | `core` | FlashInfer | plan | floor |" in text
     assert "| norm | 1 x 4096 | 2.50 | 3.25 | 12.00 | 0.10 |" in text
     alone = bench()
@@ -116,6 +116,26 @@ def test_the_start_is_shown_by_phase(script: Any) -> None:
     assert "|  | imports | trace | together |" in text
     assert "| cold | 9.25 | 6.50 | 15.8 |" in text
     assert "| warm | 9.00 | 0.00 | 9.0 |" in text
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"logits": {"passed": True, "reason": "", "reference": "fp32"}}, "within T1 of fp32"),
+        ({"logits": {"passed": False, "reason": "error over bound: rms 3", "reference": "fp32"}}, "BREAK T1 of fp32"),
+        (
+            {"logits": {"passed": False, "reason": "the yardstick itself is off: 0.4", "reference": "fp32"}},
+            "unjudged (the yardstick itself is off: 0.4)",
+        ),
+        ({"logits_skipped": "no sequence has equal tokens so far"}, "unjudged (no sequence has equal tokens so far)"),
+        ({}, "unjudged (not asked for)"),
+    ],
+)
+def test_logits_are_said_to_be_judged_only_where_they_were(script: Any, found: dict[str, Any], text: str) -> None:
+    assert script.verdict(found) == text
+    said = script.checks({"decode/1": {"check": {"tokens_equal": False, **found}}, "decode/8": None})
+    assert said == f"Against eager: decode/1: tokens differ, logits {text}.\n"
+    assert "logits unjudged" in script.checks({"decode/1": {"check": None}})
 
 
 def test_the_page_in_the_tree_is_what_the_script_writes(script: Any) -> None:

@@ -14,19 +14,16 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 Import = Callable[[str], Any]
 
 WORKER = """
-import sys, time
-sys.path.insert(0, {scripts!r})
-from sweeping import serve
+import time
 
-def examine(model_type):
+def answer(request):
+    model_type = request["type"]
     if model_type == "crashes":
         raise SystemExit(3)
     if model_type == "hangs":
         time.sleep(60)
     print("a library talks")
-    return {{"stage": "done"}}
-
-serve(lambda: examine)
+    return {"stage": "done"}
 """
 
 
@@ -36,18 +33,20 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Import:
     return importlib.import_module
 
 
-def test_a_worker_that_is_lost_is_a_result_and_the_next_type_runs(scripts: Import, tmp_path: Path) -> None:
-    program = tmp_path / "worker.py"
-    program.write_text(WORKER.format(scripts=str(TOOLS)), encoding="utf-8")
-    worker = scripts("sweeping").Worker([str(program)], timeout_s=2)
+def test_a_worker_that_is_lost_is_a_result_and_the_next_type_runs(
+    scripts: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examining.py").write_text(WORKER, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    worker = scripts("sweeping").Worker("examining", timeout_s=5)
     try:
         results = [worker.run(name) for name in ("crashes", "good", "hangs", "good")]
     finally:
         worker.close()
     assert [result.get("error") for result in results] == [
-        "the process ended with exit code 3",
+        "the process ended with exit code 3 and no answer",
         None,
-        "over 2 s",
+        "the process gave no answer within 5 s and was killed",
         None,
     ]
     assert results[1]["stage"] == "done"

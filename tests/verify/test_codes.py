@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import PassTraits
-from core.common.passes.rewrite import Finder, Site
+from core.common.passes.sites import Finder, Site
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot

@@ -31,11 +31,11 @@ from core.engine.models.tiny import tiny_config
 from core.errors import UsageError
 from core.quantization.quantize import quantize
 from core.verify.bisect.bisection import bisect, injected
-from core.verify.planted import MISTAKES, Mistake, argument, mistakes, planted, spoiled
+from core.verify.planted import MISTAKES, Mistake, argument, mistakes, planted, with_mistake
 from core.verify.verify import Verification, failure, verify
 from tests.support import cpu, refused
 
-# Where Llama has nothing that a mistake spoils: a model that has.
+# Where Llama gives no room for a mistake: a model that does.
 MODELS: Mapping[str, str] = {
     "norm-offset": "gemma3_text",
     "gate-half": "phi3",
@@ -150,7 +150,7 @@ def test_verify_finds_the_mistake_and_names_the_pass(mistake: Mistake) -> None:
     report, found = verified(
         decode_of(MODELS.get(mistake.name, "llama")), injected(up_to(mistake.of), planted(mistake.name)), mistake.of
     )
-    assert report.matched > 0 and not any("nothing to spoil" in miss.reason for miss in report.near_misses)
+    assert report.matched > 0 and not any("nowhere to be" in miss.reason for miss in report.near_misses)
     assert not found.passed and found.worst_ratio > 1 and found.fault is not None
     message = str(failure(report, found))
     assert f"verifying pass {mistake.of!r}" in message and found.fault.where in message
@@ -192,9 +192,9 @@ def test_the_passes_themselves_are_accepted(model: str, dtype: torch.dtype) -> N
 
 def test_a_mistake_without_a_site_says_so() -> None:
     lift = next(declared for declared in COMMON_PASSES if declared.name == "lift_rms_norm")
-    nowhere = Mistake(name="none", of="lift_rms_norm", what="", spoil=argument("layer_norm", "eps", lambda eps: 1.0))
-    (report,) = PassManager([spoiled(lift, nowhere)]).run(decode_of("llama").traced.module)
-    assert report.matched > 0 and report.near_misses[-1].reason == "the planted mistake 'none' found nothing to spoil"
+    nowhere = Mistake(name="none", of="lift_rms_norm", what="", make=argument("layer_norm", "eps", lambda eps: 1.0))
+    (report,) = PassManager([with_mistake(lift, nowhere)]).run(decode_of("llama").traced.module)
+    assert report.matched > 0 and report.near_misses[-1].reason == "the planted mistake 'none' found nowhere to be"
 
 
 def test_the_planted_pass_has_an_identity_of_its_own() -> None:

@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 
 from core.common.passes.constants import Constants
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Finder, Site
-from core.common.passes.sites import MADE_BY, Made
+from core.common.passes.declaration import Pass
+from core.common.passes.results import NearMiss, PassResult
+from core.common.passes.sites import MADE_BY, Finder, Made, Site
 from core.compilation.options import Verify
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport

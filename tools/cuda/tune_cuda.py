@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,15 @@ def of_library(config: Any) -> bool:
     return getattr(config, "kernel", "") in WAYS
 
 
-def distinct(tasks: list[tuple[Problem, Any, int]]) -> list[tuple[Problem, Any, int]]:
-    """Leave out tasks whose kernel another one compiles too."""
-    return list({(p.op, *p.same_kernel(config)): (p, config, capability) for p, config, capability in tasks}.values())
+def compile_all(found: Iterable[Problem], processes: int) -> None:
+    """Compile the kernels of all candidates, each once, in parallel; print what fails."""
+    major, minor = torch.cuda.get_device_capability()
+    every = ((p, config) for p in found for config in p.candidates() if not of_library(config))
+    tasks = {(p.op, *p.same_kernel(config)): (p, config, 10 * major + minor) for p, config in every}
+    print(f"compiling {len(tasks)} kernels in {processes} processes")
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for failure in filter(None, pool.imap_unordered(compile_one, tasks.values())):
+            print(f"  FAILED to compile {failure}", file=sys.stderr)
 
 
 def ranked(problem: Problem) -> tuple[list[tuple[float, Any]], int]:
@@ -113,12 +119,7 @@ def main(
     counts = [int(count) for count in rows.split(",")]
     every = (problem for preset in presets.split(",") for problem in problems(preset, counts))
     found = dict.fromkeys(problem for problem in every if re.search(only, f"{problem.op} {problem}"))
-    major, minor = torch.cuda.get_device_capability()
-    tasks = distinct([(p, c, 10 * major + minor) for p in found for c in p.candidates() if not of_library(c)])
-    print(f"compiling {len(tasks)} kernels in {processes} processes")
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for failure in filter(None, pool.imap_unordered(compile_one, tasks)):
-            print(f"  FAILED to compile {failure}", file=sys.stderr)
+    compile_all(found, processes)
     product = torch.cuda.get_device_name()
     path = out or Path(tuned.__file__).parent / tuned.file_name(product)
     versions = {"torch": torch.__version__, "triton": __import__("triton").__version__, "cuda": torch.version.cuda}

@@ -11,7 +11,7 @@ weights that the L2 cache cannot hold, one product after the other until none ge
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from cuda_calls import paged, randn
 from cuda_problems import Linear
 from cuda_timing import require_gpu, time_us
 from torch import Tensor
-from tune_cuda import compile_one, distinct, keep, ranked
+from tune_cuda import compile_all, keep, ranked
 
 from core.bench.presets import PRESETS
 
@@ -108,14 +108,9 @@ def main(
 
     product = torch.cuda.get_device_name()
     path = out or Path(tuned.__file__).parent / tuned.file_name(product)
-    major, minor = torch.cuda.get_device_capability()
     for preset in presets.split(","):
         layers = [Layer(preset, int(count)) for count in batch.split(",")]
-        found = [(problem, 10 * major + minor) for layer in layers for problem in layer.products.values()]
-        tasks = distinct([(problem, config, number) for problem, number in found for config in problem.candidates()])
-        with multiprocessing.get_context("spawn").Pool() as pool:
-            for failure in filter(None, pool.imap_unordered(compile_one, tasks)):
-                print(f"  FAILED to compile {failure}")
+        compile_all((problem for layer in layers for problem in layer.products.values()), os.cpu_count() or 1)
         for layer in layers:
             tried = {}
             for name, problem in layer.products.items():

@@ -56,15 +56,14 @@ VARIANTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """The rewritten graph's numbers against those of the graph as traced.
+    """The rewritten graph's numbers against those of the graph as traced."""
 
-    equal: in every bit. ratio: the largest error over the bound of criterion T1, which passes up to 1. unjudged: why
-    there was no reference.
-    """
-
+    #: Whether every bit is equal.
     equal: bool
+    #: The largest error over the bound of criterion T1, which passes up to 1.
     ratio: float = 0.0
     reason: str = ""
+    #: Why there was no reference to judge by; "" where there was one.
     unjudged: str = ""
 
     @property

@@ -23,12 +23,13 @@ from core.device import Device
 from core.verify.execution import error_line
 from core.verify.fakes.parity import alias_problems, sharing
 from core_conformance.case import Case
-from core_conformance.cases.ops.collect import DTYPES, judged_ops, slug
+from core_conformance.cases.ops.collect import judged_ops, slug
+from core_conformance.dtypes import declared_dtypes, dtype_name
 from core_conformance.inputs.opcalls import calls, positional, refusal
 from core_conformance.rules import oracle
 from core_conformance.rules.contract import check_metadata, check_writes
-from core_conformance.rules.faked import faked, leaves, told
 from core_conformance.rules.opcheck import Recorder, check, check_recorded
+from core_conformance.rules.oracle import faked, leaves, with_real_sizes
 from core_conformance.trial import NotSupported, Trial
 
 _COMPILED_TIMEOUT_S = 360.0
@@ -56,7 +57,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
 
 
 def _foreign(device: Device) -> Iterator[Case]:
-    """Yield a case for each declared fake, but one for a library of which no op is there."""
+    """Yield a case for each declared fake; for a library that is not there, one case for all of its fakes."""
     libraries: dict[str, list[tuple[FakeOp, FakeResult]]] = {}
     for fake, result in device.fakes:
         if fake.rule is None:  # the fake is the library's
@@ -76,15 +77,15 @@ def _foreign(device: Device) -> Iterator[Case]:
                 id=f"fakes/foreign/{slug(fake.op.replace('::', '.'))}",
                 what=f"the fake kernel declared for {fake.op} is true of the real one",
                 run=partial(judge_foreign, fake=fake),
-                not_supported="" if find_overload(fake.op) else _absent(result),
+                not_supported="" if find_overload(fake.op) else result.reason or "not installed here",
             )
 
 
 def judge_canonical(trial: Trial, *, op: CanonicalOp) -> None:
     """Compare fake and real op on every call; let torch check schema and fake on the declared samples."""
     for dtype, sample in _calls(trial, op):
-        _compare(trial, f"{sample.name}, {_short(dtype)}", op.overload, sample.kwargs, _of_canonical(op))
-    for sample in op.samples(_dtypes(trial)[0], trial.device.torch_device):
+        _compare(trial, f"{sample.name}, {dtype_name(dtype)}", op.overload, sample.kwargs, _of_canonical(op))
+    for sample in op.samples(declared_dtypes(trial.device)[0], trial.device.torch_device):
         # Symbolic shapes are no matter of the device.
         check(trial, sample.name, op.overload, *positional(op, sample.kwargs), dynamic=False)
 
@@ -102,7 +103,7 @@ def judge_traced(trial: Trial, *, op: CanonicalOp, of: OpImplementation) -> None
             reasons.setdefault(reason)
             continue
         admitted += 1
-        _compare(trial, f"{sample.name}, {_short(dtype)}", of.fn, sample.kwargs, _of_canonical(op), recorder)
+        _compare(trial, f"{sample.name}, {dtype_name(dtype)}", of.fn, sample.kwargs, _of_canonical(op), recorder)
     if not admitted:
         raise NotSupported("; ".join(reasons) or "its condition raises on every call")
     check_recorded(trial, recorder.calls)
@@ -124,10 +125,10 @@ def judge_foreign(trial: Trial, *, fake: FakeOp) -> None:
     except NotImplementedError as error:
         raise NotSupported(error_line(error)) from error
     if not given:
-        trial.require(False, f"the fake of {fake.op} can't be checked: give FakeOp.samples")
+        trial.fail(f"the fake of {fake.op} can't be checked: give FakeOp.samples")
         return
     refused: dict[str, str] = {}
-    untraced = _untraced(fake, overload)
+    untraced = _why_untraced(fake, overload)
     for index, sample in enumerate(given):
         try:
             _compare(trial, sample.name, overload, sample.kwargs, _of_overload(overload))
@@ -137,14 +138,13 @@ def judge_foreign(trial: Trial, *, fake: FakeOp) -> None:
         check(trial, sample.name, overload, (), sample.kwargs, dynamic=not index and not untraced)
     if len(refused) == len(given):
         raise NotSupported(next(iter(refused.values())))
-    for name, reason in refused.items():
-        trial.require(False, f"{name}: raises {reason}")
+    trial.fail(*(f"{name}: raises {reason}" for name, reason in refused.items()))
     if untraced:
         trial.note(f"not run in a traced graph: {untraced}")
 
 
-def _untraced(fake: FakeOp, op: OpOverload) -> str:
-    """Say why torch's check of a traced call can't tell anything of an op; "" where it can."""
+def _why_untraced(fake: FakeOp, op: OpOverload) -> str:
+    """Return why torch can't check a traced call of an op, "" where it can."""
     if fake.unwritten:
         return "its results are memory that it leaves as it was"
     given_back = any(each.alias_info is not None for each in op._schema.returns)
@@ -155,16 +155,15 @@ def _untraced(fake: FakeOp, op: OpOverload) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Contract:
-    """What a schema says.
+    """What a schema says."""
 
-    mutates: arguments it may write. shares: number of results -> which of them may share memory with which argument.
-    foreign: its results may share memory with each other, if the fake's do; those of canonical ops never do.
-    spread: arguments by name -> arguments as the op is called with.
-    """
-
+    #: Arguments that the op may write.
     mutates: tuple[str, ...]
+    #: Number of results -> which of them may share memory with which argument.
     shares: Callable[[int], frozenset[tuple[int, str]]]
+    #: Whether its results may share memory with each other, if the fake's do; those of canonical ops never do.
     foreign: bool
+    #: Arguments by name -> arguments as the op is called with.
     spread: Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -198,7 +197,7 @@ def _compare(
     except Exception as error:
         if contract.foreign and isinstance(error, NotImplementedError):
             raise
-        trial.require(False, f"{name}: raises {error_line(error)}")
+        trial.fail(f"{name}: raises {error_line(error)}")
         return
     mode, given = faked(dict(before), sized_by_values=contract.foreign)
     args, kwargs = contract.spread(given)
@@ -206,33 +205,21 @@ def _compare(
         with torch.no_grad(), mode:
             fakes = leaves(function(*args, **kwargs))
     except Exception as error:
-        trial.require(False, f"{name}: runs on real tensors and raises on fake ones: {error_line(error)}")
+        trial.fail(f"{name}: runs on real tensors and raises on fake ones: {error_line(error)}")
         return
     if contract.foreign and len(results) == len(fakes):
-        wanted = [told(*pair) for pair in zip(results, fakes, strict=True)]
+        wanted = [with_real_sizes(*pair) for pair in zip(results, fakes, strict=True)]
     else:
         wanted = fakes
     check_metadata(trial, name, results, wanted)
     check_writes(trial, name, contract.mutates, before, after)
     if len(results) == len(fakes):
         pair = sharing(results, after), sharing(fakes, given)
-        for problem in alias_problems(*pair, contract.shares(len(results)), fake_decides=contract.foreign):
-            trial.require(False, f"{name}: {problem}")
+        problems = alias_problems(*pair, contract.shares(len(results)), fake_decides=contract.foreign)
+        trial.fail(*(f"{name}: {problem}" for problem in problems))
 
 
 def _calls(trial: Trial, op: CanonicalOp) -> Iterator[tuple[torch.dtype, Sample]]:
-    for dtype in _dtypes(trial):
+    for dtype in declared_dtypes(trial.device):
         for sample in calls(op, dtype, trial.device.torch_device, trial.seed):
             yield dtype, sample
-
-
-def _dtypes(trial: Trial) -> list[torch.dtype]:
-    return [dtype for dtype in DTYPES if dtype in trial.device.capabilities.dtypes]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _absent(result: FakeResult) -> str:
-    return result.reason or "not installed here"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from core_conformance.fuzzing import attention, codes, layers, matrices, pointwise, quantized
+from core_conformance.fuzzing import attention, layers, pointwise, quantized
 from core_conformance.fuzzing.source import Source
 
 CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
@@ -22,24 +22,26 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::rotary_single": pointwise.rotary_single,
         "core::qk_norm_rotary": pointwise.qk_norm_rotary,
         "core::rotary_attention": layers.rotary_attention,
-        "core::attention_quantize": codes.attention_quantize,
-        "core::rotary_attention_quantize": codes.rotary_attention_quantize,
+        "core::attention_quantize": lambda source: layers.attended_quantize(source, attention.attention(source)),
+        "core::rotary_attention_quantize": lambda source: layers.attended_quantize(
+            source, layers.rotary_attention(source)
+        ),
         "core::rotary_table": pointwise.rotary_table,
         "core::linear": layers.linear,
         "core::gated_linear": layers.gated_linear,
-        "core::moe_route": matrices.moe_route,
-        "core::grouped_mlp": matrices.grouped_mlp,
-        "core::quantize": matrices.quantize,
-        "core::quantized_linear": matrices.quantized_linear,
+        "core::moe_route": quantized.moe_route,
+        "core::grouped_mlp": quantized.grouped_mlp,
+        "core::quantize": quantized.quantize,
+        "core::quantized_linear": quantized.quantized_linear,
         "core::quantize_asymmetric": quantized.quantize_asymmetric,
         "core::weight_only_linear": quantized.weight_only_linear,
         "core::quantized_grouped_linear": quantized.quantized_grouped_linear,
-        "core::quantize_fp4": codes.quantize_fp4,
-        "core::rms_norm_quantize": codes.rms_norm_quantize,
-        "core::add_rms_norm_quantize": codes.add_rms_norm_quantize,
-        "core::gated_activation_quantize": codes.gated_activation_quantize,
-        "core::sample": matrices.sample,
-        "core::argmax": matrices.argmax,
+        "core::quantize_fp4": layers.quantize_fp4,
+        "core::rms_norm_quantize": layers.quantized(pointwise.rms_norm),
+        "core::add_rms_norm_quantize": layers.quantized(pointwise.add_rms_norm),
+        "core::gated_activation_quantize": layers.gated_activation_quantize,
+        "core::sample": quantized.sample,
+        "core::argmax": quantized.argmax,
     }
 )
 """Op -> what draws one call of it. Left out: collectives, which need more than one process."""

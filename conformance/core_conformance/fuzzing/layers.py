@@ -1,7 +1,8 @@
-"""Random calls of the ops that stand for parts of a layer: rotation with attention, linears with a gate."""
+"""Random calls of ops that stand for several: rotation with attention, linears with a gate, what ends in codes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,14 @@ from torch import Tensor
 
 from core.common.ops.arguments import at_least_fp32
 from core.common.ops.mlp.activation import ACTIVATIONS
+from core.common.ops.quantize.symmetric import GRANULARITIES, RANGES
 from core.common.ops.rotary.rotation import STYLES
+from core_conformance.fuzzing import pointwise
 from core_conformance.fuzzing.attention import attention
-from core_conformance.fuzzing.source import WIDTHS, Source
+from core_conformance.fuzzing.source import WIDE, WIDTHS, Source
+
+_NARROW = (*[True] * 10, False)
+"""Whether a linear is of usual size, mostly."""
 
 
 def rotary_attention(source: Source) -> dict[str, Any]:
@@ -30,27 +36,21 @@ def rotary_attention(source: Source) -> dict[str, Any]:
         "compute_dtype": source.one_of(None, wide),
         "out_dtype": source.one_of(None, source.dtype),
     }
-    norms = _norms(source, size) if source.one_of(False, True) else {"normalize": False}
+    norms = (
+        {"normalize": True, **pointwise.head_norms(source, size)}
+        if source.one_of(False, True)
+        else {"normalize": False}
+    )
     return {**call, **options, **norms}
-
-
-def _norms(source: Source, size: int) -> dict[str, Any]:
-    wide = at_least_fp32(source.dtype)
-    return {
-        "normalize": True,
-        "query_weight": source.maybe(size, scale=0.4, shift=1.0),
-        "key_weight": source.maybe(size, scale=0.4, shift=1.0),
-        "eps": source.one_of(1e-5, 1e-6, 3e-4),
-        "offset": source.one_of(0.0, 1.0),
-        "norm_compute_dtype": source.one_of(None, wide),
-        "normed_dtype": source.one_of(None, source.dtype),
-        "weight_dtype": source.one_of(None, wide),
-    }
 
 
 def linear(source: Source) -> dict[str, Any]:
     """Draw a call of core::linear."""
-    return _linear(source, source.one_of(*WIDTHS))
+    if source.one_of(*_NARROW):
+        return _linear(source, source.one_of(*WIDTHS))
+    # Either is past 8,192, and not both: the weight of such a call would hold 2**26 numbers.
+    width, outputs = source.one_of((WIDE[0], 40), (40, WIDE[0]))
+    return _linear(source, outputs, width)
 
 
 def gated_linear(source: Source) -> dict[str, Any]:
@@ -65,7 +65,59 @@ def gated_linear(source: Source) -> dict[str, Any]:
     }
 
 
-def _linear(source: Source, outputs: int) -> dict[str, Any]:
-    width = source.one_of(*WIDTHS)
+def _linear(source: Source, outputs: int, width: int = 0) -> dict[str, Any]:
+    width = width or source.one_of(*WIDTHS)
     weight: Tensor = source.tensor(outputs, width, scale=width**-0.5)
     return {"x": source.tensor(*source.shape(), width), "weight": weight, "bias": source.maybe(outputs)}
+
+
+def quantized(draw: Callable[[Source], dict[str, Any]]) -> Callable[[Source], dict[str, Any]]:
+    """Return what draws calls of an op that ends in codes. draw: draws those of the op before, which has rows `x`."""
+
+    def drawn(source: Source) -> dict[str, Any]:
+        call = draw(source)
+        return call | _codes(source, tuple(call["x"].shape))
+
+    return drawn
+
+
+def gated_activation_quantize(source: Source) -> dict[str, Any]:
+    """Draw a call of core::gated_activation_quantize, gate and up in one tensor and in two."""
+    if source.one_of(False, True):
+        call = pointwise.gated_activation(source)
+        return call | _codes(source, tuple(call["gate"].shape))
+    call = pointwise.gated_activation_fused(source)
+    whole = call.pop("gate_up")
+    return call | {"gate": whole, "up": None} | _codes(source, (*whole.shape[:-1], whole.shape[-1] // 2))
+
+
+def attended_quantize(source: Source, call: dict[str, Any]) -> dict[str, Any]:
+    """Add the arguments for quantising the rows, by tensor or by token, to a call of attention."""
+    granularity = source.one_of("tensor", "token")
+    regions = () if granularity == "tensor" else (call["query"].shape[0], 1)
+    scale = source.dense(*regions, scale=0.001, shift=0.01, dtype=at_least_fp32(source.dtype))
+    given = {"out_scale": source.one_of(None, scale), "dtype": source.one_of(*RANGES), "granularity": granularity}
+    return call | given
+
+
+def _codes(source: Source, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Draw what quantisation of values of this shape is told; groups of any size that divides a row."""
+    granularity, width = source.one_of(*GRANULARITIES), shape[-1]
+    group = source.one_of(*(size for size in (1, 2, 3, 8, 10, 16, 64) if width % size == 0))
+    regions = {"tensor": (), "token": (*shape[:-1], 1), "group": (*shape[:-1], width // group)}[granularity]
+    scale = source.dense(*regions, scale=0.002, shift=0.02, dtype=at_least_fp32(source.dtype))
+    return {
+        "scale": source.one_of(None, scale),
+        "dtype": source.one_of(*RANGES),
+        "granularity": granularity,
+        "group_size": group if granularity == "group" else 0,
+    }
+
+
+def quantize_fp4(source: Source) -> dict[str, Any]:
+    """Draw a call of core::quantize_fp4: with a scale and without, rows of zeros, values beyond the scale's range."""
+    x = source.tensor(*source.shape(most_ranks=2), 16 * source.integer(1, 8), scale=source.one_of(1.0, 30.0))
+    if source.one_of(False, True):
+        x[:1] = 0
+    scale = source.dense(scale=0.0002, shift=0.002, dtype=at_least_fp32(source.dtype))
+    return {"x": x, "scale": source.one_of(None, scale)}

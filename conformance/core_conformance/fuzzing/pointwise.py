@@ -18,14 +18,14 @@ _EPS = (1e-5, 1e-6, 3e-4, 1.5625e-7)
 
 def rms_norm(source: Source) -> dict[str, Any]:
     """Draw a call of core::rms_norm."""
-    width = source.one_of(*WIDTHS)
-    x = source.tensor(*source.shape(), width, scale=source.one_of(1.0, 1e3, 1e-3))
+    leading, width = source.sized()
+    x = source.tensor(*leading, width, scale=source.one_of(1.0, 1e3, 1e-3))
     return {"x": x, **_rms_options(source, width)}
 
 
 def add_rms_norm(source: Source) -> dict[str, Any]:
     """Draw a call of core::add_rms_norm, the residual in a dtype of its own too."""
-    width, leading = source.one_of(*WIDTHS), source.shape()
+    leading, width = source.sized()
     residual = source.tensor(*leading, width, dtype=source.one_of(source.dtype, at_least_fp32(source.dtype)))
     return {"x": source.tensor(*leading, width), "residual": residual, **_rms_options(source, width)}
 
@@ -46,9 +46,9 @@ def _rms_options(source: Source, width: int) -> dict[str, Any]:
 
 def layer_norm(source: Source) -> dict[str, Any]:
     """Draw a call of core::layer_norm; rows of a few elements have no variance that rounding would not decide."""
-    width, wide = source.one_of(*WIDTHS[3:]), at_least_fp32(source.dtype)
+    (leading, width), wide = source.sized(WIDTHS[3:]), at_least_fp32(source.dtype)
     return {
-        "x": source.tensor(*source.shape(), width, shift=source.one_of(0.0, 3.0)),
+        "x": source.tensor(*leading, width, shift=source.one_of(0.0, 3.0)),
         "weight": source.maybe(width, scale=0.4, shift=1.0),
         "bias": source.maybe(width),
         "eps": source.one_of(*_EPS),
@@ -59,14 +59,16 @@ def layer_norm(source: Source) -> dict[str, Any]:
 
 def gated_activation(source: Source) -> dict[str, Any]:
     """Draw a call of core::gated_activation."""
-    shape = (*source.shape(), source.one_of(*WIDTHS))
+    leading, width = source.sized()
+    shape = (*leading, width)
     return {"gate": source.tensor(*shape, scale=2.0), "up": source.tensor(*shape), **_gate_options(source)}
 
 
 def gated_activation_fused(source: Source) -> dict[str, Any]:
     """Draw a call of core::gated_activation_fused."""
+    leading, width = source.sized()
     return {
-        "gate_up": source.tensor(*source.shape(), 2 * source.one_of(*WIDTHS), scale=2.0),
+        "gate_up": source.tensor(*leading, 2 * width, scale=2.0),
         "gate_first": source.one_of(True, False),
         "interleaved": source.one_of(False, True),
         **_gate_options(source),
@@ -115,10 +117,14 @@ def rotary_single(source: Source) -> dict[str, Any]:
 
 def qk_norm_rotary(source: Source) -> dict[str, Any]:
     """Draw a call of core::qk_norm_rotary."""
-    call, wide = rotary(source), at_least_fp32(source.dtype)
-    size = call["query"].shape[-1]
+    call = rotary(source)
+    return call | head_norms(source, call["query"].shape[-1])
+
+
+def head_norms(source: Source, size: int) -> dict[str, Any]:
+    """Draw what norms of queries and keys, by head of this size, are told."""
+    wide = at_least_fp32(source.dtype)
     return {
-        **call,
         "query_weight": source.maybe(size, scale=0.4, shift=1.0),
         "key_weight": source.maybe(size, scale=0.4, shift=1.0),
         "eps": source.one_of(*_EPS),

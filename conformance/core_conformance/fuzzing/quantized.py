@@ -1,4 +1,4 @@
-"""Random calls of the ops of quantised layers: zero points, weights alone, experts."""
+"""Random calls of quantisation, quantised linears, mixtures of experts and samplers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from core.common.ops.arguments import at_least_fp32
-from core.common.ops.quantize.symmetric import RANGES
+from core.common.ops.mlp.activation import ACTIVATIONS
+from core.common.ops.moe.route import SCORINGS
+from core.common.ops.quantize.symmetric import GRANULARITIES, RANGES
 from core_conformance.fuzzing.source import Source
 
 
@@ -85,3 +87,116 @@ def codes(source: Source, dtype: torch.dtype, *shape: int) -> Tensor:
 def scale(source: Source, *shape: int) -> Tensor:
     """Draw positive scales."""
     return source.dense(*shape, scale=0.002, shift=0.01, dtype=at_least_fp32(source.dtype))
+
+
+def quantize(source: Source) -> dict[str, Any]:
+    """Draw a call of core::quantize: with a scale and without, rows of zeros, values beyond the scale's range."""
+    granularity, group = source.one_of(*GRANULARITIES), source.one_of(8, 16)
+    leading, width = source.sized(tuple(group * count for count in range(1, 9)), most_ranks=2)
+    num_groups = width // group
+    x = source.tensor(*leading, width, scale=source.one_of(1.0, 30.0))
+    if source.one_of(False, True):
+        x[:1] = 0
+    regions = {"tensor": (), "token": (*leading, 1), "group": (*leading, num_groups)}[granularity]
+    scale = source.dense(*regions, scale=0.002, shift=0.01, dtype=at_least_fp32(source.dtype))
+    return {
+        "x": x,
+        "scale": source.one_of(None, scale),
+        "dtype": source.one_of(*RANGES),
+        "granularity": granularity,
+        "group_size": group if granularity == "group" else 0,
+    }
+
+
+def quantized_linear(source: Source) -> dict[str, Any]:
+    """Draw a call of core::quantized_linear, with scales of any granularity and zero points."""
+    num_groups, outputs = source.integer(1, 4), source.integer(1, 40)
+    leading, width, code = source.shape(most_ranks=2), 16 * num_groups, source.one_of(*RANGES)
+    x_scale = source.one_of((*leading, 1), (), (*leading, num_groups))
+    w_scale = source.one_of((outputs, 1), (), (outputs, num_groups))
+    zeros = {
+        name: codes(source, torch.int8, *shape) if code == torch.int8 and source.one_of(False, True) else None
+        for name, shape in (("x_zero_point", x_scale), ("w_zero_point", w_scale))
+    }
+    return {
+        "x_codes": codes(source, code, *leading, width),
+        "x_scale": scale(source, *x_scale),
+        "w_codes": codes(source, code, outputs, width),
+        "w_scale": scale(source, *w_scale),
+        "bias": source.maybe(outputs),
+        "out_dtype": source.dtype,
+        **zeros,
+    }
+
+
+def moe_route(source: Source) -> dict[str, Any]:
+    """Draw a call of core::moe_route, with groups of experts and without."""
+    groups = source.one_of(0, 2, 4)
+    experts = (groups or 1) * source.integer(2, 8)
+    top_groups = source.integer(1, groups) if groups else 0
+    reachable = experts // groups * top_groups if groups else experts
+    wide = at_least_fp32(source.dtype)
+    return {
+        "logits": source.tensor(source.integer(0, 40), experts, scale=2.0),
+        "top_k": source.integer(1, reachable),
+        "scoring": source.one_of(*SCORINGS),
+        "bias": source.maybe(experts, scale=0.1, dtype=wide),
+        "renormalize": source.one_of(False, True),
+        "renormalize_eps": source.one_of(0.0, 1e-20),
+        "scale": source.one_of(1.0, 2.5),
+        "num_groups": groups,
+        "top_groups": top_groups,
+        "scored_per_group": source.integer(1, min(2, experts // groups)) if groups else 2,
+        "sorted": source.one_of(True, False),
+        "compute_dtype": source.one_of(None, wide),
+        "out_dtype": source.one_of(None, source.dtype, wide),
+    }
+
+
+def grouped_mlp(source: Source) -> dict[str, Any]:
+    """Draw a call of core::grouped_mlp, experts without tokens included."""
+    tokens, experts, top_k = source.integer(0, 12), source.integer(2, 6), source.integer(1, 2)
+    hidden, inner = 8 * source.integer(1, 6), 8 * source.integer(1, 6)
+    transposed = source.one_of(False, True)
+    gate_up, down = (
+        source.tensor(experts, *(shape[::-1] if transposed else shape), scale=shape[1] ** -0.5)
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    ranks = torch.stack([source.order(experts) for _ in range(tokens)]) if tokens else torch.empty(0, experts).long()
+    # Of an expert that lies elsewhere: -1 names none of these.
+    indices = ranks[:, :top_k] - source.one_of(0, 1)
+    return {
+        "x": source.tensor(tokens, hidden),
+        "weights": source.tensor(tokens, top_k, scale=0.2, shift=0.5),
+        "indices": indices.to(source.device),
+        "gate_up": gate_up,
+        "down": down,
+        "kind": source.one_of(*ACTIVATIONS),
+        "transposed": transposed,
+        "interleaved": source.one_of(False, True),
+        "limit": source.one_of(0.0, 7.0),
+        "up_offset": source.one_of(0.0, 1.0),
+        "gate_up_bias": source.maybe(experts, 2 * inner),
+        "down_bias": source.maybe(experts, hidden),
+    }
+
+
+def sample(source: Source) -> dict[str, Any]:
+    """Draw a call of core::sample, each row with limits of its own."""
+    rows, vocabulary = source.integer(0, 9), source.integer(1, 70)
+    limits = [
+        (source.one_of(0.0, 0.7, 1.5), source.one_of(0.0, 1.0, 7.0), source.one_of(1.0, 0.4, 0.9)) for _ in range(rows)
+    ]
+    drawn = torch.special.ndtr(source.dense(rows, dtype=torch.float32).cpu()).tolist()
+    params = [(*limit, uniform) for limit, uniform in zip(limits, drawn, strict=True)]
+    logits = source.tensor(rows, vocabulary, scale=2.0)
+    return {
+        "logits": logits,
+        "sampling_params": torch.tensor(params, dtype=torch.float32).view(rows, 4).to(source.device),
+    }
+
+
+def argmax(source: Source) -> dict[str, Any]:
+    """Draw a call of core::argmax, with equal logits and without."""
+    logits = source.tensor(source.integer(0, 9), source.integer(1, 3000), scale=2.0)
+    return {"logits": logits.round() if source.one_of(False, True) else logits}

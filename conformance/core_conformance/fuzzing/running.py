@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core.common.ops.quantize.symmetric import RANGES
 from core.verify.execution import error_line
+from core_conformance.dtypes import dtype_name
 from core_conformance.outcome import Measurement
 from core_conformance.rules.tolerances import FUZZ_CODES_FACTOR, FUZZ_SMALL, FUZZ_SMALL_FACTOR
 from core_conformance.trial import NotSupported, Skip, Trial
@@ -23,7 +24,7 @@ Example = Callable[["DataObject", Trial], None]
 """Draws one example, notes a description of it, and judges it; all through a trial of its own."""
 
 
-_CODES = {str(dtype).removeprefix("torch.") for dtype in RANGES}
+_CODES = set(map(dtype_name, RANGES))
 
 
 class _Falsified(AssertionError):
@@ -88,11 +89,11 @@ def run_examples(trial: Trial, example: Example) -> int:
     try:
         seed(trial.seed)(chosen(given(data())(run)))()
     except _Falsified:
-        trial.require(False, examples.failed)
+        trial.fail(examples.failed)
     except Unsatisfiable:
         pass
     except Flaky:
-        trial.require(False, f"{examples.failed} (not each time: the same example also passed)")
+        trial.fail(f"{examples.failed} (not each time: the same example also passed)")
     if examples.worst is not None:
         name = f"worst of {examples.count} examples: {examples.worst.name}"
         # What is forgiven for its size lies above 1, and is no failure.
@@ -129,7 +130,6 @@ def described(arguments: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value).removeprefix("torch.")
-    kind = str(value.dtype).removeprefix("torch.")
     strides = "" if value.is_contiguous() else f" strides {value.stride()}"
     offset = f" offset {value.storage_offset()}" if value.storage_offset() else ""
-    return f"{kind}{tuple(value.shape)}{strides}{offset}"
+    return f"{dtype_name(value.dtype)}{tuple(value.shape)}{strides}{offset}"

@@ -26,6 +26,16 @@ WIDTHS = (1, 2, 3, 8, 31, 48, 64, 100, 257, 512)
 """Row sizes, none of them special to any kernel but some to most."""
 
 
+WIDE = (8208, 16_400)
+"""Row sizes past those that kernels hold in the registers of one block; groups of 16 fit, larger tiles do not."""
+
+_LONG = (((1041,), 1008), ((2050,), 512), ((64,), 16_400))
+"""Rows and row size of tensors with more than 2**20 elements."""
+
+_SIZES = (*["small"] * 10, "wide", "long")
+"""What `Source.sized` draws from: large calls take as long as all others together, and so are few."""
+
+
 class Source:
     """Draws the arguments of one call. dtype, device: of the op's floating tensors."""
 
@@ -52,6 +62,17 @@ class Source:
         dimensions = self._strategies.integers(0, most)
         sizes: list[int] = self.draw(self._strategies.lists(dimensions, min_size=1, max_size=most_ranks))
         return tuple(sizes)
+
+    def sized(self, widths: tuple[int, ...] = WIDTHS, *, most_ranks: int = 3) -> tuple[tuple[int, ...], int]:
+        """Draw leading dimensions and a row size: small ones mostly, at times a few wide rows, or 2**20 elements."""
+        size = self.one_of(*_SIZES)
+        if size == "long":
+            leading, width = self.one_of(*_LONG)
+            return leading, width
+        wide = size == "wide"
+        return self.shape(most_ranks=1 if wide else most_ranks, most=3 if wide else 9), self.one_of(
+            *(WIDE if wide else widths)
+        )
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0) -> Tensor:
         """Return a tensor of this shape in a drawn memory layout, normal with this deviation and mean."""

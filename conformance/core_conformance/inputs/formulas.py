@@ -73,11 +73,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return product(x, weight.mT) + bias
 
 
-def baddbmm(start: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `0.5 * start + 2 * (a @ b)`."""
-    return 0.5 * start + 2 * product(a, b)
-
-
 def powers(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return softmax's numerator and denominator."""
     numerator = exp(x - largest(x))
@@ -88,36 +83,6 @@ def softmax(x: Tensor) -> Tensor:
     """Return the softmax over the last dimension."""
     numerator, denominator = powers(x)
     return numerator / denominator
-
-
-def log_softmax(x: Tensor) -> Tensor:
-    """Return the logarithm of the softmax over the last dimension."""
-    return x - largest(x) - log(powers(x)[1])
-
-
-def logsumexp(x: Tensor) -> Tensor:
-    """Return the logarithm of the sum of powers over the last dimension."""
-    return (largest(x) + log(powers(x)[1]))[..., 0]
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + e^-x)."""
-    return 1 / (1 + exp(-x))
-
-
-def silu(x: Tensor) -> Tensor:
-    """Return x / (1 + e^-x)."""
-    return x / (1 + exp(-x))
-
-
-def gelu(x: Tensor) -> Tensor:
-    """Return x / 2 (1 + erf(x / sqrt 2)), the exact form."""
-    return x / 2 * (1 + erf(x / math.sqrt(2.0)))
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU's tanh form."""
-    return x / 2 * (1 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Each op's first call is the one that comes again with other strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +15,9 @@ from torch import Tensor
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary.table import inverse_frequencies
-from core_conformance.inputs import large_collective as collective
-from core_conformance.inputs import large_quantized as quantized
+from core_conformance.inputs import large_linears as linears
 from core_conformance.inputs.large_attention import dense_attention, paged_attention
-from core_conformance.inputs.large_codes import in_codes
-from core_conformance.inputs.large_layers import gated_linear, linear, rotary_attention
-from core_conformance.inputs.large_layers import in_codes as rows_in_codes
+from core_conformance.inputs.large_derived import Calls, in_codes, tables, with_derived
 from core_conformance.inputs.large_sampling import most_likely, sampled
 
 _ROWS, _WIDTH = 9, 1024
@@ -60,33 +57,16 @@ def layer_norm(draw: Draw) -> Iterator[Sample]:
     yield Sample(name="1024 wide, result kept wide", kwargs={"x": draw(_ROWS, _WIDTH), **options, "out_dtype": wide})
 
 
-def _gates(draw: Draw) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield name, kind, gate and up."""
+def gated_activation(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024, and gates in the left tail of GELU."""
     for kind in ("silu", "gelu", "gelu_tanh"):
-        yield f"{kind}, 1024 wide", kind, draw(_ROWS, _WIDTH, scale=2.0), draw(_ROWS, _WIDTH)
+        call = {"gate": draw(_ROWS, _WIDTH, scale=2.0), "up": draw(_ROWS, _WIDTH), "kind": kind}
+        yield Sample(name=f"{kind}, 1024 wide", kwargs=call)
     for kind in ("gelu", "gelu_tanh") if draw.dtype != torch.float32 else ():
         # There the two forms differ by a tenth, which half precision can't hide; in fp32 both cancel there.
         tail = torch.linspace(-4.5, -3.0, 2 * _WIDTH, dtype=torch.float64).view(2, _WIDTH)
-        yield f"{kind}, left tail", kind, tail.to(draw.dtype).to(draw.device), draw(2, _WIDTH, scale=0.2, shift=1.0)
-
-
-def gated_activation(draw: Draw) -> Iterator[Sample]:
-    """Yield rows of 1024, and gates in the left tail of GELU."""
-    for name, kind, gate, up in _gates(draw):
-        yield Sample(name=name, kwargs={"gate": gate, "up": up, "kind": kind})
-
-
-def gated_activation_fused(draw: Draw) -> Iterator[Sample]:
-    """Yield those of `gated_activation`, the halves side by side."""
-    for name, kind, gate, up in _gates(draw):
-        yield Sample(name=name, kwargs={"gate_up": torch.cat((gate, up), dim=-1), "kind": kind})
-
-
-def tables(draw: Draw, width: int, num_tokens: int) -> dict[str, Tensor]:
-    """Return cos and sin (1, 1, T, width) in the draw's dtype, of positions from 1000 on."""
-    frequencies = 10_000.0 ** (-torch.arange(width, dtype=torch.float64) / width)
-    angles = torch.outer(torch.arange(1000, 1000 + num_tokens, dtype=torch.float64), frequencies)[None, None]
-    return {"cos": angles.cos().to(draw.dtype).to(draw.device), "sin": angles.sin().to(draw.dtype).to(draw.device)}
+        call = {"gate": tail.to(draw.dtype).to(draw.device), "up": draw(2, _WIDTH, scale=0.2, shift=1.0), "kind": kind}
+        yield Sample(name=f"{kind}, left tail", kwargs=call)
 
 
 def heads(draw: Draw, num_tokens: int, size: int, counts: tuple[int, int] = (8, 2)) -> dict[str, Tensor]:
@@ -95,20 +75,18 @@ def heads(draw: Draw, num_tokens: int, size: int, counts: tuple[int, int] = (8, 
     return {name: draw(2, num_tokens, count, size).transpose(1, 2) for name, count in named}
 
 
+def head_tables(draw: Draw, width: int, num_tokens: int) -> dict[str, Tensor]:
+    """Return cos and sin (1, 1, T, width)."""
+    return {name: values[None, None] for name, values in tables(draw, width, num_tokens).items()}
+
+
 def rotary(draw: Draw) -> Iterator[Sample]:
     """Yield heads of 64 and 128, tables of either width, and a part of the head rotated."""
-    yield Sample(name="heads of 64", kwargs={**heads(draw, 9, 64), **tables(draw, 64, 9)})
+    yield Sample(name="heads of 64", kwargs={**heads(draw, 9, 64), **head_tables(draw, 64, 9)})
     pairs: dict[str, Any] = {"style": "interleaved"}
-    yield Sample(name="heads of 128, interleaved", kwargs={**heads(draw, 9, 128), **tables(draw, 64, 9), **pairs})
+    yield Sample(name="heads of 128, interleaved", kwargs={**heads(draw, 9, 128), **head_tables(draw, 64, 9), **pairs})
     part: dict[str, Any] = {"rotary_dim": 32}
-    yield Sample(name="heads of 128, 32 rotated", kwargs={**heads(draw, 9, 128), **tables(draw, 32, 9), **part})
-
-
-def rotary_single(draw: Draw) -> Iterator[Sample]:
-    """Yield the queries of `rotary`."""
-    for sample in rotary(draw):
-        rest = {name: value for name, value in sample.kwargs.items() if name not in ("query", "key")}
-        yield Sample(name=sample.name, kwargs={"x": sample.kwargs["query"], **rest})
+    yield Sample(name="heads of 128, 32 rotated", kwargs={**heads(draw, 9, 128), **head_tables(draw, 32, 9), **part})
 
 
 def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
@@ -117,7 +95,7 @@ def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
         weights = {name: draw(size, scale=0.4, shift=1.0) for name in ("query_weight", "key_weight")}
         rows = {name: tensor * scale for name, tensor in heads(draw, 9, size).items()}
         name = f"heads of {size}" + ("" if scale == 1.0 else ", eps as large as the mean square")
-        yield Sample(name=name, kwargs={**rows, **weights, **tables(draw, size, 9), "eps": 1e-5})
+        yield Sample(name=name, kwargs={**rows, **weights, **head_tables(draw, size, 9), "eps": 1e-5})
 
 
 def rotary_table(draw: Draw) -> Iterator[Sample]:
@@ -172,73 +150,65 @@ def quantized_linear(draw: Draw) -> Iterator[Sample]:
             yield Sample(name=title, kwargs={**call, "bias": draw(96), "out_dtype": draw.dtype})
 
 
-LARGE: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
-    {
-        "attention": paged_attention,
-        "dense_attention": dense_attention,
-        "rms_norm": rms_norm,
-        "add_rms_norm": add_rms_norm,
-        "layer_norm": layer_norm,
-        "gated_activation": gated_activation,
-        "gated_activation_fused": gated_activation_fused,
-        "rotary": rotary,
-        "rotary_single": rotary_single,
-        "qk_norm_rotary": qk_norm_rotary,
-        "rotary_attention": rotary_attention,
-        "attention_quantize": lambda draw: rows_in_codes(draw, paged_attention(draw)),
-        "rotary_attention_quantize": lambda draw: rows_in_codes(draw, rotary_attention(draw)),
-        "rotary_table": rotary_table,
-        "linear": linear,
-        "gated_linear": gated_linear,
-        "moe_route": moe_route,
-        "grouped_mlp": grouped_mlp,
-        "quantize": quantize,
-        "quantized_linear": quantized_linear,
-        "quantize_asymmetric": quantized.asymmetric,
-        "weight_only_linear": quantized.weight_only,
-        "quantized_grouped_linear": quantized.grouped,
-        "rms_norm_quantize": lambda draw: in_codes(draw, rms_norm(draw)),
-        "add_rms_norm_quantize": lambda draw: in_codes(draw, add_rms_norm(draw)),
-        "gated_activation_quantize": lambda draw: in_codes(
-            draw, (*gated_activation_fused(draw), *gated_activation(draw))
-        ),
-        "sample": sampled,
-        "argmax": most_likely,
-        "quantize_fp4": collective.quantize_fp4,
-        "all_reduce": collective.parts,
-        "reduce_scatter": collective.parts,
-        "all_gather": collective.parts,
-        "local_shard": collective.parts,
-        "all_reduce_rms_norm": lambda draw: collective.grouped(rms_norm(draw)),
-        "all_reduce_add_rms_norm": lambda draw: collective.grouped(add_rms_norm(draw)),
-        "all_reduce_add_rms_norm_quantize": lambda draw: collective.grouped(in_codes(draw, add_rms_norm(draw))),
-        "all_reduce_add_rms_norm_quantize_fp4": lambda draw: collective.grouped(add_rms_norm(draw), scale=None),
-        "all_gather_linear": lambda draw: collective.grouped(linear(draw)),
-        "linear_reduce_scatter": lambda draw: collective.grouped(linear(draw)),
+def parts(draw: Draw) -> Iterator[Sample]:
+    """Yield rows of 1024, for a collective of the default group."""
+    yield Sample(name="1024 wide", kwargs={"x": draw(_ROWS, _WIDTH), "group": ""})
+
+
+def _grouped(samples: Iterable[Sample], **options: Any) -> Iterator[Sample]:
+    """Yield the calls of an op for the op that has a collective of the default group beside it."""
+    for sample in samples:
+        yield Sample(name=sample.name, kwargs={**sample.kwargs, "group": "", **options})
+
+
+LARGE: Mapping[str, Calls] = MappingProxyType(
+    with_derived(
+        {
+            "attention": paged_attention,
+            "dense_attention": dense_attention,
+            "rms_norm": rms_norm,
+            "add_rms_norm": add_rms_norm,
+            "layer_norm": layer_norm,
+            "gated_activation": gated_activation,
+            "rotary": rotary,
+            "qk_norm_rotary": qk_norm_rotary,
+            "rotary_table": rotary_table,
+            "linear": linears.linear,
+            "gated_linear": linears.gated_linear,
+            "moe_route": moe_route,
+            "grouped_mlp": grouped_mlp,
+            "quantize": quantize,
+            "quantized_linear": quantized_linear,
+            "quantize_asymmetric": linears.asymmetric,
+            "weight_only_linear": linears.weight_only,
+            "quantized_grouped_linear": linears.grouped,
+            "sample": sampled,
+            "argmax": most_likely,
+            "quantize_fp4": linears.quantize_fp4,
+        }
+    )
+    | dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "local_shard"), parts)
+    | {
+        "all_reduce_rms_norm": lambda draw: _grouped(rms_norm(draw)),
+        "all_reduce_add_rms_norm": lambda draw: _grouped(add_rms_norm(draw)),
+        "all_reduce_add_rms_norm_quantize": lambda draw: _grouped(in_codes(draw, add_rms_norm(draw))),
+        "all_reduce_add_rms_norm_quantize_fp4": lambda draw: _grouped(add_rms_norm(draw), scale=None),
+        "all_gather_linear": lambda draw: _grouped(linears.linear(draw)),
+        "linear_reduce_scatter": lambda draw: _grouped(linears.linear(draw)),
     }
 )
 """Name of an op -> its larger calls."""
 
 NON_FINITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "rms_norm": ("x",),
-        "add_rms_norm": ("x",),
-        "layer_norm": ("x",),
         "gated_activation": ("gate",),
         "gated_activation_fused": ("gate_up",),
-        "rotary": ("query", "key"),
-        "rotary_single": ("x",),
-        "qk_norm_rotary": ("query", "key"),
-        "linear": ("x",),
-        "gated_linear": ("x",),
-        "grouped_mlp": ("x",),
         "argmax": ("logits",),
-        "all_reduce": ("x",),
-        "reduce_scatter": ("x",),
-        "all_gather": ("x",),
-        "local_shard": ("x",),
-        "all_reduce_rms_norm": ("x",),
-        "all_reduce_add_rms_norm": ("x",),
+        **dict.fromkeys(("rotary", "qk_norm_rotary"), ("query", "key")),
+        **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "rotary_single"), ("x",)),
+        **dict.fromkeys(("linear", "gated_linear", "grouped_mlp"), ("x",)),
+        **dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "local_shard"), ("x",)),
+        **dict.fromkeys(("all_reduce_rms_norm", "all_reduce_add_rms_norm"), ("x",)),
     }
 )
 """Ops whose rows are independent -> arguments in which NaN and infinity must stay in their row, as in eager."""

@@ -84,6 +84,12 @@ def paged_attention_sizes(draw: Draw) -> Iterator[Sample]:
     yield Sample(name="scores over 100", kwargs={**call, "query": call["query"] * 40})
 
 
+def paged_attention_far(draw: Draw) -> Iterator[Sample]:
+    """Yield a step on more than 8,192 positions, and on more than 2**20 numbers of the cache."""
+    lens = ((1, 8300), (1, 3))
+    yield Sample(name="8300 positions, decode", kwargs=_paged(draw, lens, heads=(4, 2), page=64, max_query_len=1))
+
+
 def _paged(
     draw: Draw,
     lens: tuple[tuple[int, int], ...],
@@ -162,6 +168,12 @@ def dense_attention_sizes(draw: Draw) -> Iterator[Sample]:
     yield Sample(name="prompt of 129, heads of 80", kwargs={**rows, "scale": 80**-0.5, "causal": True})
     rows = {name: draw(2, 8, length, 256) for name, length in (("query", 1), ("key", 257), ("value", 257))}
     yield Sample(name="257 positions, heads of 256", kwargs={**rows, "scale": 0.0625, "causal": False})
+
+
+def dense_attention_far(draw: Draw) -> Iterator[Sample]:
+    """Yield a step on more than 8,192 positions."""
+    rows = {"query": draw(1, 4, 1, 64), "key": draw(1, 2, 8300, 64), "value": draw(1, 2, 8300, 64)}
+    yield Sample(name="8300 positions", kwargs={**rows, "scale": 0.125, "causal": False})
 
 
 def _cached(draw: Draw, num_tokens: int, start: int, mask: torch.dtype) -> dict[str, Any]:

@@ -6,90 +6,49 @@ Kernels are right up to the size of their tile and wrong past it, or where the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary.table import LAYOUTS, inverse_frequencies
-from core_conformance.inputs import large_quantized as quantized
-from core_conformance.inputs.large import heads, tables
+from core_conformance.inputs import large_linears as linears
+from core_conformance.inputs.large import head_tables, heads
 from core_conformance.inputs.large_attention import dense_attention_sizes, paged_attention_sizes
-from core_conformance.inputs.large_codes import in_codes
-from core_conformance.inputs.large_collective import quantize_fp4_sizes
-from core_conformance.inputs.large_layers import gated_linear_sizes, linear_sizes, rotary_attention_sizes
-from core_conformance.inputs.large_layers import in_codes as rows_in_codes
+from core_conformance.inputs.large_derived import Calls, changed, with_derived
 from core_conformance.inputs.large_sampling import most_likely_sizes, sampled_sizes
 
 _SHAPES = ((129, 1000), (65, 1001), (3, 4096))
 """Rows and width: many rows, an odd width, a wide row."""
 
 
-def _rows(draw: Draw) -> Iterator[tuple[str, float, tuple[int, int]]]:
-    """Yield name, scale and shape of rows; in the wide ones the squares sum up to more than fp16 holds."""
-    for rows, width in _SHAPES:
-        yield f"{rows} rows of {width}", 5.0 if width > 1024 else 1.0, (rows, width)
-
-
 def rms_norm(draw: Draw) -> Iterator[Sample]:
-    """Yield one call per shape."""
-    for name, scale, shape in _rows(draw):
-        weight = draw(shape[-1], scale=0.4, shift=1.0)
-        yield Sample(name=name, kwargs={"x": draw(*shape, scale=scale), "weight": weight, "eps": 1e-5})
-
-
-def add_rms_norm(draw: Draw) -> Iterator[Sample]:
-    """Yield those of `rms_norm` with a residual."""
-    for sample in rms_norm(draw):
-        residual = draw(*sample.kwargs["x"].shape)
-        yield Sample(name=sample.name, kwargs={"residual": residual, **sample.kwargs})
-
-
-def layer_norm(draw: Draw) -> Iterator[Sample]:
-    """Yield those of `rms_norm` with a bias."""
-    for sample in rms_norm(draw):
-        yield Sample(name=sample.name, kwargs={**sample.kwargs, "bias": draw(sample.kwargs["x"].shape[-1])})
-
-
-def _gates(draw: Draw) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield name, kind, gate and up."""
-    for kind, shape in zip(("silu", "gelu", "gelu_tanh"), _SHAPES, strict=True):
-        yield f"{kind}, {shape[0]} rows of {shape[1]}", kind, draw(*shape, scale=2.0), draw(*shape)
+    """Yield one call per shape; in the wide rows the squares sum up to more than fp16 holds."""
+    for rows, width in _SHAPES:
+        weight, scale = draw(width, scale=0.4, shift=1.0), 5.0 if width > 1024 else 1.0
+        call = {"x": draw(rows, width, scale=scale), "weight": weight, "eps": 1e-5}
+        yield Sample(name=f"{rows} rows of {width}", kwargs=call)
 
 
 def gated_activation(draw: Draw) -> Iterator[Sample]:
     """Yield one kind per shape."""
-    for name, kind, gate, up in _gates(draw):
-        yield Sample(name=name, kwargs={"gate": gate, "up": up, "kind": kind})
-
-
-def gated_activation_fused(draw: Draw) -> Iterator[Sample]:
-    """Yield those of `gated_activation`, the halves side by side."""
-    for name, kind, gate, up in _gates(draw):
-        yield Sample(name=name, kwargs={"gate_up": torch.cat((gate, up), dim=-1), "kind": kind})
+    for kind, shape in zip(("silu", "gelu", "gelu_tanh"), _SHAPES, strict=True):
+        call = {"gate": draw(*shape, scale=2.0), "up": draw(*shape), "kind": kind}
+        yield Sample(name=f"{kind}, {shape[0]} rows of {shape[1]}", kwargs=call)
 
 
 def rotary(draw: Draw) -> Iterator[Sample]:
     """Yield 32 heads of 130 tokens."""
-    kwargs = {**heads(draw, 130, 64, (32, 8)), **tables(draw, 64, 130)}
+    kwargs = {**heads(draw, 130, 64, (32, 8)), **head_tables(draw, 64, 130)}
     yield Sample(name="32 heads, 130 tokens", kwargs=kwargs)
-
-
-def rotary_single(draw: Draw) -> Iterator[Sample]:
-    """Yield the queries of `rotary`."""
-    for sample in rotary(draw):
-        rest = {name: value for name, value in sample.kwargs.items() if name not in ("query", "key")}
-        yield Sample(name=sample.name, kwargs={"x": sample.kwargs["query"], **rest})
 
 
 def qk_norm_rotary(draw: Draw) -> Iterator[Sample]:
     """Yield those of `rotary` with a norm before."""
     weights = {name: draw(64, scale=0.4, shift=1.0) for name in ("query_weight", "key_weight")}
-    for sample in rotary(draw):
-        yield Sample(name=sample.name, kwargs={**sample.kwargs, **weights, "eps": 1e-5})
+    return changed(rotary, lambda draw, call: {**call, **weights, "eps": 1e-5})(draw)
 
 
 def rotary_table(draw: Draw) -> Iterator[Sample]:
@@ -150,39 +109,31 @@ def quantized_linear(draw: Draw) -> Iterator[Sample]:
         yield Sample(name=title, kwargs={**call, "bias": draw(130), "out_dtype": draw.dtype})
 
 
-SIZES: Mapping[str, Callable[[Draw], Iterator[Sample]]] = MappingProxyType(
-    {
-        "attention": paged_attention_sizes,
-        "dense_attention": dense_attention_sizes,
-        "rms_norm": rms_norm,
-        "add_rms_norm": add_rms_norm,
-        "layer_norm": layer_norm,
-        "gated_activation": gated_activation,
-        "gated_activation_fused": gated_activation_fused,
-        "rotary": rotary,
-        "rotary_single": rotary_single,
-        "qk_norm_rotary": qk_norm_rotary,
-        "rotary_attention": rotary_attention_sizes,
-        "attention_quantize": lambda draw: rows_in_codes(draw, paged_attention_sizes(draw)),
-        "rotary_attention_quantize": lambda draw: rows_in_codes(draw, rotary_attention_sizes(draw)),
-        "rotary_table": rotary_table,
-        "linear": linear_sizes,
-        "gated_linear": gated_linear_sizes,
-        "moe_route": moe_route,
-        "grouped_mlp": grouped_mlp,
-        "quantize": quantize,
-        "quantized_linear": quantized_linear,
-        "quantize_asymmetric": quantized.asymmetric_sizes,
-        "weight_only_linear": quantized.weight_only_sizes,
-        "quantized_grouped_linear": quantized.grouped_sizes,
-        "quantize_fp4": quantize_fp4_sizes,
-        "rms_norm_quantize": lambda draw: in_codes(draw, rms_norm(draw)),
-        "add_rms_norm_quantize": lambda draw: in_codes(draw, add_rms_norm(draw)),
-        "gated_activation_quantize": lambda draw: in_codes(
-            draw, (*gated_activation_fused(draw), *gated_activation(draw))
-        ),
-        "sample": sampled_sizes,
-        "argmax": most_likely_sizes,
-    }
+SIZES: Mapping[str, Calls] = MappingProxyType(
+    with_derived(
+        {
+            "attention": paged_attention_sizes,
+            "dense_attention": dense_attention_sizes,
+            "rms_norm": rms_norm,
+            "add_rms_norm": changed(rms_norm, lambda draw, call: {"residual": draw(*call["x"].shape), **call}),
+            "layer_norm": changed(rms_norm, lambda draw, call: {**call, "bias": draw(call["x"].shape[-1])}),
+            "gated_activation": gated_activation,
+            "rotary": rotary,
+            "qk_norm_rotary": qk_norm_rotary,
+            "rotary_table": rotary_table,
+            "linear": linears.linear_sizes,
+            "gated_linear": linears.gated_linear_sizes,
+            "moe_route": moe_route,
+            "grouped_mlp": grouped_mlp,
+            "quantize": quantize,
+            "quantized_linear": quantized_linear,
+            "quantize_asymmetric": linears.asymmetric_sizes,
+            "weight_only_linear": linears.weight_only_sizes,
+            "quantized_grouped_linear": linears.grouped_sizes,
+            "quantize_fp4": linears.quantize_fp4_sizes,
+            "sample": sampled_sizes,
+            "argmax": most_likely_sizes,
+        }
+    )
 )
 """Name of an op -> its calls past the tiles; collectives have none, a single process moves nothing."""

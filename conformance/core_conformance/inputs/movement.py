@@ -19,16 +19,19 @@ _ROWS, _WIDTH, _PICKED = 12, 33, 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mover:
-    """One operator. call: runs it, on tensors of the device. lists: the right answer, nested lists in and out.
-
-    inputs: its arguments. result: dtype of the answer, None for that of the values.
-    """
+    """One operator."""
 
     name: str
+    #: Runs it, on tensors of the device.
     call: Callable[..., Tensor]
+    #: Gives the right answer: nested lists in and out.
     lists: Callable[..., Any]
+    #: Draws its arguments.
     inputs: Inputs
+    #: The dtype of the answer, None for that of the values.
     result: torch.dtype | None = None
+    #: Whether torch asks for arguments without gaps, by a warning.
+    dense: bool = False
 
 
 def distinct(draw: Draw, rows: int = _ROWS, width: int = _WIDTH) -> Tensor:
@@ -173,6 +176,25 @@ MOVING: tuple[Mover, ...] = (
         result=torch.bool,
     ),
     Mover(
+        name="compare-number",
+        call=lambda x: x > 0.25,
+        lists=_each(lambda value: value > 0.25),
+        inputs=lambda draw: (distinct(draw),),
+        result=torch.bool,
+    ),
+    Mover(
+        name="full_like",
+        call=lambda x: torch.full_like(x, -2.5),
+        lists=_each(lambda value: -2.5),
+        inputs=lambda draw: (distinct(draw),),
+    ),
+    Mover(
+        name="new_zeros",
+        call=lambda x: x.new_zeros(x.shape),
+        lists=_each(lambda value: 0.0),
+        inputs=lambda draw: (distinct(draw),),
+    ),
+    Mover(
         name="amax",
         call=lambda x: x.amax(-1),
         lists=lambda x: [max(row) for row in x],
@@ -217,6 +239,7 @@ MOVING: tuple[Mover, ...] = (
         lists=lambda x, ends: [[sum(end <= value for end in ends) for value in row] for row in x],
         inputs=lambda draw: (distinct(draw), torch.tensor([-3.0, 0.25, 2.0], device=draw.device).to(draw.dtype)),
         result=torch.int64,
+        dense=True,
     ),
 )
 """Run for every dtype; equal bits are asked for."""
@@ -259,32 +282,3 @@ COUNTING: tuple[Mover, ...] = (
     ),
 )
 """Operators on integers and booleans."""
-
-
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """Round a number to the nearest one of a floating dtype, halves to the even one, overflow to infinity."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    info = torch.finfo(dtype)
-    digits = -round(math.log2(info.eps))
-    quantum = 2.0 ** (max(math.frexp(value)[1] - 1, round(math.log2(info.tiny))) - digits)
-    result = round(value / quantum) * quantum  # both steps are exact in fp64, and `round` takes halves to even
-    return math.copysign(math.inf, value) if abs(result) > info.max else result
-
-
-def cast_values() -> list[float]:
-    """Return fp32 numbers that tell roundings apart: halves between neighbours, of both signs, and limits."""
-    edges = [1 + n / 2**digits for digits in (8, 9, 11, 12) for n in (1, 2, 3, 5)]
-    near = [edge + sign * 2.0**-20 for edge in edges for sign in (-1, 1)]
-    large = [65504.0, 65519.0, 65520.0, 3.0e38, 3.3961e38, math.inf, 0.0]
-    values = [*edges, *near, *large, 0.1, 1e-3, 2049.0, 2051.0, 257.0, 259.0]
-    return [*values, *(-value for value in values), math.nan]
-
-
-CASTS: tuple[tuple[torch.dtype, torch.dtype], ...] = tuple(
-    (given, wanted)
-    for given in (torch.float32, torch.bfloat16, torch.float16)
-    for wanted in (torch.float32, torch.bfloat16, torch.float16)
-    if given != wanted
-)
-"""From, to."""

@@ -13,16 +13,17 @@ from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import Condition, always
 from core_conformance.inputs.large import LARGE, NON_FINITE
 from core_conformance.inputs.large_sizes import SIZES
-from core_conformance.rules.faked import faked
+from core_conformance.inputs.large_wide import WIDE
+from core_conformance.rules.oracle import faked
 
 
 def calls(op: CanonicalOp, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Iterator[Sample]:
     """Yield calls with tensors of their own on the device; whoever may write into them copies them first.
 
     Larger calls have rows as models have them: rounding averages out there, and kernels that only take such sizes
-    accept them. Further ones have sizes on both sides of usual tiles. One larger call comes again with each of its
-    tensors strided otherwise, since a kernel that reads memory as if it were contiguous is right on every other call,
-    and again with rows of NaN and infinity.
+    accept them. Further ones have sizes on both sides of usual tiles, rows past 8,192 columns and more than 2**20
+    elements. One larger call comes again with each of its tensors strided otherwise, since a kernel that reads memory
+    as if it were contiguous is right on every other call, and again with rows of NaN and infinity.
     """
     declared = list(op.samples(dtype, device))
     large = list(LARGE[op.name](Draw(dtype, device, seed=100 + seed))) if op.name in LARGE else []
@@ -30,6 +31,8 @@ def calls(op: CanonicalOp, dtype: torch.dtype, device: torch.device, seed: int =
     yield from large
     if op.name in SIZES:
         yield from SIZES[op.name](Draw(dtype, device, seed=200 + seed))
+    if op.name in WIDE:
+        yield from WIDE[op.name](Draw(dtype, device, seed=300 + seed))
     base = (large or declared)[:1]
     for sample in base:
         yield from strided(op, sample)
@@ -72,7 +75,7 @@ def with_non_finite(sample: Sample, names: tuple[str, ...]) -> Sample:
 
 def refusal(op: CanonicalOp, condition: Condition, kwargs: Mapping[str, Any]) -> str | None:
     """Ask a condition as a compile does, on fake tensors, and return its reason; None where it accepts."""
-    if condition is always:  # which looks at nothing: fakes would be made in vain
+    if condition is always:  # it looks at nothing, so it needs no fakes
         return None
     _, fakes = faked(kwargs)
     return condition(op.bind((), fakes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +23,19 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """One operator of torch. call: runs it, on tensors of the device. formula: the same in elementary terms.
-
-    inputs: what to try, by name; each is judged for itself. once: rounds once, as a formula in fp64 does that is
-    rounded to the dtype; else the yardstick is the formula in fp32. dtypes: those in which models call it.
-    """
+    """One operator of torch."""
 
     name: str
+    #: Runs it, on tensors of the device.
     call: Callable[..., Tensor]
+    #: Computes the same in elementary terms.
     formula: Callable[..., Tensor]
+    #: What to try, by name; each is judged for itself.
     inputs: Inputs
+    #: Whether the operator rounds once, as a formula in fp64 does that is rounded to the dtype. Else the yardstick is
+    #: the formula in fp32.
     once: bool = False
+    #: Those in which models call it.
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *_HALF)
 
 
@@ -42,7 +45,7 @@ def _rows(*shapes: tuple[int, ...], scale: float = 1.0) -> Inputs:
 
 
 def _spread(low: float, high: float, more: Mapping[str, tuple[float, float]] = _NOTHING) -> Inputs:
-    """Return 2048 numbers over an interval, and over further ones, so that each order of magnitude counts."""
+    """Return 2048 evenly spaced numbers for each interval. more: intervals of other orders of magnitude, by name."""
 
     def inputs(draw: Draw) -> dict[str, tuple[Tensor, ...]]:
         parts = {"": (low, high), **more}
@@ -68,14 +71,6 @@ def _norm_inputs(draw: Draw) -> dict[str, tuple[Tensor, ...]]:
     return {name: (x, weight, bias) for name, x in forms.items()}
 
 
-def _rms_norm(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), weight, 1e-5)
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.layer_norm(x, (x.shape[-1],), weight, bias, 1e-5)
-
-
 def _heads(num_kv_heads: int, num_queries: int, num_keys: int) -> Inputs:
     keys = (2, num_kv_heads, num_keys, 64)
     return _rows((2, 4, num_queries, 64), keys, keys)
@@ -93,6 +88,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
 
 
 _PAIR = _rows((4, 512), (4, 512))
+_ONE = _rows((4, 512))
+_AWAY = _spread(0.3, 3)
 _SUMMED = _rows((512, 640))
 
 ROUNDING: tuple[Operator, ...] = (
@@ -102,7 +99,7 @@ ROUNDING: tuple[Operator, ...] = (
     Operator(
         name="baddbmm",
         call=partial(torch.baddbmm, beta=0.5, alpha=2.0),
-        formula=formulas.baddbmm,
+        formula=lambda start, a, b: 0.5 * start + 2 * formulas.product(a, b),
         inputs=_rows((4, 17, 24), (4, 17, 512), (4, 512, 24)),
     ),
     Operator(name="add", call=torch.add, formula=lambda a, b: a + b, inputs=_PAIR, once=True),
@@ -114,6 +111,15 @@ ROUNDING: tuple[Operator, ...] = (
         inputs=lambda draw: {"": (draw(4, 512), draw(4, 512, scale=0.2, shift=2.0))},
         once=True,
     ),
+    # Operators that take a number are others to torch than those of two tensors, and a device without one falls back
+    # to the host. No formula uses the operator that it stands for: `1 - x` is -(x - 1).
+    Operator(name="number-minus", call=lambda x: 1 - x, formula=lambda x: -(x - 1), inputs=_ONE, once=True),
+    Operator(name="minus", call=torch.sub, formula=lambda a, b: a + (-b), inputs=_PAIR, once=True),
+    Operator(name="plus-number", call=lambda x: x + 1.5, formula=lambda x: x - (-1.5), inputs=_ONE, once=True),
+    Operator(name="times-number", call=lambda x: 0.3 * x, formula=lambda x: x / (1 / 0.3), inputs=_ONE),
+    Operator(name="number-over", call=lambda x: 2 / x, formula=formulas.of_each(lambda x: 2 / x), inputs=_AWAY),
+    Operator(name="square", call=lambda x: x**2, formula=lambda x: x * x, inputs=_ONE, once=True),
+    Operator(name="negative", call=torch.neg, formula=lambda x: 0 - x, inputs=_ONE, once=True),
     Operator(name="exp", call=torch.exp, formula=formulas.exp, inputs=_spread(-3, 0, {"large": (2, 8)}), once=True),
     Operator(
         name="log", call=torch.log, formula=formulas.log, inputs=_spread(0.01, 0.5, {"large": (3, 3e3)}), once=True
@@ -128,13 +134,28 @@ ROUNDING: tuple[Operator, ...] = (
         name="cos", call=torch.cos, formula=formulas.cos, inputs=_spread(-3, 3, {"positions": (1, 5000)}), once=True
     ),
     Operator(name="rsqrt", call=torch.rsqrt, formula=formulas.rsqrt, inputs=_spread(0.01, 4), once=True),
-    Operator(name="sigmoid", call=torch.sigmoid, formula=formulas.sigmoid, inputs=_with_tail((-4, 4), (-9, -6))),
-    Operator(name="silu", call=functional.silu, formula=formulas.silu, inputs=_with_tail((-4, 4), (-9, -6))),
-    Operator(name="gelu", call=functional.gelu, formula=formulas.gelu, inputs=_with_tail((-3, 3), (-4.5, -3))),
+    Operator(
+        name="sigmoid",
+        call=torch.sigmoid,
+        formula=lambda x: 1 / (1 + formulas.exp(-x)),
+        inputs=_with_tail((-4, 4), (-9, -6)),
+    ),
+    Operator(
+        name="silu",
+        call=functional.silu,
+        formula=lambda x: x / (1 + formulas.exp(-x)),
+        inputs=_with_tail((-4, 4), (-9, -6)),
+    ),
+    Operator(
+        name="gelu",
+        call=functional.gelu,
+        formula=lambda x: x / 2 * (1 + formulas.erf(x / math.sqrt(2.0))),
+        inputs=_with_tail((-3, 3), (-4.5, -3)),
+    ),
     Operator(
         name="gelu_tanh",
         call=partial(functional.gelu, approximate="tanh"),
-        formula=formulas.gelu_tanh,
+        formula=lambda x: x / 2 * (1 + formulas.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))),
         inputs=_with_tail((-3, 3), (-4.5, -3)),
     ),
     Operator(
@@ -146,13 +167,13 @@ ROUNDING: tuple[Operator, ...] = (
     Operator(
         name="log_softmax",
         call=partial(torch.log_softmax, dim=-1),
-        formula=formulas.log_softmax,
+        formula=lambda x: x - formulas.largest(x) - formulas.log(formulas.powers(x)[1]),
         inputs=_rows((4, 768), scale=2),
     ),
     Operator(
         name="logsumexp",
         call=partial(torch.logsumexp, dim=-1),
-        formula=formulas.logsumexp,
+        formula=lambda x: (formulas.largest(x) + formulas.log(formulas.powers(x)[1]))[..., 0],
         inputs=_rows((512, 64), scale=2),
     ),
     Operator(name="sum", call=partial(torch.sum, dim=-1), formula=formulas.total, inputs=_SUMMED),
@@ -164,9 +185,17 @@ ROUNDING: tuple[Operator, ...] = (
         inputs=_rows((16, 640)),
         dtypes=(torch.float32,),
     ),
-    Operator(name="layer_norm", call=_layer_norm, formula=formulas.layer_norm, inputs=_norm_inputs),
     Operator(
-        name="rms_norm", call=_rms_norm, formula=lambda x, weight, _: formulas.rms_norm(x, weight), inputs=_norm_inputs
+        name="layer_norm",
+        call=lambda x, weight, bias: functional.layer_norm(x, (x.shape[-1],), weight, bias, 1e-5),
+        formula=formulas.layer_norm,
+        inputs=_norm_inputs,
+    ),
+    Operator(
+        name="rms_norm",
+        call=lambda x, weight, _: functional.rms_norm(x, (x.shape[-1],), weight, 1e-5),
+        formula=lambda x, weight, _: formulas.rms_norm(x, weight),
+        inputs=_norm_inputs,
     ),
     Operator(name="attention", call=_attend, formula=formulas.attention, inputs=_heads(4, 17, 23)),
     Operator(name="attention-mask", call=_attend, formula=formulas.attention, inputs=_masked),

@@ -1,14 +1,16 @@
 """A report as one HTML page, for whoever decides on a device: what assets/report.html.jinja shows.
 
-The page holds its style and script and loads nothing. All text is escaped by the template engine. It stays a page, not
-an archive: beyond a budget, measurements that pass and the beginnings of long tracebacks are left out, and it says so.
+The page holds its style and script and loads nothing; the template engine escapes all text. The page has a budget:
+measurements that pass and the beginnings of long tracebacks are left out beyond it, and the page says how many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jinja2
 
 from core_conformance.case import AREAS, MAX_LEVEL
 from core_conformance.outcome import BAD, STATUSES, Measurement, Outcome
@@ -30,11 +32,8 @@ from core_conformance.report.overview import (
     subject,
     with_status,
 )
-from core_conformance.report.plots import ratio_plot, time_bars
+from core_conformance.report.ratios import HEADS, ratio_rows
 from core_conformance.report.report import Report, worst_ratio
-
-if TYPE_CHECKING:
-    import jinja2
 
 _MEASUREMENTS = 2400
 _LEAST_PER_CASE = 3
@@ -50,7 +49,6 @@ _CHARACTER_WIDTH = 6.6
 def to_html(report: Report) -> str:
     """Return the page."""
     report = printable(report)
-    areas = area_rows(report)
     return (
         _environment()
         .get_template("report.html.jinja")
@@ -63,11 +61,11 @@ def to_html(report: Report) -> str:
             levels=level_rows(report),
             obstacles=[one_line(text) for text in report.obstacles[:_MAX_OBSTACLES]],
             num_obstacles=len(report.obstacles),
-            areas=areas,
+            areas=area_rows(report),
             statuses=[status for status in STATUSES if report.counts[status]],
             bad=BAD,
-            plot=ratio_plot(report),
-            bars=time_bars(areas),
+            heads=HEADS,
+            ratios=ratio_rows(report),
             slowest=slowest(report, _SLOWEST),
             declared=by_reason(with_status(report.outcomes, "not-supported")),
             expected=with_status(report.outcomes, "xfail", "xpass"),
@@ -100,8 +98,6 @@ def to_badge(report: Report) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    import jinja2
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("core_conformance", "assets"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""What every face of a report shows: how each level stands, areas in numbers, what failed and what was declared."""
+"""What all forms of a report show: how each level stands, areas in numbers, what failed and what was declared."""
 
 from __future__ import annotations
 
@@ -50,13 +50,17 @@ _UNPRINTABLE = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AreaRow:
-    """One area in numbers. level: None for what belongs to none. worst: the largest ratio, and worst_id its case."""
+    """One area in numbers."""
 
     area: str
+    #: None for fuzzing, which proves no level.
     level: int | None
     covers: str
+    #: Number of cases by status.
     counts: Counter[str]
+    #: The largest ratio of error to bound; None where nothing was measured.
     worst: float | None
+    #: Id of the case that has it; "" where nothing was measured.
     worst_id: str
     elapsed_s: float
 
@@ -68,11 +72,12 @@ class AreaRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelRow:
-    """One level: what it covers, and how it stands. reason: why it is not proven, "" where it is."""
+    """One level: what it covers, and how it stands."""
 
     level: int
     covers: tuple[str, ...]
     state: State
+    #: Why the level is not proven; "" where it is.
     reason: str
     counts: Counter[str]
 
@@ -80,19 +85,6 @@ class LevelRow:
 def plain(text: str) -> str:
     """Return text that a terminal, XML and HTML can show: without escape sequences and control characters."""
     return _UNPRINTABLE.sub("", _ANSI.sub("", text.replace("\r\n", "\n")))
-
-
-def printable(report: Report) -> Report:
-    """Return the report with every text made `plain`: what plugins, exceptions and processes say may hold anything."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, str):
-            return plain(value)
-        if isinstance(value, dict):
-            return {clean(name): clean(item) for name, item in value.items()}
-        return [clean(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return Report.from_json(clean(report.to_json()))
 
 
 def one_line(text: str, limit: int = 500) -> str:
@@ -113,6 +105,24 @@ def seconds_text(seconds: float) -> str:
     if seconds < 0.95:
         return f"{seconds:.2f} s"
     return f"{seconds:.1f} s" if seconds < 59.95 else f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
+
+
+def counts_text(counts: Counter[str]) -> str:
+    """Return numbers by status as one line, those that are not 0."""
+    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no cases"
+
+
+def printable(report: Report) -> Report:
+    """Return the report with every text made `plain`: what plugins, exceptions and processes say may hold anything."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return plain(value)
+        if isinstance(value, dict):
+            return {clean(name): clean(item) for name, item in value.items()}
+        return [clean(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return Report.from_json(clean(report.to_json()))
 
 
 def area_rows(report: Report) -> list[AreaRow]:
@@ -163,7 +173,7 @@ def _state(report: Report, level: int) -> tuple[State, str]:
     following = 0 if report.reached is None else report.reached + 1
     if level > following:
         return "not proven", f"level {following} comes first"
-    return "not proven", _count_text(len(report.obstacles), "obstacle")
+    return "not proven", f"{len(report.obstacles)} obstacle" + ("" if len(report.obstacles) == 1 else "s")
 
 
 def headline(report: Report) -> str:
@@ -181,11 +191,6 @@ def subject(report: Report) -> str:
     product = f": {report.environment.device_name}" if report.environment.device_name else ""
     plugin = "no plugin" if report.plugin is None else f"plugin {report.plugin}"
     return one_line(f"{report.name}{product} ({plugin})")
-
-
-def counts_text(counts: Counter[str]) -> str:
-    """Return numbers by status as one line, those that are not 0."""
-    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no cases"
 
 
 def with_status(outcomes: Iterable[Outcome], *statuses: Status) -> list[Outcome]:
@@ -210,7 +215,3 @@ def slowest(report: Report, count: int) -> list[Outcome]:
     """Return the cases that took longest, the longest first."""
     ran = [outcome for outcome in report.outcomes if outcome.elapsed_s > 0]
     return sorted(ran, key=lambda outcome: (-outcome.elapsed_s, outcome.id))[:count]
-
-
-def _count_text(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

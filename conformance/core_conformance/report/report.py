@@ -6,7 +6,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from core.device import PluginInfo
@@ -18,14 +18,15 @@ SCHEMA = "core.conformance/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Where a run took place. versions: of packages, None where not installed. driver: as torch or the plugin tells.
+    """Where a run took place."""
 
-    capabilities: those of the device, as JSON-ready values; device_name: the product. Both empty where it did not open.
-    """
-
+    #: The product; "" where the device did not open.
     device_name: str = ""
+    #: What the device says it can do, as JSON-ready values; empty where it did not open.
     capabilities: Mapping[str, Any]
+    #: Of each package; None where it is not installed.
     versions: Mapping[str, str | None]
+    #: As torch or the plugin tells it.
     driver: str = ""
     platform: str = ""
     workers: int = 1
@@ -51,24 +52,29 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One run. name: the device as asked for. cases: id -> what a pass shows. level: what was asked for.
+    """Everything that one run of the suite found."""
 
-    reached: the level proven, None for none; obstacles: why not the next one. started: ISO 8601, UTC. elapsed_s: wall
-    time of the whole run. chosen: the globs of cases that were asked for, empty for all.
-    """
-
+    #: The device, as it was asked for.
     name: str
     plugin: PluginInfo | None
     environment: Environment
+    #: The level that was asked for.
     level: int
+    #: Examples of each fuzzing case; 0 for a run without them.
     fuzz: int
     seed: int
+    #: ISO 8601, UTC.
     started: str
+    #: Wall time of the whole run.
     elapsed_s: float
     outcomes: tuple[Outcome, ...]
+    #: Id -> what a pass of the case shows.
     cases: Mapping[str, str]
+    #: The level proven; None for none.
     reached: int | None
+    #: Why the next level is not proven.
     obstacles: tuple[str, ...] = ()
+    #: The globs of cases that were asked for; empty for all.
     chosen: tuple[str, ...] = ()
 
     @property
@@ -128,7 +134,7 @@ class Report:
             "detail": outcome.detail,
             "elapsed_s": outcome.elapsed_s,
             "worst_ratio": None if worst is None else finite(worst),
-            "measurements": [item.to_json() | {"ratio": finite(item.ratio)} for item in outcome.measurements],
+            "measurements": [asdict(item) | {"ratio": finite(item.ratio)} for item in outcome.measurements],
             "notes": list(outcome.notes),
             "excused": outcome.excused,
             "repro": self.repro(outcome),

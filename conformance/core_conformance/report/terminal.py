@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from core_conformance.outcome import BAD, STATUSES, Outcome
 from core_conformance.report.overview import (
@@ -20,15 +26,8 @@ from core_conformance.report.overview import (
     seconds_text,
     slowest,
     subject,
-    with_status,
 )
 from core_conformance.report.report import Report
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
 
 WIDTH = 100
 _MAX_FAILURES = 40
@@ -42,8 +41,6 @@ _WORDS = {"fail": "FAIL", "xpass": "XPASS", "crash": "CRASH", "timeout": "TIMEOU
 
 def to_text(report: Report, *, width: int = WIDTH) -> str:
     """Return what `print_report` prints as plain text, at most `width` columns but for commands, which stay whole."""
-    from rich.console import Console
-
     file = StringIO()
     print_report(report, Console(file=file, width=width, highlight=False, color_system=None))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
@@ -62,41 +59,38 @@ def print_report(report: Report, console: Console) -> None:
 
 def _items(report: Report, *, full: bool) -> Iterator[tuple[Any, bool]]:
     """Yield what to print, and whether its lines must stay whole."""
-    from rich.text import Text
-
     yield Text(subject(report), style="bold"), False
     yield _headline(report), False
-    for item in _obstacles(report):
-        yield item, False
+    yield from ((item, False) for item in _obstacles(report))
     if report.outcomes:
         yield _areas(report), False
-    for outcome in (*_shown(report, full=full),):
+    failed = failures(report)
+    for outcome in report.outcomes if full else failed[:_MAX_FAILURES]:
         yield from _case(report, outcome, full=full)
-    if not full and len(failures(report)) > _MAX_FAILURES:
-        rest = len(failures(report)) - _MAX_FAILURES
-        yield Text(f"and {rest} more that failed: the JSON and HTML reports have them all", style="red"), False
+    if not full and len(failed) > _MAX_FAILURES:
+        yield (
+            Text(
+                f"and {len(failed) - _MAX_FAILURES} more that failed: the JSON and HTML reports have them all",
+                style="red",
+            ),
+            False,
+        )
     declared = list(_declared(report))
-    for item in declared:
-        yield item, False
-    if declared or full or failures(report):
+    yield from ((item, False) for item in declared)
+    if declared or full or failed:
         yield Text(), False
     yield _last_line(report), False
 
 
 def _headline(report: Report) -> Text:
-    from rich.text import Text
-
     if report.reached is None:
         style = "bold white on red" if not report.chosen else "bold"
     else:
         style = "bold white on green" if report.reached >= report.level else "bold black on yellow"
-    line = Text.assemble((f" {headline(report)} ", style), "  ", counts_text(report.counts))
-    return Text.assemble("\n", line)
+    return Text.assemble("\n", (f" {headline(report)} ", style), "  ", counts_text(report.counts))
 
 
 def _obstacles(report: Report) -> Iterator[Any]:
-    from rich.text import Text
-
     found = report.obstacles
     if not found or report.chosen:
         return
@@ -110,30 +104,19 @@ def _obstacles(report: Report) -> Iterator[Any]:
 
 
 def _areas(report: Report) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = area_rows(report)
     seen = [status for status in STATUSES if report.counts[status]]
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, padding=(0, 1, 0, 0))
     table.add_column("area", no_wrap=True)
     for name in ("level", "cases", *(status.replace("-", "-\n") for status in seen), "worst\nratio", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
+    for row in area_rows(report):
         level = "" if row.level is None else str(row.level)
         counts = (Text(str(row.counts[status] or ""), style=_STYLES[status]) for status in seen)
         table.add_row(row.area, level, str(row.total), *counts, ratio_text(row.worst), seconds_text(row.elapsed_s))
     return table
 
 
-def _shown(report: Report, *, full: bool) -> Sequence[Outcome]:
-    return report.outcomes if full else failures(report)[:_MAX_FAILURES]
-
-
 def _case(report: Report, outcome: Outcome, *, full: bool) -> Iterator[tuple[Any, bool]]:
-    from rich.text import Text
-
     word = _WORDS.get(outcome.status, outcome.status)
     yield Text.assemble((word, f"bold {_STYLES[outcome.status]}"), " ", outcome.id), True
     if outcome.reason:
@@ -143,31 +126,25 @@ def _case(report: Report, outcome: Outcome, *, full: bool) -> Iterator[tuple[Any
             size = f", {item.num_elements} x {item.dtype}" if item.dtype else ""
             line = f"{item.criterion} {item.name}: {ratio_text(item.ratio)}{size}"
             yield _indented(one_line(line), "red" if item.reason else ""), False
-        for text in (*outcome.notes, outcome.detail):
-            if text:
-                yield _indented(text.strip(), "dim"), False
+        for text in filter(None, (*outcome.notes, outcome.detail)):
+            yield _indented(text.strip(), "dim"), False
     yield Text(f"  {report.repro(outcome)}"), True
 
 
 def _indented(text: str, style: str = "") -> Padding:
     """Return text that folds within its indent."""
-    from rich.padding import Padding
-    from rich.text import Text
-
     return Padding(Text(text, style=style), (0, 0, 0, 2))
 
 
 def _declared(report: Report) -> Iterator[Any]:
     """Yield what is no failure and no pass, each reason once."""
-    from rich.text import Text
-
     titles = {
         "not-supported": "Declared not supported",
         "xfail": "Expected failures",
         "skip": "Skipped: this environment lacks what they need",
     }
     for status, title in titles.items():
-        found = [outcome for outcome in with_status(report.outcomes, *STATUSES) if outcome.status == status]
+        found = [outcome for outcome in report.outcomes if outcome.status == status]
         if found:
             yield Text(f"\n{title} ({len(found)})", style="bold")
         for reason, ids in by_reason(found).items():
@@ -176,8 +153,6 @@ def _declared(report: Report) -> Iterator[Any]:
 
 
 def _last_line(report: Report) -> Text:
-    from rich.text import Text
-
     slow = ", ".join(f"{outcome.id} {seconds_text(outcome.elapsed_s)}" for outcome in slowest(report, _SLOWEST))
     workers = report.environment.workers
     took = f"{seconds_text(report.elapsed_s)}, {workers} worker{'' if workers == 1 else 's'}, seed {report.seed}"

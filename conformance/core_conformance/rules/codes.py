@@ -21,21 +21,14 @@ def judge_quantized(trial: Trial, judged: Judged) -> None:
     Scales: as any float. Codes: at most one step from the fp64 ones, the share of differing ones under a bound per
     dtype of x. Dequantised values: by T1 with a floor of one step.
     """
-    (codes, scale), (eager_codes, eager_scale) = judged.results, judged.eager
-    judged.judge(trial, f"{judged.name}, scale", scale, eager_scale, lambda: judged.references[1])
-    exact_codes, exact_scale = judged.references
-    name = f"{judged.name}, codes"
-    if codes.shape != exact_codes.shape or codes.dtype != exact_codes.dtype:
-        trial.record(name, "T0", _INF, f"{tuple(codes.shape)} {codes.dtype} instead of {tuple(exact_codes.shape)}")
-        return
-    if not codes.numel():
-        return
-    given, wanted = _ordinals(codes), _ordinals(exact_codes)
-    trial.record(name, "T0", *_steps(given, wanted, CODE_SHARES[judged.kwargs["x"].dtype]), like=codes)
-    pairs = ((codes, scale), (eager_codes, eager_scale), (exact_codes, exact_scale))
-    values = [_dequantized(c, s, judged.kwargs) for c, s in pairs]
-    step = (_step(exact_codes) * _expanded(exact_scale, exact_codes, judged.kwargs)).abs()
-    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
+    _judge_others(trial, judged, "scale")
+    if _comparable(trial, judged):
+        codes, exact_codes = judged.results[0], judged.references[0]
+        share = CODE_SHARES[judged.kwargs["x"].dtype]
+        trial.record(
+            f"{judged.name}, codes", "T0", *_steps(_ordinals(codes), _ordinals(exact_codes), share), like=codes
+        )
+        _judge_dequantized(trial, judged, *_dequantized(judged))
 
 
 def judge_asymmetric(trial: Trial, judged: Judged) -> None:
@@ -44,26 +37,20 @@ def judge_asymmetric(trial: Trial, judged: Judged) -> None:
     Scales: as any float. Zero points: at most one step from the fp64 ones. Codes: by their distance from the zero
     point, which a step of that moves too, as `judge_quantized` does.
     """
-    judged.judge(trial, f"{judged.name}, scale", judged.results[1], judged.eager[1], lambda: judged.references[1])
-    name = f"{judged.name}, codes"
-    for given, wanted in zip(judged.results[::2], judged.references[::2], strict=True):
-        if given.shape != wanted.shape or given.dtype != wanted.dtype:
-            trial.record(name, "T0", _INF, f"{tuple(given.shape)} {given.dtype} instead of {tuple(wanted.shape)}")
-            return
-    codes, exact_scale = judged.results[0], judged.references[1].cpu().double()
-    if not codes.numel():
+    _judge_others(trial, judged, "scale")
+    if not _comparable(trial, judged, 0, 2):
         return
     zeros = [results[2].cpu().long() for results in (judged.results, judged.references)]
     apart = int((zeros[0] - zeros[1]).abs().max())
     reason = f"a zero point is {apart} steps off" if apart > 1 else ""
     trial.record(f"{judged.name}, zero points", "T0", _INF if reason else 0.0, reason, like=judged.results[2])
     sides = (judged.results, judged.eager, judged.references)
-    given, _, wanted = (results[0].cpu().long() - results[2].cpu().long() for results in sides)
+    given, eager, wanted = (results[0].cpu().long() - results[2].cpu().long() for results in sides)
     share = CODE_SHARES[judged.kwargs["x"].dtype]
-    trial.record(name, "T0", *_steps(given, wanted, share), like=codes)
-    values = [(results[0].cpu().double() - results[2].cpu().double()) * results[1].cpu().double() for results in sides]
-    step = exact_scale.expand(codes.shape)
-    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
+    trial.record(f"{judged.name}, codes", "T0", *_steps(given, wanted, share), like=judged.results[0])
+    scales = [results[1].cpu().double() for results in sides]
+    values = [codes.double() * scale for codes, scale in zip((given, eager, wanted), scales, strict=True)]
+    _judge_dequantized(trial, judged, values, scales[2].expand(wanted.shape))
 
 
 def judge_coded(trial: Trial, judged: Judged) -> None:
@@ -73,28 +60,42 @@ def judge_coded(trial: Trial, judged: Judged) -> None:
     may be twice as far from the fp64 ones as eager's are, or as far as T1 lets the values be, and twice as many may
     differ, beside the share that quantising alone may move.
     """
-    codes, exact_codes, kwargs = judged.results[0], judged.references[0], judged.kwargs
-    for index, name in enumerate(("scale", *("further result",) * (len(judged.results) - 2)), 1):
-        both = judged.results[index], judged.eager[index]
-        judged.judge(trial, f"{judged.name}, {name}", *both, lambda i=index: judged.references[i])  # type: ignore[misc]
-    name = f"{judged.name}, codes"
-    if codes.shape != exact_codes.shape or codes.dtype != exact_codes.dtype:
-        trial.record(name, "T0", _INF, f"{tuple(codes.shape)} {codes.dtype} instead of {tuple(exact_codes.shape)}")
-        return
-    if not codes.numel():
+    kwargs = judged.kwargs
+    _judge_others(trial, judged, "scale", *("further result",) * (len(judged.results) - 2))
+    if not _comparable(trial, judged):
         return
     dtype = kwargs[next(name for name in ("x", "gate", "query") if name in kwargs)].dtype
-    given, eager, wanted = map(_ordinals, (codes, judged.eager[0], exact_codes))
-    sides = (judged.results, judged.eager, judged.references)
-    values = [_dequantized(results[0], results[1], kwargs) for results in sides]
-    step = (_step(exact_codes) * _expanded(judged.references[1], exact_codes, kwargs)).abs()
-    close = _close(values, step, dtype)
-    trial.record(name, "T0", *_steps(given, wanted, CODE_SHARES[dtype], (eager - wanted).abs(), close), like=codes)
-    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=codes)
+    given, eager, wanted = (_ordinals(side[0]) for side in (judged.results, judged.eager, judged.references))
+    values, step = _dequantized(judged)
+    steps = _steps(given, wanted, CODE_SHARES[dtype], (eager - wanted).abs(), _close(values, step, dtype))
+    trial.record(f"{judged.name}, codes", "T0", *steps, like=judged.results[0])
+    _judge_dequantized(trial, judged, values, step)
+
+
+def _judge_others(trial: Trial, judged: Judged, *names: str) -> None:
+    """Judge the results after the codes, which have these names, as any float."""
+    for index, name in enumerate(names, start=1):
+        both = judged.results[index], judged.eager[index]
+        judged.judge(trial, f"{judged.name}, {name}", *both, lambda i=index: judged.references[i])  # type: ignore[misc]
+
+
+def _comparable(trial: Trial, judged: Judged, *indices: int) -> bool:
+    """Record results of another shape or dtype as wrong; return whether there are codes to compare."""
+    for index in indices or (0,):
+        given, wanted = judged.results[index], judged.references[index]
+        if given.shape != wanted.shape or given.dtype != wanted.dtype:
+            reason = f"{tuple(given.shape)} {given.dtype} instead of {tuple(wanted.shape)}"
+            trial.record(f"{judged.name}, codes", "T0", _INF, reason)
+            return False
+    return bool(judged.results[0].numel())
+
+
+def _judge_dequantized(trial: Trial, judged: Judged, values: list[Tensor], step: Tensor) -> None:
+    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=judged.results[0])
 
 
 def _close(values: list[Tensor], step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tell of which values T1's bound on the largest error, and one step beside it, explains all of the difference.
+    """Return at which values the difference stays within T1's bound on the largest error plus one step.
 
     Codes of a floating point lie ever closer next to zero, where what T1 lets an error be is many of them. Eager's
     error is what its values differ by beyond a step, which quantising alone may explain.
@@ -125,12 +126,11 @@ def judge_fp4(trial: Trial, judged: Judged) -> None:
     share = CODE_SHARES[judged.kwargs["x"].dtype]
     ratio = _steps(steps[0], steps[2], share, (steps[1] - steps[2]).abs())
     trial.record(f"{judged.name}, scales of groups", "T0", *ratio, like=groups[0])
-    values = [_of_fp4(*results[:3]) for results in (judged.results, judged.eager, judged.references)]
-    exact_codes, _, exact_scale = judged.references[:3]
-    unit = groups[2].cpu().double().repeat_interleave(16, -1) * exact_scale.cpu().double()
-    magnitude = _fp4_values(exact_codes).abs()
-    step = unit * torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=judged.results[0])
+    sides = [results[:3] for results in (judged.results, judged.eager, judged.references)]
+    values = [_fp4_values(codes) * _fp4_unit(*scales) for codes, *scales in sides]
+    magnitude = _fp4_values(judged.references[0]).abs()
+    step = _fp4_unit(*sides[2][1:]) * torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    _judge_dequantized(trial, judged, values, step)
 
 
 def _fp4_values(codes: Tensor) -> Tensor:
@@ -141,9 +141,9 @@ def _fp4_values(codes: Tensor) -> Tensor:
     return torch.stack((table[bits & 15], table[bits >> 4]), -1).flatten(-2)
 
 
-def _of_fp4(codes: Tensor, group_scales: Tensor, scale: Tensor) -> Tensor:
-    unit = group_scales.detach().cpu().double().repeat_interleave(16, -1) * scale.detach().cpu().double()
-    return _fp4_values(codes) * unit
+def _fp4_unit(group_scales: Tensor, scale: Tensor) -> Tensor:
+    """Return what a code of 1 stands for, at each code."""
+    return group_scales.detach().cpu().double().repeat_interleave(16, -1) * scale.detach().cpu().double()
 
 
 def _ordinals(codes: Tensor) -> Tensor:
@@ -190,8 +190,12 @@ def _expanded(scale: Tensor, codes: Tensor, kwargs: Mapping[str, Any]) -> Tensor
     return wide.expand(codes.shape)
 
 
-def _dequantized(codes: Tensor, scale: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-    return codes.detach().cpu().double() * _expanded(scale, codes, kwargs)
+def _dequantized(judged: Judged) -> tuple[list[Tensor], Tensor]:
+    """Return the values of result, eager and reference, and the size of a step at each."""
+    sides = [side[:2] for side in (judged.results, judged.eager, judged.references)]
+    values = [codes.detach().cpu().double() * _expanded(scale, codes, judged.kwargs) for codes, scale in sides]
+    codes, scale = sides[2]
+    return values, (_step(codes) * _expanded(scale, codes, judged.kwargs)).abs()
 
 
 def _by_steps(values: list[Tensor], step: Tensor) -> tuple[float, str]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from core.common.ops.attention.cache import CODES
 from core.common.ops.declaration import CanonicalOp
 from core.verify.fakes.memory import memory, same_bits, whole
 from core.verify.fakes.parity import alias_problems, sharing
-from core_conformance.trial import Trial
+from core_conformance.trial import Trial, tensors
 
 _PAGED = ("attention", "rotary_attention", "attention_quantize", "rotary_attention_quantize")
 """Ops that write the paged cache."""
@@ -33,26 +32,22 @@ def check_writes(
     trial: Trial, name: str, mutates: Sequence[str], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> None:
     """Require that the memory of every argument outside `mutates` holds the bits it held before the call."""
-    may_change = {memory(leaf) for key in mutates for leaf in _tensors(after.get(key))}
+    may_change = {memory(leaf) for key in mutates for leaf in tensors(after.get(key))}
     for key, value in after.items():
-        pairs = zip(_tensors(value), _tensors(before[key]), strict=True)
+        pairs = zip(tensors(value), tensors(before[key]), strict=True)
         kept = all(memory(leaf) in may_change or same_bits(whole(leaf), whole(old)) for leaf, old in pairs)
         trial.require(kept, f"{name}: writes its argument {key!r}, which the schema does not declare")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def check_aliasing(trial: Trial, name: str, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
     """Require that no result shares memory with an argument or with another result."""
     nothing = frozenset[tuple[int, str]](), frozenset[tuple[int, int]]()
-    for problem in alias_problems(sharing(results, arguments), nothing, (), fake_decides=False):
-        trial.require(False, f"{name}: {problem}")
+    problems = alias_problems(sharing(results, arguments), nothing, (), fake_decides=False)
+    trial.fail(*(f"{name}: {problem}" for problem in problems))
 
 
 def unread(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> int:
-    """Return how many leading blocks of a written argument hold anything, so that nobody may compare them."""
+    """Return how many leading blocks of a written argument may hold anything, and so are not compared."""
     if op.name not in _PAGED or name not in op.mutates:
         return 0
     # Padding tokens write the null block, block 0, several of them one slot: which one stays is not promised.

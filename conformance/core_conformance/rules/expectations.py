@@ -36,10 +36,12 @@ _KNOWN = (*_REQUIRED, "issue")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """One entry. case: id or glob. until: the plugin's version from which the failure counts again."""
+    """One entry."""
 
+    #: An id or a glob.
     case: str
     reason: str
+    #: The plugin's version from which the failure counts again.
     until: str
     issue: str = ""
 
@@ -80,7 +82,7 @@ class Expectations:
         return cls(file=str(path), entries=tuple(_entry(path, n, entry) for n, entry in enumerate(entries, start=1)))
 
     def check(self, ids: Iterable[str]) -> None:
-        """Raise `UsageError` for an entry that names none of these cases: of all that there are, chosen or not."""
+        """Raise `UsageError` for an entry that names no case. ids: of all cases, whether chosen for this run or not."""
         known = list(ids)
         for number, entry in enumerate(self.entries, start=1):
             if not any(matches(entry.case, id) for id in known):

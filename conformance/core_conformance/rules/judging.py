@@ -22,16 +22,18 @@ _T1_FACTOR = 2.0  # what numerics.judge multiplies the yardstick's rms error wit
 
 @dataclass(frozen=True)
 class Judged:
-    """The values of one call. name: of the call. results: to be judged; eager: of the yardstick; exact: gives R's.
+    """The values of one call."""
 
-    judge: how floating values are judged, by T1 or T2.
-    """
-
+    #: Of the call.
     name: str
     kwargs: Mapping[str, Any]
+    #: What is judged.
     results: Sequence[Any]
+    #: What the yardstick gave.
     eager: Sequence[Any]
+    #: Gives the fp64 values.
     exact: Callable[[], Sequence[Any]]
+    #: How floating values are judged: by T1 or T2.
     judge: Judge = field(repr=False)
 
     @cached_property

@@ -13,6 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from core._version import __version__
 from core.device import Capabilities, Device, PluginInfo
+from core_conformance.dtypes import dtype_name
 from core_conformance.report.report import Environment
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
@@ -42,7 +43,7 @@ def capabilities_json(capabilities: Capabilities) -> dict[str, Any]:
     """Return what a device can do as JSON-ready values; dtypes by short name, in order of name."""
     return {
         "device_name": capabilities.device_name,
-        "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in capabilities.dtypes),
+        "dtypes": sorted(map(dtype_name, capabilities.dtypes)),
         "modes": list(capabilities.modes),
         "fp64": capabilities.fp64,
         "deterministic": capabilities.deterministic,

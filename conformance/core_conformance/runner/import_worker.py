@@ -1,16 +1,12 @@
-"""Imports a plugin and opens its device, each for the first time: `python -m core_conformance.runner.import_worker
-NAME`.
-"""
+"""The worker that imports a plugin and opens its device, each for the first time in its process."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 
-from core.host.workers.channel import serve
 
-
-def answer(name: str) -> dict[str, object]:
+def answer(request: dict[str, str]) -> dict[str, object]:
     """Return what importing the plugin, and what opening the device, changed of torch's state, and how long it took."""
     import core.compilation.compile  # noqa: F401  # what every plugin needs of core is not its own time
     from core.errors import CoreError
@@ -20,6 +16,7 @@ def answer(name: str) -> dict[str, object]:
     from core.settings import Settings
     from core_conformance.runner.isolation import TorchState
 
+    name = request["device"]
     (entry,) = discover(Settings.from_environment()).claiming(name.partition(":")[0])
     before, start = TorchState.read(), time.perf_counter()
     try:
@@ -36,7 +33,3 @@ def answer(name: str) -> dict[str, object]:
         "imported_s": imported_s,
         "opened_s": time.perf_counter() - start,
     }
-
-
-if __name__ == "__main__":
-    serve(answer)

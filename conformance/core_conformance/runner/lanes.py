@@ -1,24 +1,28 @@
-"""Where cases run, one after the other: a worker process that may be lost, or this process for a debugger."""
+"""Where cases run, one after the other: a worker process that may be lost (`worker.Session` runs them in this one).
+
+The parent keeps each case's deadline, and kills the process: docs/conformance.md says what pytest-xdist and
+pytest-timeout lack for that.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol
 
-from core.host.workers.pool import PersistentWorker, WorkerResult
+from core.host.workers.worker import PersistentWorker, WorkerResult
+from core_conformance.case import CaseInfo
 from core_conformance.outcome import Outcome, Status
-from core_conformance.runner.protocol import CaseInfo, Collected, WorkerOptions
-
-if TYPE_CHECKING:
-    from core_conformance.runner.worker import OnException
+from core_conformance.runner.protocol import Collected, WorkerOptions
 
 WORKER = "core_conformance.runner.lane_worker"
 COLLECT_TIMEOUT_S = 300.0
 """For importing torch and the plugin, opening the device and listing the cases."""
 
-# A device that hangs when it is opened would cost that time once for each case that is left.
+# A device that takes each process down would cost a start for each case that is left. Of one that hangs when it is
+# opened, `Opening` spares a run the second try.
 _MAX_FAILED_STARTS = 2
 
 
@@ -27,27 +31,56 @@ class Lane(Protocol):
 
     def collect(self) -> Collected:
         """Open the device and return what there is to run; raise nothing where that fails."""
-        ...
 
     def run(self, case: CaseInfo) -> Outcome:
         """Run a case and return what became of it, whatever that is."""
-        ...
 
     def close(self) -> None:
         """Give everything back; from any thread, and again."""
-        ...
+
+
+class Opening:
+    """Whether the device opens, as the lanes of a run find out: one that hung is not opened again by any of them."""
+
+    def __init__(self) -> None:
+        self._hung: WorkerResult | None = None
+        # The case that was judged for it.
+        self._judged = ""
+        self._lock = threading.Lock()
+
+    def note(self, result: WorkerResult) -> None:
+        """Take note of what became of a process that was to open the device."""
+        if result.timed_out:
+            self._hung = result
+
+    def outcome(self, case: CaseInfo) -> Outcome | None:
+        """Return the outcome of a case that can't run since the device hung: a time-out for the first, else a skip."""
+        with self._lock:
+            if self._hung is None or not case.opens:
+                return None
+            if not self._judged:
+                self._judged = case.id
+                return _lost(case.id, self._hung, 0.0, "the process that opened the device and listed the cases ")
+        reason = f"not run: the device hung when it was opened, for which {self._judged} is judged"
+        return Outcome(id=case.id, status="skip", reason=reason)
 
 
 class ProcessLane:
     """Runs cases in a worker process, which is started on first use and again after a case has taken it down.
 
-    timeout_factor: multiplies the time that each case, and collecting, may take.
+    opening: what all lanes of a run know of the device; environment: variables that the process has besides this one's.
     """
 
-    def __init__(self, options: WorkerOptions, *, timeout_factor: float = 1.0) -> None:
-        self._worker = PersistentWorker(WORKER, options.to_argument())
+    def __init__(
+        self,
+        options: WorkerOptions,
+        *,
+        opening: Opening | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._opening = opening or Opening()
+        self._worker = PersistentWorker(WORKER, {"options": options.to_argument()}, **(environment or {}))
         self._options = options
-        self._timeout_factor = timeout_factor
         self._host_only = False
         self._previous = ""
         self._num_failed_starts = 0
@@ -77,10 +110,10 @@ class ProcessLane:
 
     def run(self, case: CaseInfo) -> Outcome:
         """Run a case; a crash or a missed deadline is an outcome too."""
-        notes = self._started_again()
+        notes = self._ensure_started(case)
         if isinstance(notes, Outcome):
-            return replace(notes, id=case.id)
-        timeout_s = case.timeout_s * self._timeout_factor
+            return notes
+        timeout_s = case.timeout_s * self._options.timeout_factor
         start = time.perf_counter()
         result = self._worker.request({"run": case.id, "timeout_s": timeout_s}, timeout_s=timeout_s)
         if result.answer is None:
@@ -98,53 +131,32 @@ class ProcessLane:
 
     def _ask_for_cases(self) -> WorkerResult:
         what = "host" if self._host_only else "all"
-        return self._worker.request({"collect": what}, timeout_s=COLLECT_TIMEOUT_S * self._timeout_factor)
+        timeout_s = COLLECT_TIMEOUT_S * self._options.timeout_factor
+        result = self._worker.request({"collect": what}, timeout_s=timeout_s)
+        self._opening.note(result)
+        return result
 
-    def _started_again(self) -> tuple[str, ...] | Outcome:
-        """Have a process that has collected, so that this takes no time of the case's; return notes, or a failure."""
+    def _ensure_started(self, case: CaseInfo) -> tuple[str, ...] | Outcome:
+        """Start a process where none runs, outside of the case's time; return notes on the one before, or a failure."""
         ended = self._worker.lost()
+        # A process that listed the cases of level 0 alone has not opened the device.
+        hung = self._opening.outcome(case) if self._host_only or not self._worker.running else None
+        if hung is not None:
+            return hung
         if not self._worker.running:
             if self._num_failed_starts >= _MAX_FAILED_STARTS:
                 reason = f"not run: {self._num_failed_starts} new processes in a row could not open the device"
-                return Outcome(id="", status="crash", reason=reason)
+                return Outcome(id=case.id, status="crash", reason=reason)
             result = self._ask_for_cases()
             if result.answer is None:
                 self._num_failed_starts += 1
-                return _lost("", result, 0.0, "a new process for it could not open the device: it ")
+                again = _lost(case.id, result, 0.0, "a new process for it could not open the device: it ")
+                return self._opening.outcome(case) or again
             self._num_failed_starts = 0
         return (f"before it, the process {ended} when {self._previous} was over",) if ended else ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _lost(case_id: str, result: WorkerResult, elapsed_s: float, prefix: str = "its process ") -> Outcome:
     status: Status = "timeout" if result.timed_out else "crash"
     reason = f"{prefix}{result.problem}"
     return Outcome(id=case_id, status=status, reason=reason, detail=result.output, elapsed_s=elapsed_s)
-
-
-class LocalLane:
-    """Runs cases in this process, where a debugger can stop them: nothing is isolated, and there are no deadlines."""
-
-    def __init__(self, options: WorkerOptions, *, on_exception: OnException | None = None) -> None:
-        from core_conformance.runner.worker import Session
-
-        self._session = Session(options, on_exception=on_exception)
-
-    def collect(self) -> Collected:
-        """Open the device and return what there is to run."""
-        return self._session.collect()
-
-    def run(self, case: CaseInfo) -> Outcome:
-        """Run a case."""
-        return self._session.run(case.id)[0]
-
-    def close(self) -> None:
-        """End the session; the device stays open, as everything that a process has opened."""
-        self._session.close()

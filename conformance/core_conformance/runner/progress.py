@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from core_conformance.case import AREAS
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from core_conformance.case import AREAS, CaseInfo
 from core_conformance.outcome import BAD, Outcome
 from core_conformance.report.overview import counts_text, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from core_conformance.runner.protocol import CaseInfo
 
 
 class Progress:
@@ -26,10 +25,6 @@ class Progress:
     """
 
     def __init__(self, *, console: Console | None = None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-
         self._left: dict[str, set[str]] = {area: set() for area in AREAS}
         self._seen: dict[str, dict[str, Outcome]] = {area: {} for area in AREAS}
         self._console = Console(stderr=True, highlight=False) if console is None else console

@@ -8,30 +8,37 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from core.device import PluginInfo
-from core_conformance.case import Case
+from core_conformance.case import CaseInfo
 from core_conformance.runner.suite import COLLECTORS, HOST
 
 DEFAULT_THREADS = 1
-"""Cases are small, and a second thread costs more than it gives: on two cores that others use too, one worker took
-five times as long for areas ops and graphs with two threads. It also keeps sums in one order on every machine."""
+"""Cases are small, and a second thread costs more than it gives. On two cores that others use too, a worker with two
+threads took five times as long for areas ops and graphs. One thread also keeps sums in one order on every machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteModules:
-    """Where the cases come from. host: module with `CASES`; collectors: modules with `collect(device, profile)`."""
+    """Where the cases come from."""
 
+    #: The module with `CASES`, those of level 0.
     host: str = HOST
+    #: The modules with `collect(device, profile)`.
     collectors: tuple[str, ...] = COLLECTORS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
-    """What a worker process is started with. threads: of torch, None for `DEFAULT_THREADS`. fuzz: see `Trial`."""
+    """What a worker process is started with."""
 
+    #: The device as asked for.
     device: str
     seed: int = 0
+    #: Examples that each case of fuzzing tries.
     fuzz: int = 0
+    #: Threads of torch, None for `DEFAULT_THREADS`.
     threads: int | None = None
+    #: Multiplies the time that each case, and collecting, may take.
+    timeout_factor: float = 1.0
     suite: SuiteModules = field(default_factory=SuiteModules)
 
     def to_argument(self) -> str:
@@ -47,54 +54,27 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CaseInfo:
-    """A case without what it runs; fields as in `Case`."""
-
-    id: str
-    what: str
-    level: int
-    not_supported: str = ""
-    timeout_s: float = 120.0
-    exclusive: bool = False
-
-    @property
-    def area(self) -> str:
-        """The first part of the id."""
-        return self.id.partition("/")[0]
-
-    @property
-    def block(self) -> str:
-        """Area and subject: cases of one block share work that a process keeps."""
-        return "/".join(self.id.split("/")[:2])
-
-    @classmethod
-    def of(cls, case: Case) -> CaseInfo:
-        """Return what is told of a case."""
-        names = ("id", "what", "level", "not_supported", "timeout_s", "exclusive")
-        return cls(**{name: getattr(case, name) for name in names})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """What a worker found. cases: of all levels and of fuzzing; those of level 0 alone where `error` is set.
+    """What a worker found."""
 
-    error: why the others could not be collected, as in core.error/1; None where they were. detail: traceback, or what
-    the process printed. name: the device by name, where "auto" was asked for too. environment: see
-    `report.Environment`; plugin: None where no one plugin has that name. not_supported: globs and reasons of the
-    plugin's profile.
-    """
-
+    #: The cases of all levels and of fuzzing; those of level 0 alone where `error` is set.
     cases: tuple[CaseInfo, ...]
+    #: The device's name; for "auto", the name of the device that was chosen.
     name: str
+    #: Why the cases above level 0 could not be collected, as in core.error/1; None where they were.
     error: Mapping[str, Any] | None = None
+    #: The traceback of the error, or what the process printed.
     detail: str = ""
+    #: None unless exactly one plugin has that name.
     plugin: PluginInfo | None = None
+    #: See `report.Environment`.
     environment: Mapping[str, Any] = field(default_factory=dict)
+    #: Globs and reasons of the plugin's profile.
     not_supported: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def problem(self) -> str:
-        """Why cases of levels above 0 are missing, in one line; "" where none is."""
+        """Why cases of levels above 0 are missing, in one line; "" if they are all there."""
         return "" if self.error is None else " ".join(str(self.error["found"]).split())
 
     def to_json(self) -> dict[str, Any]:

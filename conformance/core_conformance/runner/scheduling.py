@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
+from core_conformance.case import CaseInfo
 from core_conformance.outcome import Outcome
 from core_conformance.runner.lanes import Lane
-from core_conformance.runner.protocol import CaseInfo
 
 Finished = Callable[[Outcome], None]
 
@@ -24,14 +24,14 @@ class _Work:
         self._lock = threading.Lock()
 
     def take(self, lane: int) -> CaseInfo | None:
-        """Return the lane's next case: of its block, of the next one, or of what another lane has left; None: done."""
+        """Return the lane's next case: of its block, of a new block, or of another lane's; None where none is left."""
         with self._lock:
             if not self._own[lane]:
                 self._own[lane] = self._waiting.popleft() if self._waiting else self._stolen()
             return self._own[lane].popleft() if self._own[lane] else None
 
     def _stolen(self) -> deque[CaseInfo]:
-        """Take the back half of the longest rest; its owner is at the front."""
+        """Take the back half of what the busiest lane has left; that lane goes on at the front."""
         longest = max(self._own, key=len)
         return deque(reversed([longest.pop() for _ in range((len(longest) + 1) // 2)]))
 

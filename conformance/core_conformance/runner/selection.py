@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from core.errors import UsageError
-from core_conformance.case import MAX_LEVEL
+from core_conformance.case import MAX_LEVEL, CaseInfo
 from core_conformance.outcome import Outcome
 from core_conformance.rules.expectations import Expectations, matches
-from core_conformance.runner.protocol import CaseInfo, Collected
+from core_conformance.runner.protocol import Collected
 
 INEXCUSABLE = ("host/*", "torch/*", "ops/*/reference/*", "fakes/*/reference")
 """Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. What a device

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from core.errors import error_from_json
-from core_conformance.case import MAX_LEVEL
+from core_conformance.case import MAX_LEVEL, CaseInfo
 from core_conformance.outcome import BAD, Outcome
 from core_conformance.report.report import Environment, Report
 from core_conformance.rules.expectations import Expectations
 from core_conformance.rules.levels import reached
-from core_conformance.runner.lanes import Lane, LocalLane, ProcessLane
-from core_conformance.runner.protocol import DEFAULT_THREADS, CaseInfo, Collected, SuiteModules, WorkerOptions
+from core_conformance.runner.lanes import Lane, Opening, ProcessLane
+from core_conformance.runner.protocol import DEFAULT_THREADS, Collected, SuiteModules, WorkerOptions
 from core_conformance.runner.scheduling import run_all
 from core_conformance.runner.selection import Rules, choose
 
 if TYPE_CHECKING:
+    from core_conformance.runner.progress import Progress
     from core_conformance.runner.worker import OnException
 
 MAX_WORKERS = 4
@@ -35,37 +36,28 @@ _NOTHING_TO_RUN = ("UsageError", "UnknownDeviceError", "PluginConflictError")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a run is about. device: as asked for. chosen: ids or globs, empty for all. fuzz: examples per fuzz case.
+    """What a run is about."""
 
-    workers: None for as many as pay. threads: of torch in each worker, None for one. in_process: run here, one after
-    the other, with no isolation. xfail: file of expected failures. timeout_factor: multiplies the time that each case
-    may take.
-    """
-
+    #: The device as asked for.
     device: str
     level: int = MAX_LEVEL
+    #: Examples of each case of fuzzing; 0 leaves them out.
     fuzz: int = 0
     seed: int = 0
+    #: Ids or globs of the cases to run, empty for all.
     chosen: tuple[str, ...] = ()
+    #: Worker processes, None for as many as pay.
     workers: int | None = None
+    #: Threads of torch in each worker, None for one.
     threads: int | None = None
     fail_fast: bool = False
+    #: Whether cases run here, one after the other, with no isolation.
     in_process: bool = False
+    #: The file of expected failures.
     xfail: Path | None = None
+    #: Multiplies the time that each case may take.
     timeout_factor: float = 1.0
     suite: SuiteModules = field(default_factory=SuiteModules)
-
-
-class Progress(Protocol):
-    """Is told how far a run is, in the thread that called `run`."""
-
-    def collected(self, cases: Sequence[CaseInfo]) -> None:
-        """Take note of the cases that `finished` will be called for, unless the run is stopped."""
-        ...
-
-    def finished(self, outcome: Outcome) -> None:
-        """Take note of an outcome; they come in any order."""
-        ...
 
 
 class _Stopped(Exception):
@@ -82,11 +74,10 @@ def run(options: Options, progress: Progress | None = None, *, on_exception: OnE
     started, start = datetime.now(UTC), time.perf_counter()
     expectations = Expectations() if options.xfail is None else Expectations.load(options.xfail)
     with ExitStack() as stack:
+        opening = Opening()
 
         def lane(device: str) -> Lane:
-            made = _lane(options, device, on_exception)
-            stack.callback(made.close)
-            return made
+            return stack.enter_context(closing(_lane(options, device, opening, on_exception)))
 
         first = lane(options.device)
         collected = collect(first)
@@ -96,27 +87,32 @@ def run(options: Options, progress: Progress | None = None, *, on_exception: OnE
             progress.collected(cases)
         outcomes = _Outcomes(cases, rules, progress, options.fail_fast)
         to_run = outcomes.take_declared()
-        num_lanes = _num_lanes(options, len(to_run))
-        lanes = [first, *(lane(collected.name) for _ in range(num_lanes - 1))]
+        lanes = [first, *(lane(collected.name) for _ in range(_num_lanes(options, len(to_run)) - 1))]
         outcomes.run(lanes, to_run, in_process=options.in_process)
     place = Environment.from_json(collected.environment)
-    return _report(
-        options,
-        collected,
-        outcomes,
-        replace(place, workers=num_lanes, threads=options.threads or DEFAULT_THREADS),
-        started.isoformat(timespec="seconds"),
-        time.perf_counter() - start,
+    place = replace(place, workers=len(lanes), threads=options.threads or DEFAULT_THREADS)
+    level, obstacles = outcomes.reached(collected, options)
+    return Report(
+        name=collected.name,
+        plugin=collected.plugin,
+        environment=place,
+        level=options.level,
+        fuzz=options.fuzz,
+        seed=options.seed,
+        started=started.isoformat(timespec="seconds"),
+        elapsed_s=time.perf_counter() - start,
+        outcomes=outcomes.in_order(),
+        cases={case.id: case.what for case in cases},
+        reached=level,
+        obstacles=obstacles,
+        chosen=options.chosen,
     )
 
 
 def list_chosen(options: Options) -> list[CaseInfo]:
     """Return the cases that `run` would run or report, without running any."""
-    lane = _lane(options, options.device, None)
-    try:
+    with closing(_lane(options, options.device, Opening(), None)) as lane:
         collected = collect(lane)
-    finally:
-        lane.close()
     if collected.error is not None:
         raise error_from_json(dict(collected.error))
     cases = choose(collected, level=options.level, fuzz=options.fuzz, chosen=options.chosen)
@@ -129,51 +125,50 @@ class _Outcomes:
     """The outcomes of a run as they come, by id."""
 
     def __init__(self, cases: Sequence[CaseInfo], rules: Rules, progress: Progress | None, fail_fast: bool) -> None:
-        self.cases = cases
-        self._rules, self._progress, self._fail_fast = rules, progress, fail_fast
+        self._cases, self._rules, self._progress, self._fail_fast = cases, rules, progress, fail_fast
         self._by_id: dict[str, Outcome] = {}
-        self._failed = ""
-
-    @property
-    def stopped_at(self) -> str:
-        """The failure that ended the run; "" where it ran to its end."""
-        return self._failed
+        # The failure that ended the run; "" where it ran to its end.
+        self._stopped_at = ""
 
     def take_declared(self) -> list[CaseInfo]:
         """Note the cases that are declared not supported; return the others."""
-        left = []
-        for case in self.cases:
-            outcome = self._rules.declared(case)
-            if outcome is None:
-                left.append(case)
-            else:
-                self._add(outcome)
-        return left
+        declared = [self._rules.declared(case) for case in self._cases]
+        for outcome in filter(None, declared):
+            self._add(outcome)
+        return [case for case, outcome in zip(self._cases, declared, strict=True) if outcome is None]
 
     def run(self, lanes: Sequence[Lane], cases: Sequence[CaseInfo], *, in_process: bool) -> None:
         """Run cases: those that want the device for themselves last, one at a time, when the other lanes are closed."""
         shared = [case for case in cases if not case.exclusive]
         alone = [case for case in cases if case.exclusive]
-        try:
+        with suppress(_Stopped):
             if in_process:
                 for case in (*shared, *alone):
                     self._finished(lanes[0].run(case))
             else:
                 run_all(lanes, shared, self._finished)
                 run_all(lanes[:1], alone, self._finished)
-        except _Stopped:
-            pass
 
     def in_order(self) -> tuple[Outcome, ...]:
         """Return one outcome per case; those that did not run any more are skipped."""
-        reason = f"not run: the run stopped at the first failure, {self._failed}"
-        return tuple(self._by_id.get(case.id, Outcome(id=case.id, status="skip", reason=reason)) for case in self.cases)
+        reason = f"not run: the run stopped at the first failure, {self._stopped_at}"
+        skipped = (Outcome(id=case.id, status="skip", reason=reason) for case in self._cases)
+        return tuple(self._by_id.get(each.id, each) for each in skipped)
+
+    def reached(self, collected: Collected, options: Options) -> tuple[int | None, tuple[str, ...]]:
+        """Return the level proven, and why the next one is not."""
+        level, obstacles = reached(self.in_order(), complete=not options.chosen, level=options.level)
+        if self._stopped_at:
+            obstacles = (f"the run stopped at the first failure, {self._stopped_at}",)
+        if collected.error is not None and options.level:
+            obstacles = (f"the cases above level 0 could not be collected: {collected.problem}", *obstacles)
+        return level, obstacles
 
     def _finished(self, outcome: Outcome) -> None:
         outcome = self._rules.judge(outcome)
         self._add(outcome)
         if self._fail_fast and outcome.status in BAD:
-            self._failed = outcome.id
+            self._stopped_at = outcome.id
             raise _Stopped
 
     def _add(self, outcome: Outcome) -> None:
@@ -182,17 +177,24 @@ class _Outcomes:
             self._progress.finished(outcome)
 
 
-def _lane(options: Options, device: str, on_exception: OnException | None) -> Lane:
+def _lane(options: Options, device: str, opening: Opening, on_exception: OnException | None) -> Lane:
     worker = WorkerOptions(
-        device=device, seed=options.seed, fuzz=options.fuzz, threads=options.threads, suite=options.suite
+        device=device,
+        seed=options.seed,
+        fuzz=options.fuzz,
+        threads=options.threads,
+        timeout_factor=options.timeout_factor,
+        suite=options.suite,
     )
     if options.in_process:
-        return LocalLane(worker, on_exception=on_exception)
-    return ProcessLane(worker, timeout_factor=options.timeout_factor)
+        from core_conformance.runner.worker import Session
+
+        return Session(worker, on_exception=on_exception)
+    return ProcessLane(worker, opening=opening)
 
 
 def collect(lane: Lane) -> Collected:
-    """Return what a lane has to run; raise `CoreError` where that is nothing, as for an unknown device."""
+    """Return the cases of a lane; raise `CoreError` where there are none, as for an unknown device."""
     collected = lane.collect()
     if not collected.cases or (collected.error is not None and collected.error["type"] in _NOTHING_TO_RUN):
         assert collected.error is not None
@@ -204,44 +206,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _default_workers() -> int:
-    return min(MAX_WORKERS, _cores())
-
-
 def _num_lanes(options: Options, num_cases: int) -> int:
     if options.in_process:
         return 1
     # Asked for in so many words, they are all started; never more than there are cases.
     pay = num_cases if options.workers else -(-num_cases // CASES_PER_WORKER)
-    return max(1, min(options.workers or _default_workers(), pay))
-
-
-def _report(
-    options: Options,
-    collected: Collected,
-    outcomes: _Outcomes,
-    environment: Environment,
-    started: str,
-    elapsed_s: float,
-) -> Report:
-    ordered = outcomes.in_order()
-    level, obstacles = reached(ordered, complete=not options.chosen, level=options.level)
-    if outcomes.stopped_at:
-        obstacles = (f"the run stopped at the first failure, {outcomes.stopped_at}",)
-    if collected.error is not None and options.level:
-        obstacles = (f"the cases above level 0 could not be collected: {collected.problem}", *obstacles)
-    return Report(
-        name=collected.name,
-        plugin=collected.plugin,
-        environment=environment,
-        level=options.level,
-        fuzz=options.fuzz,
-        seed=options.seed,
-        started=started,
-        elapsed_s=elapsed_s,
-        outcomes=ordered,
-        cases={case.id: case.what for case in outcomes.cases},
-        reached=level,
-        obstacles=obstacles,
-        chosen=options.chosen,
-    )
+    return max(1, min(options.workers or min(MAX_WORKERS, _cores()), pay))

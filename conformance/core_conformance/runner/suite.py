@@ -20,6 +20,7 @@ COLLECTORS: tuple[str, ...] = (
     "core_conformance.cases.fakes",
     "core_conformance.cases.graphs.collect",
     "core_conformance.cases.calls.collect",
+    "core_conformance.cases.processes.collect",
     "core_conformance.cases.passes.collect",
     "core_conformance.cases.models.collect",
     "core_conformance.cases.ops.fuzz",

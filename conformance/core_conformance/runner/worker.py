@@ -14,21 +14,22 @@ import torch
 from core.common.conformance import ConformanceProfile
 from core.device import Device, PluginInfo
 from core.errors import CoreError, error_json
-from core.host.discovery import AUTO, discover
+from core.host.discovery import discover
 from core.host.loading import describe
+from core.host.plugin_metadata import AUTO
 from core.host.selection import conformance_profile, select_device
 from core.settings import Settings
-from core_conformance.case import Case
+from core_conformance.case import Case, CaseInfo
 from core_conformance.outcome import Outcome, Status
+from core_conformance.report.overview import one_line
 from core_conformance.runner import suite
 from core_conformance.runner.environment import environment
 from core_conformance.runner.isolation import TorchState, seed_all
-from core_conformance.runner.protocol import DEFAULT_THREADS, CaseInfo, Collected, WorkerOptions
+from core_conformance.runner.protocol import DEFAULT_THREADS, Collected, WorkerOptions
 from core_conformance.trial import NotSupported, Skip, Trial
 
 OnException = Callable[[BaseException], None]
 
-_MAX_REASON = 500
 _MAX_DETAIL = 20_000
 # Modules loaded by a case (transformers, a compiler) are many objects, which every later collection would walk.
 _MANY_MODULES = 100
@@ -51,6 +52,7 @@ class Session:
         self._opened: tuple[Device, ConformanceProfile] | Exception | None = None
         self._cases: dict[str, Case] = {case.id: case for case in suite.host_cases(options.suite.host)}
         self._complete = False
+        self.usable = True
         self._num_frozen_modules = 0
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads or DEFAULT_THREADS)
@@ -71,8 +73,7 @@ class Session:
 
     def collect(self, *, host_only: bool = False) -> Collected:
         """Return what there is to run. host_only: level 0 alone, without opening the device."""
-        error: dict[str, Any] | None = None
-        detail = ""
+        error, detail = None, ""
         try:
             if not host_only:
                 self._collect()
@@ -81,7 +82,7 @@ class Session:
         opened = self._opened if isinstance(self._opened, tuple) else None
         plugin = opened[0].plugin if opened else _plugin(self._name)
         return Collected(
-            cases=tuple(map(CaseInfo.of, self._cases.values())),
+            cases=tuple(case.info for case in self._cases.values()),
             name=self._name,
             error=error,
             detail=detail,
@@ -90,15 +91,16 @@ class Session:
             not_supported=dict(opened[1].not_supported) if opened else {},
         )
 
-    def run(self, case_id: str) -> tuple[Outcome, bool]:
-        """Run one case; return what became of it, and whether the device still works afterwards."""
-        trial = Trial(self._name, self.open, self._options.seed, self._options.fuzz)
+    def run(self, case: CaseInfo) -> Outcome:
+        """Run one case, named by its id; `usable` tells whether the device still works afterwards."""
+        given = self._options
+        trial = Trial(self._name, self.open, given.seed, given.fuzz, given.timeout_factor)
         # Inference needs no gradients; a case that does, as the checks of a custom op's registration, enables them.
         with torch.no_grad():
             before = TorchState.read()
             seed_all(self._options.seed)
             start = time.perf_counter()
-            status, reason, detail = self._judged(case_id, trial)
+            status, reason, detail = self._judged(case.id, trial)
             elapsed_s = time.perf_counter() - start
             left = [f"left behind, and put back: {change}" for change in before.restore()]
         problem = self._tidy()
@@ -106,8 +108,9 @@ class Session:
             left.append(f"the device no longer works after this case: {problem}")
             if status == "pass":
                 status, reason = "fail", left[-1]
-        outcome = Outcome(
-            id=case_id,
+        self.usable = not problem
+        return Outcome(
+            id=case.id,
             status=status,
             reason=reason,
             detail=detail,
@@ -115,7 +118,6 @@ class Session:
             measurements=tuple(trial.measurements),
             notes=(*trial.notes, *left),
         )
-        return outcome, not problem
 
     def close(self) -> None:
         """Give torch its threads back, and the garbage collector what was there before the cases."""
@@ -150,9 +152,9 @@ class Session:
                 # Work still queued may yet fail, and would fail the next case.
                 self._opened[0].synchronize()
         except NotSupported as caught:
-            status, reason = "not-supported", _line(str(caught))
+            status, reason = "not-supported", one_line(str(caught))
         except Skip as caught:
-            status, reason = "skip", _line(str(caught))
+            status, reason = "skip", one_line(str(caught))
         except BaseException as caught:
             if isinstance(caught, KeyboardInterrupt) and not self._own_process:
                 raise
@@ -160,7 +162,7 @@ class Session:
                 self._on_exception(caught)
             status = "fail"
             try:
-                reason, raised = _line(describe(caught)), traceback.format_exc()
+                reason, raised = one_line(describe(caught)), traceback.format_exc()
             except Exception:  # an exception that can't even be told
                 reason = f"{type(caught).__name__}, whose own text raises"
         if failures:
@@ -179,7 +181,7 @@ class Session:
                 self._opened[0].synchronize()
                 self._opened[0].parts.empty_cache()
             except Exception as error:
-                return _line(describe(error))
+                return one_line(describe(error))
         return ""
 
 
@@ -191,15 +193,9 @@ def _plugin(name: str) -> PluginInfo | None:
 def _error(caught: Exception) -> dict[str, Any]:
     if isinstance(caught, CoreError):
         return error_json(caught)
-    remedy = "see the traceback"
-    fields = {"asked": "the cases of the suite", "found": describe(caught), "remedy": remedy, "notes": []}
+    fields = {"asked": "the cases of the suite", "found": describe(caught), "remedy": "see the traceback", "notes": []}
     return {"type": type(caught).__name__, **fields}
 
 
-def _line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_REASON else f"{line[: _MAX_REASON - 1]}…"
-
-
 def _first(failures: list[str]) -> str:
-    return _line(failures[0]) + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")
+    return one_line(failures[0]) + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")

@@ -22,24 +22,25 @@ A `Rule` made of data, which is checked against the op's schema and printed, or 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeOp:
-    """A fake kernel for one foreign op. op: qualified name, `library::name`. rule: computes output metadata; None for
-    an op that brings a fake of its own, of which only `also_writes` is declared.
+    """A fake kernel for one foreign op."""
 
-    samples: device -> calls, arguments by their names in the op's schema; on these the conformance suite and
-    `core fakes --check` compare the fake with the real op. writes: the arguments that the op writes, which must be
-    those that its schema declares; None for whatever the schema says. also_writes: arguments that the kernel is known
-    to write whether its schema declares it or not; passes and verification go by it, also where the op brings a fake
-    of its own. changes: the library changes the op's schema from version to version; where the rule does not fit it,
-    the fake is left out with the reason, instead of refused as a mistake. unwritten: results are memory that the op
-    leaves as it was (workspaces, what later calls write), so that two calls may differ in it.
-    """
-
+    #: qualified name, `library::name`
     op: str
+    #: computes the results' metadata; None for an op that has a fake already, of which only `also_writes` is declared
     rule: ShapeRule | None
+    #: device -> calls, arguments by their names in the schema; the conformance suite and `core fakes --check` compare
+    #: the fake with the real op on them
     samples: Callable[[torch.device], Iterable[Sample]] | None = None
+    #: the arguments that the op writes, which must be those that its schema declares; None for what the schema says
     writes: tuple[str, ...] | None = None
+    #: arguments that the kernel is known to write, declared by its schema or not; passes and verification go by it,
+    #: also where the op has a fake already
     also_writes: tuple[str, ...] = ()
+    #: whether the library changes the op's schema from version to version: a rule that does not fit the schema is then
+    #: left out with the reason, not refused as a mistake
     changes: bool = False
+    #: whether results are memory that the op leaves as it was (workspaces, what later calls write), in which two calls
+    #: may differ
     unwritten: bool = False
 
     def __str__(self) -> str:
@@ -51,7 +52,9 @@ class FakeOp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeResult:
-    """Whether a declared fake was registered, and the reason in one line either way."""
+    """What became of a declared fake."""
 
+    #: whether it was registered
     applied: bool
+    #: why, or why not, in one line
     reason: str

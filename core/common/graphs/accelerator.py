@@ -14,8 +14,6 @@ import torch
 from core.common.graphs.backend import GraphKey
 from core.common.graphs.streams import StreamGraphBackend
 
-__all__ = ["AcceleratorGraphs", "find_fault"]
-
 
 class AcceleratorGraphs:
     """`StreamGraphs` of torch's current accelerator."""

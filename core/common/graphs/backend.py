@@ -10,23 +10,22 @@ if TYPE_CHECKING:
     import torch
 
 
-Guards = tuple[tuple[str, Hashable], ...]
+KeyGuards = tuple[tuple[str, Hashable], ...]
 """Further conditions of a graph, sorted by name: `(("lora", False), ("sampling", "greedy"))`."""
 
 WHOLE = -1
 
 
 class GraphKey(NamedTuple):
-    """What a captured graph was captured for; a key that was not captured is refused, never replayed approximately.
+    """What a captured graph was captured for; a key that was not captured is refused, never replayed approximately."""
 
-    phase: forward mode ("decode", "prefill", "verify", …). dims: bucket dimensions in declared order, e.g. `(8, 8)`.
-    guards: what else was constant at capture (LoRA, which hidden states are returned, …). part: of a key that is
-    captured in parts the number of one; `WHOLE` otherwise.
-    """
-
+    #: forward mode: "decode", "prefill", "verify", …
     phase: str
+    #: bucket dimensions in declared order, e.g. `(8, 8)`
     dims: tuple[int, ...]
-    guards: Guards = ()
+    #: what else was constant at capture: LoRA, which hidden states are returned, …
+    guards: KeyGuards = ()
+    #: the number of this part, where a key is captured in parts; else `WHOLE`
     part: int = WHOLE
 
     def __str__(self) -> str:

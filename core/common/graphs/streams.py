@@ -15,11 +15,9 @@ from core.common.graphs.backend import BoundCallable, Callback, GraphKey
 from core.common.graphs.weak import release
 from core.errors import CaptureError
 
-__all__ = ["StreamGraph", "StreamGraphBackend", "StreamGraphs", "capture_lock"]
-
-FIRST_WARMUPS, LATER_WARMUPS = 3, 1
-"""Runs before a capture: the first of a program also allocate the workspaces of libraries, which a capture may not; the
-later ones only choose kernels for their sizes."""
+FIRST_GRAPH_WARMUPS, LATER_GRAPH_WARMUPS = 3, 1
+"""Runs before a graph is captured. Those before a program's first graph also allocate workspaces of libraries, which a
+capture may not; later ones only choose kernels for their sizes."""
 
 _CAPTURING: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 """Held while a device captures or is waited for: to wait for all its streams breaks the captures on them, also those of
@@ -122,7 +120,7 @@ class StreamGraphBackend:
         """Run `fn` to warm up, call `after_warmup`, capture `fn` and return its static outputs."""
         self._require_session(key)
         # The first calls choose kernels and allocate the workspaces of libraries; a capture may contain neither.
-        for _ in range(LATER_WARMUPS if self._graphs else FIRST_WARMUPS):
+        for _ in range(LATER_GRAPH_WARMUPS if self._graphs else FIRST_GRAPH_WARMUPS):
             fn()
         after_warmup()
         self._device.synchronize()

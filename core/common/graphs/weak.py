@@ -1,7 +1,7 @@
-"""Tensors without ownership: they keep an address and a shape, and leave the memory to whoever owns it.
+"""Tensors that do not own their memory, by which captured outputs are held so that graphs of a pool can share memory.
 
 What a graph allocates lives in the graph's pool. A Python reference to such a tensor keeps the pool from giving its
-memory to the next capture, so what must be known of it after the capture is its address alone.
+memory to the next capture. After the capture only the address, shape and strides are needed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Loose", "addresses", "has_address", "release", "weak_by", "weak_tensor"]
-
 _MAKERS: dict[torch.device, Callable[[Tensor], Tensor]] = {}
 
 
 def weak_by(device: torch.device, make: Callable[[Tensor], Tensor]) -> None:
-    """Let `make` give the weak tensors of a device, index included.
+    """Have `make` make the weak tensors of a device, index included.
 
-    Where storages are of a class of the device's own, which its kernels count on, torch's plain storage over an address
-    will not do.
+    For devices whose kernels need storages of a class of their own, where torch's plain storage over an address fails.
     """
     _MAKERS[device] = make
 
@@ -45,12 +42,11 @@ def weak_tensor(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """A tensor let go of: whether somebody else holds its memory is asked when it is settled.
+    """A tensor let go of. Whether somebody else holds its memory is asked later, by `settle`."""
 
-    tensor: a weak stand-in; the tensor itself where its memory can lie in no graph's pool.
-    """
-
+    #: a weak stand-in; the tensor itself where its memory can lie in no graph's pool
     tensor: Tensor
+    #: of the memory; None where `tensor` is the tensor itself
     reference: StorageWeakRef | None
 
     @classmethod
@@ -96,12 +92,12 @@ def _over(storage: Any, like: Tensor) -> Tensor:
 
 
 def addresses(tensors: Sequence[Tensor]) -> frozenset[int]:
-    """Return the addresses of the storages of these tensors; one that is not memory alone has none."""
+    """Return the addresses of the storages of these tensors, those that `has_address`."""
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if has_address(tensor))
 
 
 def has_address(tensor: Tensor) -> bool:
-    """Return whether a tensor is memory alone: neither sparse nor a subclass that wraps others."""
+    """Return whether one run of memory holds a tensor: it is neither sparse nor a subclass that wraps others."""
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 

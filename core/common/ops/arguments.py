@@ -27,17 +27,32 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
             check(tensor.is_floating_point(), op, f"{name} must be floating-point, not {tensor.dtype}")
 
 
+def check_shape(op: str, shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """Raise `RuntimeError` unless every tensor given has this shape."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check(tuple(tensor.shape) == shape, op, f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+
+
+def check_ranks(op: str, rank: int, **tensors: Tensor | None) -> None:
+    """Raise `RuntimeError` unless every tensor given has this rank."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check(tensor.dim() == rank, op, f"{name} must have rank {rank}, not {tensor.dim()}")
+
+
 def check_choice(op: str, name: str, value: str, known: Sequence[str]) -> None:
-    """Raise `RuntimeError` unless `value` is one of the known ones."""
+    """Raise `RuntimeError` unless `value` is among the known ones."""
     check(value in known, op, f"{name} {value!r} is none of {', '.join(map(repr, known))}")
 
 
 class Draw:
-    """Draws tensors for samples: fp64 normals, the same on every device, rounded to the sample's dtype."""
+    """Draws the tensors of calls worth testing: fp64 normals, the same on every device, rounded to a dtype."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         self.dtype = dtype
         self.device = device
+        self.wide = at_least_fp32(dtype)
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:

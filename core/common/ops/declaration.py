@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from core.common.ops.arguments import Draw
 from core.common.ops.implementation import OpCall
 from core.common.ops.layout import laid_out
 from core.errors import UsageError
@@ -17,36 +19,49 @@ _LIBRARY = torch.library.Library("core", "DEF")
 _DECLARED: dict[str, CanonicalOp] = {}
 
 
+Calls = Callable[[Draw], Mapping[str, Mapping[str, Any]]]
+"""Returns calls worth testing by what is special about them, the arguments of each by their names in the schema."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One set of arguments for an op. name: what is special about it; kwargs: every argument, by schema name."""
+    """One call of an op that is worth testing."""
 
+    #: what is special about the call
     name: str
+    #: all arguments by their names in the schema
     kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanonicalOp:
-    """The declaration of one op of the `core::` namespace.
+    """The declaration of one op of the `core::` namespace."""
 
-    schema: the torch schema without namespace. reference: plain torch; it is the semantics, the default kernel and the
-    test oracle, computes in at least fp32 and keeps fp64 as fp64. fake: checks arguments and returns output metadata.
-    samples: `(dtype, device)` -> arguments worth testing, deterministic, weights and caches never constant.
-    break_point: piecewise capture may cut the graph here. eager: what then runs there for want of an implementation:
-    the reference in a form that may read tensors on the host; None for the reference as it is. costly: the reference is
-    much slower than what models write in its place, so a device without an implementation gets the op only where that
-    can be put back.
-    """
-
-    name: str
+    #: torch's schema without a namespace: the op's name, its arguments and its results
     schema: str
+    #: what the op means, in plain torch: the default kernel and the oracle of its tests; computes in at least fp32, and
+    #: in fp64 for fp64
     reference: Callable[..., Any]
+    #: returns tensors of the results' shapes, dtypes and strides, for tracing
     fake: Callable[..., Any]
-    samples: Callable[[torch.dtype, torch.device], Iterator[Sample]]
+    #: raises where arguments do not fit together; called before reference, eager and fake, as these are
+    check: Callable[..., None] | None = None
+    #: deterministic; weights and caches are never constant
+    calls: Calls
+    #: what `calls` draws numbers by
+    seed: int = 0
+    #: whether piecewise capture may cut the graph here
     break_point: bool = False
+    #: what runs at a cut where the device has no implementation: may read tensors on the host; None for the reference
     eager: Callable[..., Any] | None = None
+    #: whether the reference is much slower than what models write in its place: a device without an implementation then
+    #: gets the op only where the model's own code can be put back
     costly: bool = False
-    notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def name(self) -> str:
+        """The op's name in the namespace `core`."""
+        return self.schema.partition("(")[0]
 
     @property
     def qualified_name(self) -> str:
@@ -60,6 +75,11 @@ class CanonicalOp:
         return packet.default  # type: ignore[no-any-return]  # torch.ops is untyped
 
     @property
+    def positional(self) -> tuple[str, ...]:
+        """Names of the arguments that may be given by position."""
+        return tuple(a.name for a in self.overload._schema.arguments if not a.kwarg_only)
+
+    @property
     def mutates(self) -> tuple[str, ...]:
         """Names of the arguments that the op writes into, from the schema."""
         arguments = self.overload._schema.arguments
@@ -67,15 +87,19 @@ class CanonicalOp:
 
     @property
     def is_collective(self) -> bool:
-        """Whether the op is told a group of processes, and means no more than a copy of itself in a single one."""
+        """Whether the op is told a group of processes; in a single process it exchanges nothing."""
         return any(a.name == "group" for a in self.overload._schema.arguments)
+
+    def samples(self, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+        """Yield the calls worth testing, floating tensors in this dtype."""
+        for name, kwargs in self.calls(Draw(dtype, device, self.seed)).items():
+            yield Sample(name=name, kwargs=kwargs)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpCall:
         """Return the call with every argument by name and defaults filled in."""
         arguments = self.overload._schema.arguments
         bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        positional = [a.name for a in arguments if not a.kwarg_only]
-        bound.update(zip(positional, args, strict=False))
+        bound.update(zip(self.positional, args, strict=False))
         bound.update(kwargs)
         return OpCall(op=self.qualified_name, args=MappingProxyType(bound))
 
@@ -83,7 +107,8 @@ class CanonicalOp:
 def declare(op: CanonicalOp) -> CanonicalOp:
     """Register the op with torch (reference as kernel on every device, fake for tracing) and return it.
 
-    Of what is returned, reference and eager give results laid out as the fake says, whatever the device.
+    reference, eager and fake of the result check their arguments first; reference and eager lay results out as the fake
+    says, whatever the device does.
     """
     if op.qualified_name in _DECLARED:
         raise UsageError(
@@ -91,13 +116,35 @@ def declare(op: CanonicalOp) -> CanonicalOp:
             found="an op of that name is declared already",
             remedy="give it another name, or use the declared one",
         )
-    eager = None if op.eager is None else laid_out(op.eager, op.fake)
-    op = replace(op, reference=laid_out(op.reference, op.fake), eager=eager)
     _LIBRARY.define(op.schema)
+    fake = _checked(op, op.fake)
+    eager = None if op.eager is None else laid_out(_checked(op, op.eager), fake)
+    op = replace(op, reference=laid_out(_checked(op, op.reference), fake), fake=fake, eager=eager)
     _LIBRARY.impl(op.name, op.reference, "CompositeExplicitAutograd")
     torch.library.register_fake(op.qualified_name, op.fake, lib=_LIBRARY)
     _DECLARED[op.qualified_name] = op
     return op
+
+
+def _checked(op: CanonicalOp, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function behind the op's check, both called as the schema has it.
+
+    Arguments before the schema's star come by position, in whatever way the caller names them: so a function can hand
+    on those that it has no name for.
+    """
+    names, check = op.positional, op.check
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for name in names[len(args) :]:
+            if name not in kwargs:
+                break
+            args = (*args, kwargs.pop(name))
+        if check is not None:
+            check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def declared_ops() -> Mapping[str, CanonicalOp]:

@@ -10,17 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCall:
-    """One call of a canonical op as it stands in a graph.
+    """One call of a canonical op as it stands in a graph."""
 
-    args holds every argument of the schema by name, defaults filled in; tensors are fake (shape, dtype, device only).
-    """
-
+    #: the op, as `core::attention`
     op: str
+    #: every argument of the schema by name, defaults filled in; tensors are fake (shape, dtype, device only)
     args: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 Condition = Callable[[OpCall], str | None]
-"""Returns None where the implementation applies, else the reason why not. Decided once per call in a graph."""
+"""Returns why an implementation can't take a call, None where it can; asked once for each call in a graph."""
 
 
 def always(call: OpCall) -> str | None:
@@ -30,20 +29,19 @@ def always(call: OpCall) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpImplementation:
-    """One implementation. op: canonical name, `core::attention`. name: what reports call it.
+    """What a device runs for a canonical op, and for which of its calls."""
 
-    fn takes the op's arguments exactly as its schema states them and keeps its contract, mutation included. It must be
-    traceable when the device's lowering traces (plain torch ops, or a custom op, also as `torch.library.custom_op`
-    gives it).
-    """
-
+    #: the op, as `core::attention`
     op: str
+    #: what reports call the implementation
     name: str
+    #: takes the arguments as the op's schema has them, and writes and returns what the op does; traceable where the
+    #: device's lowering traces: plain torch ops, or a custom op, also as `torch.library.custom_op` gives it
     fn: Callable[..., Any]
     condition: Condition = always
 
     def __post_init__(self) -> None:
-        # What `custom_op` gives is no function with a name, as a node of a graph needs it, but knows the op it made.
+        # A node of a graph needs a function with a name. What `custom_op` gives has none, but knows the op it made.
         overload = getattr(self.fn, "_opoverload", None)
         if overload is not None:
             object.__setattr__(self, "fn", overload)

@@ -1,4 +1,4 @@
-"""Results laid out as their op's fake says, also where a device's own ops lay them out otherwise.
+"""Lays out the results of references as their ops' fakes say, where a device's own ops lay them out otherwise.
 
 A trace believes fakes, which give what torch's elementwise ops promise: results in the memory order of their inputs.
 Not every device keeps that promise; some give contiguous results for whatever lies in another order. A reference is
@@ -43,11 +43,11 @@ def laid_out(reference: Callable[..., Any], fake: Callable[..., Any]) -> Callabl
 
 def layouts_of(fake: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Layout]:
     """Return what a fake says of the results of a call with these arguments: the layout of each, in order."""
-    return _layouts(fake, tuple(map(_told, args)), tuple((name, _told(value)) for name, value in kwargs.items()))
+    return _layouts(fake, tuple(map(_key_of, args)), tuple((name, _key_of(value)) for name, value in kwargs.items()))
 
 
 def _may_differ(values: Sequence[Any]) -> bool:
-    """Tell whether these are tensors with memory of their own, of which one is not contiguous."""
+    """Return whether one of the tensors is not contiguous; False where one has no memory of its own."""
     found = False
     for value in values:
         if isinstance(value, Tensor):
@@ -57,12 +57,13 @@ def _may_differ(values: Sequence[Any]) -> bool:
     return found
 
 
-def _told(value: Any) -> Any:
-    return (_told, tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+def _key_of(value: Any) -> Any:
+    """Return shape, strides and dtype in the place of a tensor: what the memory of `_layouts` goes by."""
+    return (_key_of, tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
-def _shown(value: Any) -> Any:
-    if not isinstance(value, tuple) or value[:1] != (_told,):
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, tuple) or value[:1] != (_key_of,):
         return value
     _, shape, strides, dtype = value
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -72,10 +73,10 @@ def _shown(value: Any) -> Any:
 def _layouts(
     fake: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> tuple[Layout, ...]:
-    # What torch makes of strides it does not write down; so this asks it, once for each form of a call. What watches
-    # the call itself, as a mode that records it, is to see nothing of this.
+    # torch documents no rule for strides of results, so it is asked, once for each form of a call. Modes that watch the
+    # call itself, to record it, must not see this one.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        made = fake(*map(_shown, args), **{name: _shown(value) for name, value in kwargs})
+        made = fake(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs})
     results = made if isinstance(made, tuple) else (made,)
     return tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
 

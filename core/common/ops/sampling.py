@@ -12,17 +12,15 @@ tokens whose probability reaches p.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
 NUM_PARAMS = 4
-SCHEMA = "sample(Tensor logits, Tensor sampling_params) -> Tensor"
-ARGMAX_SCHEMA = "argmax(Tensor logits) -> Tensor"
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -31,7 +29,6 @@ def argmax(logits: Tensor) -> Tensor:
     logits: (R, V), V at least 1, compared in their own dtype; a logit may be -inf. NaN counts as the largest, as in
     torch, so that a row with NaN gives the id of its first one.
     """
-    _check_logits("argmax", logits)
     return logits.argmax(dim=-1)
 
 
@@ -44,7 +41,6 @@ def sample(logits: Tensor, sampling_params: Tensor) -> Tensor:
     logits are in the order of their ids. Another order of summation gives another token where the draw lies within
     rounding of a boundary. A row with NaN gives some token and leaves the others alone.
     """
-    _check(logits, sampling_params)
     return torch.where(sampling_params[:, 0] > 0, _invert(logits, sampling_params), logits.argmax(dim=-1))
 
 
@@ -70,37 +66,26 @@ def _invert(logits: Tensor, sampling_params: Tensor) -> Tensor:
     return token_ids.gather(1, torch.minimum(index, last).clamp(min=0)).squeeze(1)
 
 
-def sample_fake(logits: Tensor, sampling_params: Tensor) -> Tensor:
-    """Check the arguments; return (R,)."""
-    _check(logits, sampling_params)
+def _fake(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
-def _check(logits: Tensor, sampling_params: Tensor) -> None:
-    _check_logits("sample", logits)
-    check_floating("sample", sampling_params=sampling_params)
-    fits = tuple(sampling_params.shape) == (logits.shape[0], NUM_PARAMS)
-    shape = f"sampling_params must be ({logits.shape[0]}, {NUM_PARAMS}), not {tuple(sampling_params.shape)}"
-    check(fits, "sample", shape)
-
-
-def argmax_fake(logits: Tensor) -> Tensor:
-    """Check the argument; return (R,)."""
-    _check_logits("argmax", logits)
-    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
-
-
-def _check_logits(op: str, logits: Tensor) -> None:
+def _check_argmax(logits: Tensor, op: str = "argmax") -> None:
     check_floating(op, logits=logits)
     check(logits.dim() == 2 and logits.shape[1] > 0, op, f"logits must be (R, V), not {tuple(logits.shape)}")
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield rows with each limit alone and with all of them, ties, masked tokens, rows of every kind in one call."""
-    draw = Draw(dtype, device, seed=21)
+def _check_sample(logits: Tensor, sampling_params: Tensor) -> None:
+    _check_argmax(logits, "sample")
+    check_floating("sample", sampling_params=sampling_params)
+    check_shape("sample", (logits.shape[0], NUM_PARAMS), sampling_params=sampling_params)
+
+
+def _sample_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return rows with each limit alone and with all of them, ties, masked tokens, rows of every kind in one call."""
 
     def rows(*values: tuple[float, float, float, float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(values, dtype=torch.float32, device=draw.device)
 
     draws = (0.03, 0.21, 0.47, 0.68, 0.94)
     limits = {
@@ -111,40 +96,58 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         "top-p": (1.0, 0.0, 0.7),
         "all limits": (0.9, 20.0, 0.9),
     }
-    for name, (temperature, top_k, top_p) in limits.items():
-        params = rows(*((temperature, top_k, top_p, u) for u in draws))
-        yield Sample(name=name, kwargs={"logits": draw(5, 97, scale=3.0), "sampling_params": params})
+    calls = {
+        name: {"logits": draw(5, 97, scale=3.0), "sampling_params": rows(*((*limit, u) for u in draws))}
+        for name, limit in limits.items()
+    }
     mixed = rows((0.0, 0.0, 1.0, 0.0), (0.7, 3.0, 1.0, 0.5), (1.0, 0.0, 0.5, 0.999), (0.0, 0.0, 1.0, 0.0))
-    yield Sample(name="greedy and others", kwargs={"logits": draw(4, 64, scale=3.0), "sampling_params": mixed})
-    masked = draw(4, 64, scale=3.0)
-    masked[:, ::3] = float("-inf")
-    yield Sample(name="masked tokens", kwargs={"logits": masked, "sampling_params": mixed})
-    tied = draw(4, 64, scale=2.0).round()
-    yield Sample(name="ties", kwargs={"logits": tied, "sampling_params": mixed})
-    wider = draw(4, 200, scale=3.0)[:, 40:140]
-    yield Sample(name="slice of wider rows", kwargs={"logits": wider, "sampling_params": mixed})
-    yield Sample(name="no rows", kwargs={"logits": draw(0, 64), "sampling_params": mixed[:0]})
+    logits = {
+        "greedy and others": draw(4, 64, scale=3.0),
+        "masked tokens": draw(4, 64, scale=3.0),
+        "ties": draw(4, 64, scale=2.0).round(),
+        "slice of wider rows": draw(4, 200, scale=3.0)[:, 40:140],
+        "no rows": draw(0, 64),
+    }
+    logits["masked tokens"][:, ::3] = float("-inf")
+    return calls | {name: {"logits": x, "sampling_params": mixed[: x.shape[0]]} for name, x in logits.items()}
 
 
-def argmax_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield rows with ties, masked tokens and infinities, of a vocabulary of one, in wider rows, and none."""
-    draw, inf = Draw(dtype, device, seed=22), float("inf")
-    yield Sample(name="plain", kwargs={"logits": draw(5, 97, scale=3.0)})
-    yield Sample(name="ties", kwargs={"logits": draw(6, 64).round()})
-    masked = draw(4, 64, scale=3.0)
+def _argmax_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return rows with ties, masked tokens and infinities, of a vocabulary of one, in wider rows, and none."""
+    inf = float("inf")
+    logits = {
+        "plain": draw(5, 97, scale=3.0),
+        "ties": draw(6, 64).round(),
+        "masked tokens": draw(4, 64, scale=3.0),
+        "infinities": draw(4, 64),
+        "zeros of both signs": torch.cat((-draw(4, 4).relu(), draw(4, 4).clamp(max=0.0)), dim=1),
+        "one token": draw(3, 1),
+        "slice of wider rows": draw(4, 200, scale=3.0)[:, 40:141],
+        "no rows": draw(0, 64),
+    }
+    masked, infinite = logits["masked tokens"], logits["infinities"]
     masked[:, ::3], masked[3] = -inf, -inf
-    yield Sample(name="masked tokens", kwargs={"logits": masked})
-    infinite = draw(4, 64)
     infinite[0, 7], infinite[1, 9:], infinite[2, 5:7], infinite[3, 63] = inf, inf, inf, inf
-    yield Sample(name="infinities", kwargs={"logits": infinite})
-    zeros = torch.cat((-draw(4, 4).relu(), draw(4, 4).clamp(max=0.0)), dim=1)
-    yield Sample(name="zeros of both signs", kwargs={"logits": zeros})
-    yield Sample(name="one token", kwargs={"logits": draw(3, 1)})
-    yield Sample(name="slice of wider rows", kwargs={"logits": draw(4, 200, scale=3.0)[:, 40:141]})
-    yield Sample(name="no rows", kwargs={"logits": draw(0, 64)})
+    return {name: {"logits": x} for name, x in logits.items()}
 
 
-SAMPLE = declare(CanonicalOp(name="sample", schema=SCHEMA, reference=sample, fake=sample_fake, samples=samples))
+SAMPLE = declare(
+    CanonicalOp(
+        schema="sample(Tensor logits, Tensor sampling_params) -> Tensor",
+        reference=sample,
+        fake=_fake,
+        check=_check_sample,
+        calls=_sample_calls,
+        seed=21,
+    )
+)
 ARGMAX = declare(
-    CanonicalOp(name="argmax", schema=ARGMAX_SCHEMA, reference=argmax, fake=argmax_fake, samples=argmax_samples)
+    CanonicalOp(
+        schema="argmax(Tensor logits) -> Tensor",
+        reference=argmax,
+        fake=_fake,
+        check=_check_argmax,
+        calls=_argmax_calls,
+        seed=22,
+    )
 )

@@ -1,13 +1,16 @@
-"""Reading calls of canonical ops from a graph: what they are given, and who reads their results."""
+"""Calls of canonical ops in a graph: what they are given, who reads their results, and the site of a new one."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from core.common.ops.declaration import CanonicalOp, find_op
+from core.common.passes.sites import Site
+from core.common.passes.viewed import Viewed, viewed
 
 
 def arguments(node: fx.Node, op: CanonicalOp) -> dict[str, Any]:
@@ -33,3 +36,24 @@ def results(node: fx.Node) -> dict[int, fx.Node]:
         if user.target is operator.getitem and len(user.args) == 2 and isinstance(user.args[1], int):
             found.setdefault(user.args[1], user)
     return found
+
+
+def split(op: CanonicalOp, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments by name as a call of the op takes them: by position, None for what is missing, and by name."""
+    positional = [argument.name for argument in op.overload._schema.arguments if not argument.kwarg_only]
+    named = {name: value for name, value in given.items() if name not in positional}
+    return tuple(given.get(name) for name in positional), named
+
+
+def site(
+    op: CanonicalOp,
+    given: Mapping[str, Any],
+    interior: tuple[fx.Node, ...],
+    outputs: tuple[fx.Node | Viewed | None, ...],
+) -> Site | None:
+    """Return the site of an op with arguments by name and these results; None where nothing reads any of them."""
+    anchor = next((viewed(each).node for each in outputs if each is not None), None)
+    if anchor is None:
+        return None
+    args, kwargs = split(op, given)
+    return Site(anchor=anchor, target=op.overload, args=args, kwargs=kwargs, interior=interior, outputs=outputs)

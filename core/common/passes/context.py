@@ -63,30 +63,32 @@ class Analyses:
 
 @dataclass(kw_only=True, slots=True)
 class PassContext:
-    """One pass on one graph. A pass rewrites `module.graph` in place and reads everything else.
-
-    name, owner: of the pass. after: passes that this one is ordered after on purpose, and may build on. params: those
-    of the declaration. capabilities: of the device, or None for a graph without one. tokens: least and most tokens that
-    the graph serves, or None where unknown. sizes: of each bucket that the graph serves, what each symbol of its sizes
-    is there; empty where unknown. constants: the tensors bound to the graph's placeholders, to which a pass
-    may add; None where the caller has not given them. implemented: names of the canonical ops that the device brings an
-    implementation of; None where that is unknown, and every op may be lifted to.
-    """
+    """One pass on one graph. A pass rewrites `module.graph` in place and reads everything else."""
 
     module: fx.GraphModule
     stage: Stage = "torch"
+    #: Name and owner of the pass.
     name: str = "pass"
     owner: str = "core"
+    #: Passes that this one is ordered after on purpose, and may build on.
     after: frozenset[str] = frozenset()
     guards: Guards = field(default_factory=Guards)
+    #: Those of the declaration.
     params: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    #: Those of the device, None for a graph without one.
     capabilities: Capabilities | None = None
     world_size: int = 1
+    #: Least and most tokens that the graph serves, None where unknown.
     tokens: tuple[int, int] | None = None
+    #: For each bucket that the graph serves: what each symbol of its sizes is there. Empty where unknown.
     sizes: tuple[Mapping[Any, int], ...] = ()
+    #: The tensors bound to the graph's placeholders, to which a pass may add; None where the caller has not given them.
     constants: Constants | None = None
+    #: Names of the canonical ops that the device implements; None where unknown: every op may be lifted to then.
     implemented: frozenset[str] | None = None
     analyses: Analyses | None = None
+    #: Nodes that belong to sites found so far, for finders that note them.
+    taken: set[fx.Node] = field(default_factory=set)
 
     @property
     def graph(self) -> fx.Graph:
@@ -109,18 +111,16 @@ class PassContext:
         plain = all(isinstance(each, int) or each.is_Integer for each in found)
         return tuple(map(int, found)) if found and plain else None
 
-    def same_sizes(self, left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    def served_alike(self, left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
         """Return whether two shapes, or parts of shapes, are known to be equal wherever the graph serves.
 
         Inputs of one declared dimension have symbols of their own, until an op of the model demands that they be equal.
         """
-        return len(left) == len(right) and all(map(self._same, left, right))
 
-    def _same(self, left: Any, right: Any) -> bool:
-        if same_size(left, right):
-            return True
-        served = self.served(left)
-        return served is not None and served == self.served(right)
+        def alike(one: Any, other: Any) -> bool:
+            return same_size(one, other) or ((found := self.served(one)) is not None and found == self.served(other))
+
+        return len(left) == len(right) and all(map(alike, left, right))
 
     def values(self) -> Iterator[object]:
         """Yield the fake values of all nodes, the members of tuples one by one."""

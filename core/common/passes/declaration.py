@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from core.common.passes.identity import fingerprint
 from core.common.passes.pass_guards import Form, Guards, Scalar, Stage
-from core.common.passes.results import NearMiss, PassResult
+from core.common.passes.results import PassResult
+from core.common.passes.rewrite import fuse
+from core.common.passes.sites import Finder
 from core.errors import PassError
 
 if TYPE_CHECKING:
@@ -21,22 +23,6 @@ if TYPE_CHECKING:
     Pattern: TypeAlias = Replacement | InductorReplacement | InductorGraphPattern
     Example: TypeAlias = tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
 
-__all__ = [
-    "Example",
-    "Examples",
-    "Expect",
-    "Form",
-    "Guards",
-    "Mechanism",
-    "NearMiss",
-    "Pass",
-    "PassFunction",
-    "PassResult",
-    "Pattern",
-    "Scalar",
-    "Stage",
-]
-
 Mechanism = Literal["graph", "replace_pattern", "inductor"]
 PassFunction = Callable[["PassContext"], PassResult]
 Expect = Callable[["PassContext"], "int | None"] | int | None
@@ -47,67 +33,76 @@ LIFTS = (
     *("lift_rms_norm", "fuse_add_rms_norm", "lift_layer_norm", "lift_gated_activation", "lift_rotary"),
     *("fuse_qk_norm_rotary", "lift_attention", "fuse_attention_cache", "lift_moe_route", "lift_grouped_mlp"),
 )
-"""The passes that recognise what a model computes, for `Pass.after` of those that build on it; one that is absent means
-nothing."""
+"""The passes that recognise what a model computes: `Pass.after` of a pass that builds on them. A name that no pass of
+a run has means nothing there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTraits:
-    """What only a few passes have to say of themselves.
+    """What only a few passes have to say of themselves. All but `form` is no part of a pass's identity."""
 
-    on_request: why the pass runs only where it is asked for by name; empty for one that runs by itself. codes: ops, as
-    "acme::quantize", whose int8 results are codes of a quantisation. What the pass puts in their place may quantise
-    values that were not rounded before: verification judges its codes by their steps from those of the fp64 run.
-    reads_content: run may read what bound tensors hold, not only where and how they lie; a cached graph then serves
-    equal contents only. requires: analyses to compute before the pass. preserves: analyses that stay valid although the
-    pass changed the graph. form: of `functional` graphs, which of torch's wrappers the writes of custom ops are in.
-    closes: it runs last in its stage, wherever another pass of that stage runs, named by the caller or not.
-
-    None but form is part of the identity of a pass.
-    """
-
+    #: Why the pass runs only where it is asked for by name; empty for one that runs by itself.
     on_request: str = ""
+    #: Ops, as "acme::quantize", whose int8 results are codes of a quantisation. What the pass puts in their place may
+    #: quantise values before they are rounded. Verification then counts by how many steps its codes miss those of the
+    #: fp64 run.
     codes: tuple[str, ...] = ()
+    #: Whether the pass may read what bound tensors hold, beside where and how they lie. A cached graph then serves
+    #: equal contents only.
     reads_content: bool = True
+    #: Analyses to compute before the pass.
     requires: frozenset[str] = frozenset()
+    #: Analyses that stay valid although the pass changed the graph.
     preserves: frozenset[str] = frozenset()
+    #: Of stage `functional`: the wrapper of torch that custom ops which write come in.
     form: Form = "v2"
+    #: Of stage `functional`: the pass runs last, wherever another pass of its stage runs, named by the caller or not.
     closes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One graph rewrite, declared once; order, switches, identity and reports derive from this.
+    """One graph rewrite, declared once: order, switches, identity and reports derive from this."""
 
-    name: unique among the passes of a run. mechanism: `graph` calls run, which rewrites the graph in place and reports
-    its matches; `replace_pattern` and `inductor` apply patterns. stage: `torch` is the traced graph, `aten` the one
-    after AOTAutograd, `functional` the same without writes (either, for `inductor`). before/after: names of passes that
-    must come later/earlier; absent names are allowed and mean nothing. params: what run reads as `context.params`; part
-    of the identity. expect: matches owed per graph, a function of the graph before the pass, or None for no promise; a
-    broken promise is logged, and an error when strict. examples: gives modules, each with its positional inputs, all in
-    fp32 on the host, in every one of which the pass owes a match; each call gives new ones. For tests alone, and no
-    part of the identity. traits: what few passes need.
-    """
-
+    #: Unique among the passes of a run.
     name: str
+    #: In one sentence, for `core passes`.
+    does: str = ""
+    #: Mechanism `graph`, a fusion: asked about every node. `fuse` checks and rewrites the sites that it returns.
+    find: Finder | None = None
+    #: Mechanism `graph`, any other rewrite: changes the graph in place and reports its matches.
     run: PassFunction | None = None
+    #: The patterns of the other two mechanisms.
     patterns: tuple[Pattern, ...] = ()
     mechanism: Mechanism = "graph"
+    #: The graph to rewrite. `torch`: as traced. `aten`: of ATen ops. `functional`: of ATen ops that write nothing.
+    #: Mechanism `inductor` takes either of the latter two.
     stage: Stage = "torch"
+    #: Names of passes that come later; one that no pass has means nothing.
     before: tuple[str, ...] = ()
+    #: Names of passes that come earlier; one that no pass has means nothing.
     after: tuple[str, ...] = ()
+    #: What must hold, else the pass is skipped.
     guards: Guards = field(default_factory=Guards)
+    #: What the pass reads as `context.params`.
     params: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    #: Matches owed per graph: a number, or a function of the graph before the pass; None for no promise. A broken
+    #: promise is logged, and an error when strict.
     expect: Expect = None
+    #: Gives modules, new ones at each call, each with its positional inputs in fp32 on the host. The pass owes a match
+    #: in every one. For tests alone, and no part of the identity.
     examples: Examples | None = None
+    #: Whose pass it is, for errors.
     owner: str = "core"
     traits: PassTraits = field(default_factory=PassTraits)
 
     def __post_init__(self) -> None:
-        if self.mechanism == "graph" and (self.run is None or self.patterns):
-            self._refuse("it has no run function, or has patterns", "set run, and no patterns")
-        if self.mechanism != "graph" and (self.run is not None or not self.patterns):
-            self._refuse("it has no pattern, or has a run function", "set patterns, and no run")
+        functions = [each for each in (self.find, self.run) if each is not None]
+        if self.mechanism == "graph" and (len(functions) != 1 or self.patterns):
+            found = "it has no finder and no run function, both of them, or has patterns"
+            self._refuse(found, "set either find or run, and no patterns")
+        if self.mechanism != "graph" and (functions or not self.patterns):
+            self._refuse("it has no pattern, or has a run function or a finder", "set patterns, and no function")
         if self.mechanism == "inductor" and self.stage == "torch":
             self._refuse(f"Inductor's matcher reads aten graphs, and its stage is {self.stage!r}", "set stage='aten'")
         if self.traits.form != "v2" and self.stage != "functional":
@@ -122,6 +117,7 @@ class Pass:
     def uuid(self) -> str:
         """Return a digest of what the pass does: its code, parameters, guards and the torch version."""
         stage = self.stage if self.traits.form == "v2" else f"{self.stage} {self.traits.form}"
+        functions = self.run if self.find is None else (self.find, fuse)
         return fingerprint(
-            self.name, self.mechanism, stage, self.run, self.patterns, self.params, self.guards, self.expect
+            self.name, self.mechanism, stage, functions, self.patterns, self.params, self.guards, self.expect
         )

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from core.common.node_meta import value_of
 from core.common.passes.sites import Refused, Site, later_readers
-from core.common.passes.values.recipes import Recipe, call_key, flat, recipe_of
+from core.common.passes.values.layouts import flat, same_strides
+from core.common.passes.values.recipes import Recipe, call_key, recipe_of
 from core.common.passes.values.sizes import same_sizes
 from core.common.passes.viewed import mapped, through
 from core.common.passes.writes import Writes
@@ -54,13 +55,13 @@ class Values:
                 raise Refused(result.node, f"the new op gives {reason}")
         olds = [new if result is None else old for result, old, new in zip(results, olds, news, strict=True)]
         pairs = zip(olds, news, strict=True)
-        if all(isinstance(old, Tensor) and _same_layout(old, new) for old, new in pairs):
+        if all(isinstance(old, Tensor) and same_strides(old, new) for old, new in pairs):
             return values | _given(olds), {}
         if not inlined:  # what is like others belongs to another site
             values = {"": self._own(self.site.target, args, kwargs)}
         views: dict[fx.Node, Any] = {}
         for result, old, new in zip(results, olds, _members(values[""], len(olds)), strict=True):
-            if result is not None and isinstance(old, Tensor) and not _same_layout(old, new):
+            if result is not None and isinstance(old, Tensor) and not same_strides(old, new):
                 views |= self._new_views(result.node, through(new, result.way_back))
         return values, views
 
@@ -202,9 +203,3 @@ def _differs(old: Any, new: Any) -> str:
     if not same_sizes(old.shape, new.shape):
         return f"shape {tuple(new.shape)} where the graph has {tuple(old.shape)}"
     return ""
-
-
-def _same_layout(old: Tensor, new: Tensor) -> bool:
-    """Tell whether two tensors of one shape lie alike in memory; the stride of a single element means nothing."""
-    kept = [dim for dim, size in enumerate(old.shape) if type(size) is not int or size != 1]
-    return same_sizes([old.stride(dim) for dim in kept], [new.stride(dim) for dim in kept])

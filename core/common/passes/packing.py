@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.common.passes.values.layouts import memory
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -36,7 +38,7 @@ class Packing:
     def packed(self) -> Tensor | None:
         """Return the whole if the parts lie end to end in one storage already, with zeros in the gaps; else None."""
         first = self.present[0]
-        if any(_memory(part) != _memory(first) or not part.is_contiguous() for part in self.present):
+        if any(memory(part) != memory(first) or not part.is_contiguous() for part in self.present):
             return None
         width = prod(self.row)
         starts = _starts(self.sizes)
@@ -75,15 +77,11 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 class Owners:
     """Which of a graph's constants lie in which storage: memory that others look at must stay where it is."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._count = Counter(_memory(tensor) for tensor in tensors if _is_plain(tensor))
+        self._count = Counter(memory(tensor) for tensor in tensors if _is_plain(tensor))
 
     def refusal(self, packing: Packing) -> str:
         """Return why the parts can't be laid end to end, or ""."""
@@ -100,8 +98,8 @@ class Owners:
             if part.untyped_storage().nbytes() != part.nbytes:
                 return "one is part of a larger tensor that is laid out otherwise"
             # One for the tensor and one for the storage object that is asked.
-            uses = torch._C._storage_Use_Count(_memory(part))
-            if self._count[_memory(part)] > 1 or uses > 2:
+            uses = torch._C._storage_Use_Count(memory(part))
+            if self._count[memory(part)] > 1 or uses > 2:
                 return "one shares its memory with another tensor, which would keep the old memory"
         return ""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+    from torch import fx
 
 Stage = Literal["torch", "functional", "aten"]
 Form = Literal["v1", "v2"]
@@ -17,23 +18,25 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guards:
-    """What must hold for a pass to run; asked once per graph, and a refused pass reports the reason.
+    """What must hold for a pass to run; asked once per graph, and a refused pass reports the reason."""
 
-    dtypes: a graph without a value of one of these is skipped, and `fuse` leaves sites of other dtypes alone.
-    min_rank: likewise, for the rank. capabilities: keys of `Capabilities.extra` with the value each must have.
-    world_size, tokens: inclusive ranges; an upper end of None is open. A pass with a token range is skipped where the
-    caller does not say how many tokens the graph serves. constants: the pass reads the tensors bound to the graph's
-    placeholders, and is skipped where the caller does not give them. implements: names of canonical ops, all of which
-    the device must bring an implementation of; skipped too where the caller does not say which it brings.
-    """
-
+    #: A graph without a value of one of these dtypes is skipped, and `fuse` leaves sites of other dtypes alone.
     dtypes: frozenset[torch.dtype] | None = None
+    #: The same for the rank.
     min_rank: int = 0
+    #: Keys of `Capabilities.extra`, with the value that each must have.
     capabilities: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
+    #: Least and most processes, both included; None for no upper end.
     world_size: tuple[int, int | None] = (1, None)
+    #: Least and most tokens that the graph serves, likewise. Skipped where the caller does not say how many it serves.
     tokens: tuple[int, int | None] | None = None
+    #: The pass reads the tensors bound to the graph's placeholders. Skipped where the caller does not give them.
     constants: bool = False
+    #: Canonical ops, all of which the device must implement. Skipped where the caller does not say what it implements.
     implements: frozenset[str] = frozenset()
+    #: Tells in which stream or scope each node of a graph runs; empty for a graph that has but one. `fuse` leaves a
+    #: site alone that lies in several.
+    scopes: Callable[[fx.Graph], Mapping[fx.Node, object]] | None = None
 
     def refuses_value(self, value: object) -> str | None:
         """Return why a site of this value is none for the pass, or None; values that are no tensors are not judged."""

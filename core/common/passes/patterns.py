@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class Replacement:
     """A pattern and what replaces it, both functions of the same parameters, traced by `torch.fx`.
 
-    Spelling counts: calls, methods, operand order. literals: parameters that stand for a number or dtype in the graph;
-    all others stand for nodes. check: gets what each parameter matched (nodes as nodes, literals as values) and returns
-    why the match must stay, or None.
+    Spelling counts: calls, methods, operand order.
     """
 
     pattern: Callable[..., Any]
     replacement: Callable[..., Any]
+    #: Parameters that stand for a number or dtype in the graph; all others stand for nodes.
     literals: tuple[str, ...] = ()
+    #: Gets what each parameter matched: nodes as nodes, literals as values. Returns why the match must stay, or None.
     check: Callable[[Mapping[str, Any]], str | None] | None = None
 
 

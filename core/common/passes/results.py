@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NearMiss:
-    """A place that almost matched. site: module path or node name. reason: what failed. node: where it failed.
+    """A place that almost matched."""
 
-    claimant: the pass that made the node, where another pass wanted to replace it without being ordered after it.
-    """
-
+    #: The path of its module, or the name of its node.
     site: str
+    #: What failed.
     reason: str
+    #: Where it failed.
     node: str = ""
+    #: The pass that made the node, where this one wanted to replace it without being ordered after that pass.
     claimant: str = ""
 
 

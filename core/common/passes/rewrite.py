@@ -26,14 +26,13 @@ from core.common.passes.sites import MADE_BY, Finder, Made, Site, later_readers,
 from core.common.passes.viewed import Call, Viewed, insert, mapped, sources_of
 from core.errors import PassError
 
-__all__ = ["Finder", "NearMiss", "Site", "apply_sites", "fuse", "near_miss", "remove_dead", "site_name"]
-
 
 def fuse(context: PassContext, find: Finder) -> PassResult:
     """Rewrite every safe site that `find` names; report the others as near-misses with the reason.
 
     Raises `PassError` where two sites claim one node.
     """
+    context.taken.clear()
     found = [find(context, node) for node in context.graph.nodes]
     misses = [item for item in found if isinstance(item, NearMiss)]
     return apply_sites(context, [item for item in found if isinstance(item, Site)], misses)
@@ -42,8 +41,9 @@ def fuse(context: PassContext, find: Finder) -> PassResult:
 def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[NearMiss] = ()) -> PassResult:
     """Rewrite the safe ones among these sites of one graph; the part of `fuse` after the search."""
     memo: Memo = {}
-    modes = _autocast(context.graph)
-    planned = [_split(site, modes) or plan_site(context, site, memo) for site in sites]
+    scopes = context.guards.scopes
+    modes, known = _autocast(context.graph), {} if scopes is None else scopes(context.graph)
+    planned = [_split(site, modes, known) or plan_site(context, site, memo) for site in sites]
     plans = [item for item in planned if isinstance(item, Plan)]
     _refuse_overlaps(context, plans)
     rewriter = _Rewriter(context)
@@ -78,11 +78,14 @@ def _is_switch(node: fx.Node, *names: str) -> bool:
     return getattr(node.target, "__name__", "") in (names or ("_enter_autocast", "_exit_autocast"))
 
 
-def _split(site: Site, modes: Mapping[fx.Node, tuple[object, ...]]) -> NearMiss | None:
-    """Refuse a site of which a part computes under another autocast: the op would compute all of it under one."""
-    for node in site.nodes if modes else ():
-        if modes[node] != modes[site.anchor]:
-            return near_miss(site.anchor, f"{node.name} computes under another autocast than {site.anchor.name}")
+def _split(site: Site, modes: Mapping[fx.Node, object], scopes: Mapping[fx.Node, object]) -> NearMiss | None:
+    """Refuse a site of which a part runs elsewhere, or under another autocast: the op would run in one place."""
+    found = ((modes, "computes under another autocast"), (scopes, "runs in another stream or scope"))
+    for places, differs in found:
+        for node in site.nodes if places else ():
+            reads_member = places is scopes and node.target is operator.getitem  # which runs nothing
+            if places[node] != places[site.anchor] and not reads_member:
+                return near_miss(site.anchor, f"{node.name} {differs} than {site.anchor.name}")
     return None
 
 

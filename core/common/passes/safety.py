@@ -15,7 +15,7 @@ from core.common.passes.effects import is_impure, written_by
 from core.common.passes.metadata import Memo, Values
 from core.common.passes.original import missing_sizes
 from core.common.passes.results import NearMiss
-from core.common.passes.sites import MADE_BY, Refused, Site, near_miss
+from core.common.passes.sites import Refused, Site, near_miss, other_maker
 from core.common.passes.viewed import mapped
 from core.common.passes.writes import Writes
 from core.errors import PassError
@@ -23,15 +23,16 @@ from core.errors import PassError
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A site that may be rewritten. before: where the new op goes. values: fake values of the new nodes by name.
-
-    views: new fake values of nodes that view the result, where its strides change.
-    """
+    """A site that may be rewritten."""
 
     site: Site
+    #: The node before which the new op goes.
     before: fx.Node
+    #: Places of that node and of the first replaced one, by which sites are put in order.
     position: tuple[int, int]
+    #: Fake values of the new nodes by name.
     values: Mapping[str, Any]
+    #: New fake values of nodes that view the result, where its strides change.
     views: Mapping[fx.Node, Any]
 
 
@@ -107,9 +108,7 @@ class _Checked:
         if reason is not None:
             raise Refused(anchor, reason)
         for node in self.interior:
-            made = node.meta.get(MADE_BY)
-            if made is not None and made.pass_name != self.context.name and made.pass_name not in self.context.after:
-                claimant = f"{made.pass_name!r} of {made.owner}"
+            if claimant := other_maker(self.context, node):
                 raise Refused(node, f"node {node.name} was made by pass {claimant}", claimant)
 
     def _affordable(self) -> None:

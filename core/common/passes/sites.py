@@ -32,22 +32,22 @@ _INDEXED = re.compile(r"(?:\b_modules)?\['?([^'\]]+)'?\]")
 class Site:
     """One place where a fusion fits.
 
-    anchor: the first node whose value the new op gives. target: usually `op.overload` of a canonical op; an
-    `fx.GraphModule` is inlined. args, kwargs: of the new call, may hold nodes. interior: the nodes that the op
-    replaces, anchor included; those still used elsewhere stay. outputs: for ops with several outputs, the nodes that
-    outputs 0..n-1 replace, None where nothing reads that output. overwritten: inputs into which the interior writes
-    what output 0 is; who reads them after that reads the output.
-
-    Where the op wants a node in another layout, an argument may be a `Viewed` of it, and where it gives a node in
-    another layout, an output: the views are made with the op, on both sides.
+    An argument or an output may be a `Viewed` of a node, where the op lays its dimensions out otherwise than the graph.
+    The views are made with the op.
     """
 
+    #: The first node whose value the new op gives.
     anchor: fx.Node
+    #: Usually `op.overload` of a canonical op; an `fx.GraphModule` is inlined.
     target: Callable[..., Any]
+    #: Arguments of the new call; they may hold nodes.
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    #: The nodes that the op stands for, the anchor included; those that are used elsewhere too stay.
     interior: tuple[fx.Node, ...] = ()
+    #: Of an op with several results: the node that each one replaces, None where nothing reads it.
     outputs: tuple[fx.Node | Viewed | None, ...] = ()
+    #: Inputs into which the interior writes what the first result is; who reads them later reads that result.
     overwritten: tuple[fx.Node, ...] = ()
 
     @property
@@ -97,6 +97,14 @@ class Made:
     owner: str
     site: str
     replaced: tuple[str, ...] = ()
+
+
+def other_maker(context: PassContext, node: fx.Node) -> str:
+    """Return which pass made a node that this pass may not claim: one that it is not ordered after; or nothing."""
+    made: Made | None = node.meta.get(MADE_BY)
+    if made is None or made.pass_name == context.name or made.pass_name in context.after:
+        return ""
+    return f"{made.pass_name!r} of {made.owner}"
 
 
 Finder = Callable[["PassContext", fx.Node], Site | NearMiss | None]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from core.common.node_meta import value_of
-from core.common.passes.values.sizes import same_sizes as same_sizes
+from core.common.passes.values.sizes import same_sizes
 
 Operand = Any
 """A node, a Python number, or another literal of the graph."""
@@ -89,19 +89,15 @@ _METHODS = {name: name for name in _NAMES} | {
 _FUNCTIONS = _spellings()
 
 
-value = value_of
-"""The node's fake value, or None."""
-
-
 def dtype(node: Operand) -> torch.dtype | None:
     """Return the dtype of a node's tensor, or None for anything else."""
-    tensor = value(node)
+    tensor = value_of(node)
     return tensor.dtype if isinstance(tensor, Tensor) else None
 
 
 def shape(node: Operand) -> tuple[Any, ...] | None:
     """Return the shape of a node's tensor, symbolic sizes included, or None for anything else."""
-    tensor = value(node)
+    tensor = value_of(node)
     return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
 
 
@@ -129,7 +125,7 @@ def kind(node: Operand) -> str:
 
 def _is_cast(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
-    before, after = value(source), value(node)
+    before, after = value_of(source), value_of(node)
     return isinstance(before, Tensor) and isinstance(after, Tensor) and before.device == after.device
 
 
@@ -244,12 +240,26 @@ def _mean(node: Operand, *, keeps: bool) -> fx.Node | None:
 
 def plus_number(node: Operand) -> tuple[fx.Node, float] | None:
     """Return (x, number) if the node is x + number in either order."""
-    if kind(node) != "add":
+    return _with_number(node) if kind(node) == "add" else None
+
+
+def times_number(node: Operand, known: str = "") -> tuple[fx.Node, float] | None:
+    """Return (x, number) if the node is x * number in either order. known: its kind, where the caller knows better."""
+    return _with_number(node) if (known or kind(node)) == "mul" else None
+
+
+def _with_number(node: fx.Node) -> tuple[fx.Node, float] | None:
+    pairs = (pair for pair in orders(node) if isinstance(pair[0], fx.Node) and is_number(pair[1]))
+    return next(((x, float(number)) for x, number in pairs), None)
+
+
+def swapped_dims(node: Operand) -> tuple[int, int] | None:
+    """Return the two dimensions that a transposition swaps, counted from the front; None for any other node."""
+    dims = (operand(node, 1, "dim0"), operand(node, 2, "dim1")) if kind(node) in ("transpose", "swapaxes") else ()
+    rank = len(shape(node) or ())
+    if not rank or not dims or not all(type(dim) is int for dim in dims):
         return None
-    for first, second in orders(node):
-        if isinstance(first, fx.Node) and is_number(second):
-            return first, float(second)
-    return None
+    return dims[0] % rank, dims[1] % rank
 
 
 def is_number(operand: Operand) -> bool:
@@ -275,5 +285,5 @@ def between(end: fx.Node, *inputs: Operand) -> tuple[fx.Node, ...]:
             found[node] = None
             # What a cast reads besides is asked for its dtype alone, and sizes are no part of what is computed.
             sources = node.all_input_nodes if kind(node) != "cast" else node.all_input_nodes[:1]
-            stack += [source for source in sources if not isinstance(value(source), (torch.SymInt, int))]
+            stack += [source for source in sources if not isinstance(value_of(source), (torch.SymInt, int))]
     return tuple(found)

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from core.common.node_meta import value_of
 from core.common.passes.values.fresh import reread
 from core.common.passes.values.sizes import same_sizes
-from core.common.passes.view import kind, operand
+from core.common.passes.view import swapped_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,7 @@ class Swap:
 
     def is_made(self, node: fx.Node) -> bool:
         """Tell whether a node is this view of its first argument."""
-        if kind(node) != "transpose":
-            return False
-        rank = value_of(node).ndim
-        dims = [operand(node, 1, "dim0"), operand(node, 2, "dim1")]
-        return all(type(dim) is int for dim in dims) and {dim % rank for dim in dims} == {self.first, self.second}
+        return {*(swapped_dims(node) or ())} == {self.first, self.second}
 
     def of(self, value: FakeTensor) -> FakeTensor:
         """Return this view of a fake tensor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from core.common.node_meta import value_of
 from core.common.passes.effects import denies_writes, written_args
+from core.common.passes.values.layouts import memory, tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +105,10 @@ def _exact(value: Any) -> frozenset[object] | None:
         return None
     try:
         if isinstance(value, Tensor):
-            return frozenset((value.untyped_storage()._cdata,))
-        tensors = list(_tensors(value))
-        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+            return frozenset((memory(value),))
+        return frozenset(map(memory, tensors(value)))
     except (RuntimeError, NotImplementedError):  # sparse tensors and functorch's wrappers have none
         return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 _FRESH = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,18 @@ Factors = Mapping[str, Mapping[str, str]]
 """Groups of factors by name, in each group texts by name."""
 _ORDER = (
     *("versions", "source", "device", "torch", "model", "inputs", "buckets", "guards", "options", "shared"),
-    *("passes", "implementations", "values", "code"),
+    *("quantization", "passes", "implementations", "values"),
 )
 _MOST_GROUPS, _MOST_NAMES, _MOST_FILES = 6, 2, 3
+
+
+_REGISTRY = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_ROOT = re.compile(r"\b(?:phases|modules)\['([^']*)'\]")
+
+
+def shown(expression: str) -> str:
+    """Return an expression for what a trace read as a reader would write it: `main.layers.0.scale`."""
+    return _ROOT.sub(r"\1", _REGISTRY.sub(r".\1", expression))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +107,6 @@ def _by_group(found: Iterable[Difference]) -> dict[str, list[Difference]]:
 def _line(group: str, found: list[Difference], old: Places, new: Places) -> str:
     if group == "source":
         return "; ".join(_source(each, old.get(each.name), new.get(each.name)) for each in found)
-    if group == "code" and len(found) > _MOST_NAMES:
-        return f"code: {len(found)} functions, such as {found[0].name}"
     most = len(found) if group == "versions" else _MOST_NAMES
     return f"{group}: {', '.join(each_line([each.change() for each in found], most=most))}"
 

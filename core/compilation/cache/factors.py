@@ -1,25 +1,113 @@
-"""Factors that every program has in common: versions, source, torch's own state, and what a device's plugin brings."""
+"""The factors of one program that are known before anything is read of its model: the key under which entries lie."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from core._version import __version__
 from core.common.passes.identity import fingerprint
-from core.compilation.cache.code import is_whole, name_of, package_of
+from core.compilation.cache.differences import Factors
+from core.compilation.cache.reports import encode_key
 from core.compilation.cache.source import source_digest
+from core.compilation.cache.values import Texts, name_of
+from core.compilation.capture.breaks import modules_of
+from core.compilation.capture.inputs import InputSpec
+from core.device import Device
 
 if TYPE_CHECKING:
     from core.common.ops.implementation import OpImplementation
     from core.common.passes.declaration import Pass
+    from core.compilation.request import CompileRequest
+
+_NO_FACTORS = frozenset({"verify", "debug", "eager", "outputs", "reset", "examples", "progress", "cache"})
+"""Options that change nothing of a traced graph; with `verify` the cache is not used at all."""
+_OWN_GROUPS = frozenset({"guards", "bound", "shared"})
+"""Options that are factors under a group of their own."""
+_WHOLE = frozenset({"torch", "torchgen", "functorch", "core"}) | sys.stdlib_module_names - {"__main__"}
+"""Packages whose code counts as a whole, by version or by the text of all of it."""
+
+
+def plugin_packages(device: Device) -> frozenset[str]:
+    """Return the top packages of a device's plugin: their source counts as a whole."""
+    owners = [device.plugin.entry_point, *(str(getattr(each.fn, "__module__", "")) for each in device.ops)]
+    found = frozenset(owner.partition(":")[0].partition(".")[0] for owner in owners)
+    return found - {"", "torch", "core", "builtins", "__main__", "None"}
+
+
+def runtime_packages(device: Device) -> frozenset[str]:
+    """Return the top package, other than torch, that torch's module for a device is from: it counts by its version.
+
+    Such a package puts functions of its own in the place of torch's, and so lies on the way of every model.
+    """
+    package = torch.get_device_module(device.torch_device).__name__.partition(".")[0]
+    return frozenset({package}) - {"torch"}
+
+
+def compiler_packages(device: Device) -> frozenset[str]:
+    """Return the packages of a device's compilers of kernels: they count by their version."""
+    return frozenset(compiler.package for compiler in device.kernel_compilers) - {""}
+
+
+def factors_of(request: CompileRequest, passes: Sequence[Pass], packages: frozenset[str]) -> Factors:
+    """Return the factors of a program. passes: those that may run, in order. packages: those of its device's plugin."""
+    device, options, table = request.device, request.options, request.table
+    names = [item.name for item in fields(options) if item.name not in _NO_FACTORS | _OWN_GROUPS]
+    chosen = {name: getattr(options, name) for name in names}
+    capabilities = {item.name: getattr(device.capabilities, item.name) for item in fields(device.capabilities)}
+    named = {"name": device.name, "plugin": device.plugin, "torch device": device.torch_device}
+    shared = options.shared
+    return {
+        "model": {phase: _model_name(model) for phase, model in request.models.items()},
+        "quantization": {phase: _schemes(model) for phase, model in request.models.items()},
+        "versions": version_factors(device.plugin.distribution, runtime_packages(device), compiler_packages(device)),
+        "source": source_factors(packages),
+        "device": as_text(named | capabilities),
+        "torch": torch_factors(device.torch_device),
+        "inputs": {name: _input(spec, request.bound.get(name)) for name, spec in request.inputs.items()},
+        "buckets": {phase: json.dumps([encode_key(key) for key in keys]) for phase, keys in table.phases.items()},
+        "guards": {phase: _guards(guards) for phase, guards in table.guards.items()},
+        "options": as_text({**chosen, "lowering": device.lowerings.resolve(options.lowering)[0]}),
+        "shared": {} if shared is None else {shared.op: f"{shared.argument} {dict(shared.values)}"},
+        "passes": pass_factors(passes, packages),
+        "implementations": {
+            f"{number:02} {each.op}": implementation_factor(each, packages) for number, each in enumerate(device.ops)
+        },
+    }
+
+
+def _input(spec: InputSpec, bound: Tensor | None) -> str:
+    where = "" if bound is None else f", bound with strides {tuple(bound.stride())} on {bound.device}"
+    return f"{spec}{where}"
+
+
+def _guards(guards: Mapping[str, Any]) -> str:
+    return str([(name, [(type(v).__name__, v) for v in values]) for name, values in sorted(guards.items())])
+
+
+def _model_name(model: Callable[..., Any]) -> str:
+    """Return the class of the first module that a callable runs, or what the callable is."""
+    module = next(iter(modules_of(model).values()), None)
+    if module is not None:
+        return name_of(type(module))
+    return name_of(model if hasattr(model, "__qualname__") else type(model))
+
+
+def _schemes(model: Callable[..., Any]) -> str:
+    """Return the names of the schemes that a callable's modules are quantised by."""
+    found = (getattr(getattr(module, "scheme", None), "name", None) for module in modules_of(model).values())
+    return ", ".join(sorted({name for name in found if isinstance(name, str)}))
 
 
 def version_factors(
@@ -75,6 +163,7 @@ def torch_factors(device: torch.device) -> dict[str, str]:
         "attention": _attention_switches(),
         "backends": _backend_switches(),
         "rank": _rank(),
+        "functions": _functions(),
     }
 
 
@@ -94,6 +183,16 @@ def _backend_switches() -> str:
     return ", ".join(f"{key} {value}" for key, value in sorted(found.items()))
 
 
+def _functions() -> str:
+    """Return the functions that somebody has put into torch: a graph calls them by the names of torch's own."""
+    texts, found = Texts(frozenset()), []
+    for place in (torch, torch.nn.functional, torch.Tensor):
+        for name, value in vars(place).items():
+            if isinstance(value, types.FunctionType) and not is_whole(package_of(value)):
+                found.append(f"{place.__name__}.{name} {texts.of(value)}")
+    return ", ".join(found) or "torch's own"
+
+
 def _rank() -> str:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -110,7 +209,7 @@ def pass_factors(passes: Sequence[Pass], packages: frozenset[str]) -> dict[str, 
 
 
 def _pass(declared: Pass, packages: frozenset[str]) -> str:
-    functions = [each for each in (declared.run, declared.expect) if callable(each)]
+    functions = [each for each in (declared.find, declared.run, declared.expect) if callable(each)]
     if declared.patterns or not all(_is_plain(each, packages) for each in functions):
         return declared.uuid()
     guards = as_text({item.name: getattr(declared.guards, item.name) for item in fields(declared.guards)})
@@ -149,3 +248,31 @@ def _text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(_text, value)) + ")"
     return str(value)
+
+
+def is_whole(package: str, more: frozenset[str] = frozenset()) -> bool:
+    """Tell whether a package's code is a factor as a whole. more: further such packages."""
+    return package in _WHOLE or package in more
+
+
+def package_of(function: types.FunctionType) -> str:
+    """Return the top package in which a function's code was written; wrappers copy other names."""
+    return str(function.__globals__.get("__name__") or "").partition(".")[0]
+
+
+def is_foreign_code(code: types.CodeType, more: frozenset[str] = frozenset()) -> bool:
+    """Tell whether code lies outside of the packages that count as a whole. more: further such packages."""
+    path = code.co_filename
+    return not path.startswith("<frozen ") and not any(os.path.abspath(path).startswith(each) for each in _places(more))
+
+
+@lru_cache(maxsize=16)
+def _places(more: frozenset[str]) -> tuple[str, ...]:
+    """Return the folders and files of all loaded packages that count as a whole."""
+    found: set[str] = set()
+    for package in [name for name in sys.modules if "." not in name and is_whole(name, more)]:
+        module = sys.modules[package]
+        found.update(os.path.join(os.path.abspath(path), "") for path in getattr(module, "__path__", ()))
+        if getattr(module, "__file__", None) and not hasattr(module, "__path__"):
+            found.add(os.path.abspath(str(module.__file__)))
+    return tuple(found)

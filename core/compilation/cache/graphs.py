@@ -19,11 +19,20 @@ from torch.utils import _pytree as pytree
 from core.common.passes.packing import Owners, Packing
 from core.common.passes.sites import site_name
 from core.compilation.cache import sizes
-from core.compilation.cache.code import name_of
 from core.compilation.cache.literals import Targets, decode, encode
 from core.compilation.cache.uncacheable import Uncacheable
+from core.compilation.cache.values import name_of
 from core.compilation.implementations import BREAK_POINT
-from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
+from core.compilation.trace.traced import (
+    ConstantSlot,
+    CounterSlot,
+    InputSlot,
+    OutputRef,
+    OutputTree,
+    SizeSlot,
+    Slot,
+    TracedGraph,
+)
 
 MAX_LITERAL_BYTES = 1 << 16
 """Of a tensor that the traced code itself spells out."""
@@ -35,6 +44,8 @@ def encode_graph(traced: TracedGraph, targets: Targets, path_of: PathOf) -> dict
 
     path_of: the path to a tensor of the program's callables, None for others.
     """
+    for counter in traced.counters:
+        raise Uncacheable(f"the model counts on {counter.name} of a {type(counter.owner).__qualname__}")
     symbols = {symbol.name: symbol for symbol in traced.symbols}
     return {
         "nodes": [_encode_node(node, targets) for node in traced.module.graph.nodes],
@@ -150,6 +161,7 @@ def _encode_slot(slot: Slot, path_of: PathOf) -> dict[str, Any]:
         return {"input": slot.name}
     if isinstance(slot, SizeSlot):
         return {"size": slot.name, "dim": slot.dim}
+    assert not isinstance(slot, CounterSlot)  # refused before
     if slot.packing is not None:
         parts = [None if part is None else _path(part, path_of) for part in slot.packing.parts]
         return {"joined": parts, "rows": list(slot.packing.sizes)}

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from core.common.graphs.backend import GraphKey
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
 from core.compilation.cache.literals import decode, encode
 from core.compilation.implementations import OpChoice
 from core.compilation.report import TraceReport
@@ -23,7 +23,7 @@ def encode_report(report: TraceReport) -> dict[str, Any]:
         "trace_of": report.trace_of,
         "buckets": [encode_key(key) for key in report.buckets],
         "passes": [asdict(each) for each in report.passes],
-        "ops": [each.to_json() for each in report.ops],
+        "ops": [asdict(each) for each in report.ops],
     }
 
 

@@ -1,7 +1,8 @@
 """The folder of the compile cache: entries written at once or not at all, and read only if every byte is as written.
 
-An entry is a folder named after the digest of its factors: `factors.json`, `graphs.json` and `checksums.json`. No lock
-is taken: a writer makes the folder under another name and renames it; of two writers one is first, and both go on.
+An entry is a folder whose name begins with a digest of all that it holds, and ends with one of its factors. No lock is
+taken: a writer makes the folder under another name and renames it, and who removes one renames it first. Of two
+writers one is first, and both go on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.cache.differences import Difference, Factors, Place, Places, differences
+from core.compilation.cache.entry import (
+    FACTORS,
+    GRAPHS,
+    READS,
+    Damaged,
+    all_factors,
+    as_json,
+    read_factors,
+    read_graphs,
+    read_reads,
+    write_files,
+)
 from core.compilation.cache.folders import (
     Untrusted,
     default_folder,
@@ -30,36 +43,36 @@ from core.compilation.cache.folders import (
     subfolders,
 )
 from core.compilation.cache.summary import Summary, summarize
+from core.errors import UsageError
 from core.settings import Settings
 
 if TYPE_CHECKING:
     from core.common.kernel_compilers import KernelCompiler
 
 log = logging.getLogger("core.cache")
-FORMAT = 1
-_FACTORS, _GRAPHS, _CHECKSUMS = "factors.json", "graphs.json", "checksums.json"
+FORMAT = 2
 _KERNELS = "kernels"
 """Folder of what compilers of kernels keep, each in a folder of its name."""
 SOURCE = "source"
 """In the graphs of an entry: where the source of each package lay that counts as a whole. No factor."""
+_STORE = "graphs-"
+"""Begins the names of folders of entries, one for each format."""
 _TEMPORARY = ".writing-"
 _STALE_S = 3600.0
 
 
-class Damaged(Exception):
-    """An entry that is not what was written; the text says how."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One entry as it lies there. problem: why it can't be used, "" if it can. age_s: since it was written."""
+    """One entry as it lies there."""
 
-    key: str
+    name: str
     path: Path
     num_bytes: int
+    #: Since it was written.
     age_s: float
     model: str = ""
     device: str = ""
+    #: Why it can't be used, "" if it can.
     problem: str = ""
 
 
@@ -68,56 +81,60 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.kernels = folder / _KERNELS
-        self.folder = folder / f"graphs-{FORMAT}"
+        self.folder = folder / f"{_STORE}{FORMAT}"
 
     @classmethod
     def of_user(cls) -> Store:
         """Return the store that programs use: in `CORE_CACHE_DIR`, else in the user's own cache folder."""
         return cls(Settings.from_environment().cache_dir or default_folder())
 
-    def factors(self, key: str) -> Factors:
-        """Return the factors of an entry; raise `Damaged` where they can't be read."""
-        return self._load_one(self.folder / key, _FACTORS)
+    def factors(self, name: str) -> Factors:
+        """Return the factors of an entry, and under `values` what its trace read; raise `Damaged` without them."""
+        return all_factors(self.folder / name)
 
-    def summary(self, key: str) -> Summary:
+    def reads(self, name: str) -> dict[str, Any]:
+        """Return what an entry's trace read: `names` and `values`; raise `Damaged` where it does not say."""
+        return read_reads(self.folder / name)
+
+    def graphs(self, name: str, factors: Factors) -> dict[str, Any]:
+        """Return the graphs of an entry for these factors; raise `Damaged` for one that is not as written."""
+        if read_factors(self.folder / name) != json.loads(as_json(factors)):
+            raise Damaged("it was made for other factors than its name says")
+        return read_graphs(self.folder / name)
+
+    def summary(self, name: str) -> Summary:
         """Return what an entry was made for, in short; raise `Damaged` where it can't be read."""
-        return summarize(*self._load(self.folder / key))
+        return summarize(self.factors(name), read_graphs(self.folder / name))
 
-    def places(self, key: str) -> Places:
+    def places(self, name: str) -> Places:
         """Return where the source lay that made an entry; nothing where the entry does not say, or can't be read."""
         try:
-            noted = self._load_one(self.folder / key, _GRAPHS).get(SOURCE, {})
+            noted = read_graphs(self.folder / name).get(SOURCE, {})
             return {package: Place(each["folder"], each["files"]) for package, each in noted.items()}
         except (Damaged, AttributeError, KeyError, TypeError):
             return {}
 
-    def read(self, key: str, factors: Factors) -> dict[str, Any] | None:
-        """Return the graphs of an entry; None where there is none. Raises `Damaged` for one that is not as written."""
-        path = self.folder / key
-        if not path.is_dir():
-            return None
+    def candidates(self, key: str, *, most: int) -> list[str]:
+        """Return the names of the entries for the factors of this key, the latest first; raise `Untrusted`."""
+        paths = [path for path in subfolders(self.folder) if path.name.endswith(f"-{key}")]
+        if not paths:
+            return []
+        refuse_foreign(self.folder.parent)
         refuse_foreign(self.folder)
-        stored, graphs = self._load(path)
-        if stored != json.loads(_text(factors)):
-            raise Damaged("it was made for other factors than its name says")
-        return graphs
+        paths = [path for path in paths if not path.name.startswith(_TEMPORARY)]
+        return [path.name for path in sorted(paths, key=_written, reverse=True)[:most]]
 
-    def write(self, key: str, factors: Factors, graphs: Mapping[str, Any]) -> Path:
+    def write(self, key: str, factors: Factors, reads: Mapping[str, Any], graphs: Mapping[str, Any]) -> Path:
         """Write an entry, whole or not at all, in place of one that is damaged; raise `OSError` where that can't be."""
         make_private(self.folder.parent)
         make_private(self.folder)
+        refuse_foreign(self.folder.parent)
         refuse_foreign(self.folder)
         self._remove_stale()
-        made = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{key[:8]}-", dir=self.folder))
+        made = self._aside()
         try:
-            texts = {_FACTORS: _text(factors), _GRAPHS: _text(graphs)}
-            sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-            for name, text in (*texts.items(), (_CHECKSUMS, _text(sums))):
-                with open(made / name, "w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-            return self._put(made, self.folder / key)
+            texts = {FACTORS: as_json(factors), READS: as_json(reads), GRAPHS: as_json(graphs)}
+            return self._put(made, self.folder / f"{write_files(made, texts)}-{key}")
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
@@ -129,24 +146,35 @@ class Store:
             except OSError:
                 if not path.exists():
                     raise
-            # Somebody else's of the same factors is as good, unless it is damaged.
+            # Another process's for the same is as good, unless it is damaged.
             try:
-                self._load(path)
+                _checked(path)
                 return path
             except Damaged:
-                aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
-                with suppress(OSError):
-                    os.rename(path, aside / "damaged")
-                shutil.rmtree(aside, ignore_errors=True)
+                self.discard(path.name)
         raise OSError(f"{path} can't be replaced")
 
-    def discard(self, key: str) -> None:
+    def discard(self, name: str) -> None:
         """Put an entry that can't be used out of the way, so that another may be written."""
-        with suppress(OSError):
-            aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
-            with suppress(OSError):
-                os.rename(self.folder / key, aside / "discarded")
+        self._remove(self.folder / name)
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a folder, for readers at one moment; tell whether it was there to be removed."""
+        try:
+            aside = self._aside()
+        except OSError:
+            return False
+        try:
+            os.rename(path, aside / "removed")
+            return True
+        except OSError:
+            return False
+        finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def _aside(self) -> Path:
+        """Return a new folder that no reader takes for an entry."""
+        return Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
 
     def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[Difference]] | None:
         """Return the key of the readable entry of the same model that differs least, with the differences; or None."""
@@ -155,12 +183,12 @@ class Store:
             with suppress(Damaged):
                 if entry.problem:
                     continue
-                stored = self._load_one(entry.path, _FACTORS)
+                stored = read_factors(entry.path)
                 if not {*stored.get("model", {}).values()} & {*factors.get("model", {}).values()}:
                     continue
                 found = differences(stored, factors)
                 if best is None or len(found) < best[0]:
-                    best = (len(found), entry.key, found)
+                    best = (len(found), entry.name, found)
         return best[1:] if best is not None else None
 
     def entries(self) -> list[Entry]:
@@ -199,12 +227,27 @@ class Store:
         return {path.name: size_of(path) for path in sorted(subfolders(self.kernels))}
 
     def clear(self) -> tuple[int, int]:
-        """Remove all entries, kernels, and whatever was left half-written; return how many entries, and bytes."""
+        """Remove all entries, kernels, and whatever was left half-written; return how many entries, and bytes.
+
+        Who reads an entry meanwhile finds it whole or not at all. Raises `UsageError` for who may not remove them.
+        """
         count = num_bytes = 0
-        for path in [*subfolders(self.folder), *subfolders(self.kernels)]:
-            num_bytes += size_of(path)
-            count += path.parent == self.folder and not path.name.startswith(_TEMPORARY)
-            shutil.rmtree(path)
+        base = self.folder.parent
+        stores = [path for path in subfolders(base) if path.name.startswith(_STORE)]
+        if not stores and not subfolders(self.kernels):
+            return 0, 0
+        try:
+            make_private(self.folder)
+            refuse_unwritable(self.folder)
+        except OSError as error:
+            raise UsageError(
+                "clearing the compile cache", found=str(error), remedy="clear it as the user whose it is"
+            ) from None
+        for path in [*(path for store in stores for path in subfolders(store)), *subfolders(self.kernels)]:
+            size = size_of(path)
+            if self._remove(path):
+                num_bytes += size
+                count += path.parent != self.kernels and not path.name.startswith(_TEMPORARY)
         return count, num_bytes
 
     def _entry(self, path: Path) -> Entry:
@@ -212,40 +255,15 @@ class Store:
         age_s = 0.0
         try:
             age_s = max(0.0, time.time() - path.stat().st_mtime)
-            factors, _ = self._load(path)
+            factors = _checked(path)
             model = ", ".join(sorted(set(factors["model"].values())))
             device = factors["device"]["name"]
-        except (Damaged, OSError, KeyError, AttributeError) as error:
+        except (Damaged, Untrusted, OSError, KeyError, AttributeError, TypeError) as error:
             problem = str(error) or type(error).__name__
+        num_bytes = size_of(path)
         return Entry(
-            key=path.name,
-            path=path,
-            num_bytes=size_of(path),
-            age_s=age_s,
-            model=model,
-            device=device,
-            problem=problem,
+            name=path.name, path=path, num_bytes=num_bytes, age_s=age_s, model=model, device=device, problem=problem
         )
-
-    def _load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._load_one(path, _FACTORS), self._load_one(path, _GRAPHS)
-
-    def _load_one(self, path: Path, name: str) -> dict[str, Any]:
-        try:
-            sums = json.loads((path / _CHECKSUMS).read_bytes())
-            data = (path / name).read_bytes()
-            wanted = sums[name]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{name} or its checksum can't be read ({type(error).__name__}: {error})") from None
-        if hashlib.sha256(data).hexdigest() != wanted:
-            raise Damaged(f"{name} is not what was written: its checksum differs")
-        try:
-            found = json.loads(data)
-        except ValueError as error:
-            raise Damaged(f"{name} is no JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise Damaged(f"{name} holds a {type(found).__name__}")
-        return found
 
     def _remove_stale(self) -> None:
         """Remove what a writer left that did not live to rename it."""
@@ -256,20 +274,19 @@ class Store:
 
 
 def key_of(factors: Factors) -> str:
-    """Return the name of the entry for these factors."""
-    return hashlib.sha256(_text(factors).encode()).hexdigest()[:32]
+    """Return the digest of a program's factors, with which the names of its entries end."""
+    return hashlib.sha256(as_json(factors).encode()).hexdigest()[:32]
 
 
-def _text(value: Any) -> str:
-    return _json(value, 0) + "\n"
+def _checked(path: Path) -> Factors:
+    """Return the factors of an entry of which every file is as written; raise `Damaged`."""
+    read_graphs(path)
+    read_reads(path)
+    return read_factors(path)
 
 
-def _json(value: Any, depth: int) -> str:
-    """Return JSON with one line for what is small: a node, a factor."""
-    if not isinstance(value, (Mapping, list)) or not value or depth == 5:
-        return json.dumps(value, sort_keys=depth < 2, allow_nan=False)
-    end, step = "\n" + " " * depth, "\n" + " " * (depth + 1)
-    if isinstance(value, list):
-        return "[" + ",".join(step + _json(item, depth + 1) for item in value) + end + "]"
-    items = sorted(value.items()) if depth < 2 else value.items()
-    return "{" + ",".join(f"{step}{json.dumps(name)}: {_json(item, depth + 1)}" for name, item in items) + end + "}"
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections import Counter
@@ -11,9 +10,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-# As core/compilation/cache/inventory.py notes a tensor; one that lies in the memory of another counts there.
+# As core/compilation/cache/values.py notes a tensor; one that lies in the memory of another counts there.
 _TENSOR = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] on (?!.*, in the memory of )")
-_SCHEME = "core.quantization.scheme:QuantizationScheme"
 _CACHE = (".key_cache", ".value_cache")  # of `core::attention`'s paged cache
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "float8_e4m3fn": "fp8"}
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -80,13 +78,13 @@ def summarize(factors: Mapping[str, Mapping[str, str]], graphs: Mapping[str, Any
             weights[dtype] += num_bytes
         elif path.endswith(_CACHE):
             cache[dtype] += num_bytes
-    schemes = {values.get(f"{path}.name", "''") for path, text in values.items() if text == _SCHEME}
+    schemes = {name for text in factors.get("quantization", {}).values() for name in text.split(", ") if name}
     asked = ((word, options.get(name, "None")) for name, word in _SWITCHES)
     buckets = factors.get("buckets", {})
     return Summary(
         weights=dict(weights.most_common()),
         cache=dict(cache.most_common()),
-        quantization=tuple(sorted(str(ast.literal_eval(name)) for name in schemes)),
+        quantization=tuple(sorted(schemes)),
         phases=tuple(_phase(each["phase"], each["mode"], buckets) for each in graphs.get("phases", ())),
         lowering=options.get("lowering", ""),
         switches=", ".join(f"{word} {text.strip('()')}" for word, text in asked if text not in ("None", "()")),

@@ -22,11 +22,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Breaker(Protocol):
-    """Who decides what happens at a break point: it runs `fn` and returns what the code around it gets to see."""
+    """Decides what happens at a break point: runs `fn`, and returns what the code around the break point sees."""
 
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function of the break point `name`."""
-        ...
 
 
 class _State(threading.local):
@@ -34,6 +33,11 @@ class _State(threading.local):
 
 
 _state = _State()
+
+
+def current_breaker() -> Breaker | None:
+    """Return who has the break points that this thread reaches; None where they are plain calls."""
+    return _state.breaker
 
 
 @contextmanager
@@ -97,10 +101,11 @@ def breaks_at(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> Iter
             _unbreak(module)
 
 
-class _BreakingForward:
-    """A module's forward as a break point; own: the module's own attribute of that name, if it had one."""
+class BreakingForward:
+    """A module's forward as a break point."""
 
     def __init__(self, path: str, forward: Callable[..., Any], own: Any) -> None:
+        """own: the attribute `forward` of the module itself, if it had one."""
         self.path, self.forward, self.own = path, forward, own
         self.num_users = 0
 
@@ -115,8 +120,8 @@ _install_lock = threading.Lock()
 def _break_at(module: nn.Module, path: str) -> None:
     with _install_lock:
         own = module.__dict__.get("forward")
-        if not isinstance(own, _BreakingForward):
-            own = module.__dict__["forward"] = _BreakingForward(path, module.forward, own)
+        if not isinstance(own, BreakingForward):
+            own = module.__dict__["forward"] = BreakingForward(path, module.forward, own)
         own.num_users += 1
 
 

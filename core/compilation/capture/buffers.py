@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,18 +15,19 @@ from core.compilation.capture.host_arguments import step_of_mirror
 from core.compilation.capture.inputs import BucketTable, InputSpec
 from core.errors import UsageError
 
+if TYPE_CHECKING:
+    from core.compilation.capture.turns import Turns
+
 _ALIGNMENT = 256
 """Bytes; what allocators of devices give, and more than any kernel's widest access."""
 
 
 class StaticBuffers:
-    """Owns one flat storage per phase and input, sized for the phase's largest bucket, of which every bucket of the
-    phase reads a contiguous view.
+    """One flat storage per phase and input, as large as the phase's largest bucket needs it.
 
-    Buckets of a phase share its storage, so only the bucket being run has valid content. Addresses never change. The
-    storages of a phase lie in one run of memory, the largest last: what is short in all its buckets (decode: one token
-    of each sequence) lies close together, however long it is in another phase. bound: the caller's tensors of the
-    inputs declared so, which are used as they are.
+    Every bucket of a phase reads a contiguous view of the phase's storages, so only the bucket being run has valid
+    content. Addresses never change. The storages of a phase lie in one run of memory, the largest last: what is short
+    in all its buckets (decode: one token of each sequence) lies close together, however long it is in another phase.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class StaticBuffers:
         device: torch.device,
         bound: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """bound: the caller's tensors of the inputs declared "bound", which are used as they are."""
         self.bound = dict(bound or {})
         self._inputs = {name: spec for name, spec in inputs.items() if name not in self.bound}
         self._names = tuple(inputs)
@@ -64,8 +67,7 @@ class StaticBuffers:
     def views(self, key: GraphKey, memory: Tensor | None = None) -> dict[str, Tensor]:
         """Return the buffers of one bucket by input name, each contiguous and of the bucket's shape.
 
-        memory: other memory that is laid out alike, to see in place of the buffers' own; bound inputs are left out
-        then.
+        memory: other memory, laid out alike, to view in place of the buffers' own; bound inputs are not in it.
         """
         sizes = self._table.sizes(key)
         found = {} if memory is not None else dict(self.bound)
@@ -76,7 +78,7 @@ class StaticBuffers:
         return {name: found[name] for name in self._names if name in found}
 
     def span(self, key: GraphKey, without: Collection[str] = ()) -> slice:
-        """Return which bytes of the memory hold all inputs of a bucket, those of `without` not counted."""
+        """Return the run of bytes that holds all inputs of a bucket but those in `without`."""
         sizes = self._table.sizes(key)
         offsets = self._offsets[key.phase]
         start = min(offsets.values(), default=0)
@@ -100,6 +102,7 @@ class Staging:
         self,
         buffers: StaticBuffers,
         replay: Callable[[GraphKey, Any], Any],
+        turns: Turns,
         *,
         mirrors: int,
         pinned: bool,
@@ -107,11 +110,13 @@ class Staging:
     ) -> None:
         self._buffers = buffers
         self._replay = replay
+        self._turns = turns
         self._host_arguments = host_arguments
         self._mirrors = [self._mirror(pinned) for _ in range(mirrors)]
-        self._views: list[dict[GraphKey, dict[str, Tensor]]] = [{} for _ in range(mirrors)]
-        self._device_views: dict[GraphKey, dict[str, Tensor]] = {}
-        self._spans: dict[tuple[GraphKey, tuple[str, ...]], slice] = {}
+        # Asked for at each step, and always the same.
+        self._views = [cache(partial(buffers.views, memory=mirror)) for mirror in self._mirrors]
+        self._device_views = cache(buffers.views)
+        self._span = cache(buffers.span)
         self._current = 0
 
     @property
@@ -124,10 +129,7 @@ class Staging:
 
         They hold what was last written to this mirror for any bucket; padding is the caller's to write.
         """
-        views = self._views[self._current]
-        if key not in views:
-            views[key] = self._buffers.views(key, self._mirrors[self._current])
-        return views[key]
+        return self._views[self._current](key)
 
     def replay(
         self,
@@ -139,29 +141,26 @@ class Staging:
     ) -> Any:
         """Copy the current mirror to the device, replay the bucket, and turn to the next mirror; wait for nothing.
 
-        feed: tensors of the device that take the place of the mirror's, each no longer than the bucket's along the
-        first dimension (outputs of the replay before may be given). kept: inputs whose buffers hold the right content
-        already and need not be copied; some may be all the same. step, result: as of `Program.replay`; where no step is
-        given, host-side arguments that are inputs get their values from the mirror.
+        - feed: tensors of the device that take the place of the mirror's, each no longer than the bucket's along the
+          first dimension; outputs of the replay before may be given.
+        - kept: inputs whose buffers hold the right content already; some of them may be copied all the same.
+        - step: as of `Program.replay`; without one, host-side arguments that are inputs get the mirror's values.
+
+        Returns what `Program.replay` does.
         """
         if self._host_arguments is not None and step is None and (names := self._host_arguments(key)):
             step = step_of_mirror(key, names, self.inputs(key), {*kept, *(feed or ())})
         span = self._span(key, tuple(kept))
-        self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
-        for name, tensor in (feed or {}).items():
-            self._device_inputs(key)[name][: tensor.shape[0]].copy_(tensor)
-        self._current = (self._current + 1) % len(self._mirrors)
-        return self._replay(key, step)
-
-    def _span(self, key: GraphKey, kept: tuple[str, ...]) -> slice:
-        if (key, kept) not in self._spans:
-            self._spans[key, kept] = self._buffers.span(key, without=kept)
-        return self._spans[key, kept]
-
-    def _device_inputs(self, key: GraphKey) -> dict[str, Tensor]:
-        if key not in self._device_views:
-            self._device_views[key] = self._buffers.views(key)
-        return self._device_views[key]
+        if not self._turns.take_part(False):
+            raise self._turns.refused_part()
+        try:
+            self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
+            for name, tensor in (feed or {}).items():
+                self._device_views(key)[name][: tensor.shape[0]].copy_(tensor)
+            self._current = (self._current + 1) % len(self._mirrors)
+            return self._replay(key, step)
+        finally:
+            self._turns.leave()
 
     def _mirror(self, pinned: bool) -> Tensor:
         mirror = torch.empty(self._buffers.memory.numel(), dtype=torch.uint8, pin_memory=pinned)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from core.common.graphs.backend import Guards
+from core.common.graphs.backend import KeyGuards
 from core.errors import UsageError
 
 GuardValues = Mapping[str, Sequence[Hashable]]
@@ -17,9 +17,9 @@ _EXAMPLE = "guards={'lora': (False, True)}"
 
 
 def guards_per_phase(guards: object, phases: tuple[str, ...], inputs: Collection[str]) -> dict[str, GuardValues]:
-    """Bring guards, for all phases or per phase, into one form; raise `UsageError` for what can't be one.
+    """Return the guards of each phase, given for all phases or per phase; raise `UsageError` for values that can't be.
 
-    inputs: the names that are taken.
+    inputs: names that no guard may have.
     """
     if not isinstance(guards, Mapping):
         raise UsageError(
@@ -47,11 +47,11 @@ def guards_per_phase(guards: object, phases: tuple[str, ...], inputs: Collection
     return found
 
 
-def check_call(phase: str, declared: GuardValues, guards: Mapping[str, Hashable]) -> Guards:
+def check_call(phase: str, declared: GuardValues, guards: Mapping[str, Hashable]) -> KeyGuards:
     """Return the guards of a call as a key holds them.
 
-    Raises `UsageError` unless they are exactly those declared, each of the type that it was captured with: values that
-    are equal find the same graph, and `1` would run the one of `True`.
+    Raises `UsageError` unless they are exactly the declared guards, each of the type that it was captured with: equal
+    values find the same graph, so `1` would run the graph of `True`.
     """
     if guards.keys() != declared.keys():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Host-side arguments that are the values of declared inputs: taken from where the inputs are on the host."""
+"""Read the host-side arguments of a graph that are values of declared inputs, where these lie in host memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ HostStep = dict[str, list[int]]
 def step_of_mirror(
     key: GraphKey, names: Collection[str], mirror: Mapping[str, Tensor], elsewhere: Collection[str]
 ) -> HostStep | None:
-    """Return the step of inputs prepared on the host; None where an argument is no input, so that nothing is known.
+    """Return the values of the arguments from inputs that were prepared on the host.
 
-    mirror: the bucket's inputs, on the host. elsewhere: inputs that do not come from there in this step; raises
-    `UsageError` where an argument is one of them.
+    Return None if an argument is no input, since its values are unknown then. Raises `UsageError` if an argument is in
+    `elsewhere`.
+
+    - names: the arguments.
+    - mirror: the bucket's inputs, on the host.
+    - elsewhere: inputs that do not come from the mirror in this step.
     """
     if not mirror.keys() >= set(names):
         return None
@@ -28,7 +32,7 @@ def step_of_mirror(
     if unknown:
         raise UsageError(
             f"replaying {key} from host memory with {', '.join(unknown)} from elsewhere",
-            found="the graph takes their values from the host too, where nobody knows them now",
+            found="the graph also needs their values on the host, and the host does not know them in this step",
             remedy="write them into the mirror, or give them: replay(key, step={name: values})",
         )
     return {name: mirror[name].reshape(-1).tolist() for name in names}
@@ -42,10 +46,13 @@ def step_of_call(
     specs: Mapping[str, InputSpec],
     sizes: Mapping[str, int],
 ) -> HostStep | None:
-    """Return the step of a call's inputs, padded to the bucket; None where an argument is no input.
+    """Return the values of the arguments from a call's inputs, padded to the bucket; None if an argument is no input.
 
-    sizes: of the bucket's dimensions. Raises `UsageError` where the values are not on the host: to read them back would
-    make every call wait for the device.
+    Raises `UsageError` where the values are not on the host: reading them back would make every call wait for the
+    device.
+
+    - names: the arguments.
+    - sizes: the bucket's size of each dimension.
     """
     if not specs.keys() >= set(names):
         return None

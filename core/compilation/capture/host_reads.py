@@ -11,7 +11,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _REFUSED = re.compile(r"\bcaptur(?:e|ing)\b")
-"""What runtimes say of calls that they refuse while they capture; names of their functions are written in one word."""
+"""A word by which runtimes refuse calls while they capture; in names of their functions it is part of a longer word."""
 _READS = re.compile(r"\.(?:item|tolist|cpu|numpy|nonzero)\([^()]*\)$|^(?:bool|int|float)\(")
 _CONDITIONS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 """Instructions that ask an object for its truth, by the start of their names."""

@@ -1,4 +1,4 @@
-"""Declared inputs, buckets, and the static buffers that captured graphs read."""
+"""Declared inputs and buckets: what a program may be called with, and which key serves a call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from core.common.graphs.backend import GraphKey, Guards
+from core.common.graphs.backend import GraphKey, KeyGuards
 from core.compilation.capture.guards import GuardValues, check_call, guards_per_phase
 from core.errors import UsageError
 
 Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]
-"""What the rows of a bucket past the real input hold: 0 at each call; `value` at each call; the last real row; whatever
-was there; nothing, since the input must fill its bucket exactly; nothing, since it is never copied: a "bound" input is
-one tensor of the caller's (a cache), given at compile, which graphs read and may write where it is."""
+"""What the rows of a bucket past the real input hold.
+
+- zero, sentinel: 0, or the spec's `value`, written at each call
+- edge: the last real row
+- keep: whatever was there
+- copy: there are none, since the input must fill its bucket exactly
+- bound: there are none, since nothing is copied: the input is one tensor of the caller's (a cache), given at compile,
+  which graphs read and may write where it is
+"""
 
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
 Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
@@ -30,18 +36,18 @@ DEFAULT_PHASE = "main"
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of a program. shape: ints, or bucket dimensions by name (`"tokens"`, `"seqs + 1"`).
+    """One input of a program.
 
     A named dimension is filled up to the bucket's size: naming it states that the model treats its entries
     independently or masks them itself. A mean or an unmasked softmax over it would include the padding.
-
-    padding: what rows past the real input hold. value: the number that `sentinel` writes, of which the dtype must be
-    capable; given for no other padding.
     """
 
+    #: Ints, or bucket dimensions by name (`"tokens"`, `"seqs + 1"`).
     shape: tuple[int | str, ...]
     dtype: torch.dtype
+    #: What rows past the real input hold.
     padding: Padding = "zero"
+    #: The number that padding "sentinel" writes; the dtype must hold it. No other padding takes one.
     value: int | float = 0
 
     def __post_init__(self) -> None:
@@ -85,7 +91,7 @@ class InputSpec:
         return tuple(dict.fromkeys(_parse(d)[0] for d in self.shape if isinstance(d, str)))
 
     def offset(self, dim: int) -> int:
-        """Return what is added to the bucket dimension in dimension `dim`; 0 where it names none, or nothing is."""
+        """Return the number that dimension `dim` adds to a bucket dimension; 0 where it adds or names none."""
         declared = self.shape[dim]
         return _parse(declared)[1] if isinstance(declared, str) else 0
 
@@ -146,13 +152,13 @@ def _parse(dim: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class BucketTable:
-    """All buckets of a program: the order of dimension names, and each phase's keys from small to large.
+    """All buckets of a program."""
 
-    guards: the values that each phase is captured for.
-    """
-
+    #: Names of the bucket dimensions, in the order of a key's sizes.
     dims: tuple[str, ...]
+    #: The keys of each phase, from small to large.
     phases: Mapping[str, tuple[GraphKey, ...]]
+    #: The guards of each phase, with the values that it is captured for.
     guards: Mapping[str, GuardValues] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
@@ -203,7 +209,10 @@ class BucketTable:
                 found="not a list of at least one bucket",
                 remedy="give a list of sizes, or one list per phase, for example {'decode': [8, 16]}",
             )
-        conditions = [tuple(zip(sorted(guards), values, strict=True)) for values in _combinations(guards)]
+        conditions = [
+            tuple(zip(sorted(guards), values, strict=True))
+            for values in product(*map(guards.__getitem__, sorted(guards)))
+        ]
         found: set[tuple[int, ...]] = set()
         for entry in entries:
             sizes = {dims[0]: entry} if isinstance(entry, int) and len(dims) == 1 else entry
@@ -223,21 +232,17 @@ class BucketTable:
         """Return the key's dimensions by name."""
         return dict(zip(self.dims, key.dims, strict=True))
 
-    def find(self, phase: str, sizes: Mapping[str, int], guards: Guards = ()) -> GraphKey | None:
+    def find(self, phase: str, sizes: Mapping[str, int], guards: KeyGuards = ()) -> GraphKey | None:
         """Return the smallest bucket of the phase that holds these sizes under exactly these guards, or None."""
         wanted = tuple(sizes[d] for d in self.dims)
         keys = (key for key in self.phases[phase] if key.guards == guards)
         return next((k for k in keys if all(a >= b for a, b in zip(k.dims, wanted, strict=True))), None)
 
     def without(self, keys: Container[GraphKey]) -> BucketTable:
-        """Return the table without these keys; a phase may be left with none."""
+        """Return the table without these keys; a phase may then have none."""
         phases = {phase: tuple(key for key in each if key not in keys) for phase, each in self.phases.items()}
         return replace(self, phases=phases)
 
-    def check_guards(self, phase: str, guards: Mapping[str, Hashable]) -> Guards:
+    def check_guards(self, phase: str, guards: Mapping[str, Hashable]) -> KeyGuards:
         """Return the guards of a call as a key holds them; raise `UsageError` unless they are the phase's."""
         return check_call(phase, self.guards.get(phase, {}), guards)
-
-
-def _combinations(guards: GuardValues) -> list[tuple[Hashable, ...]]:
-    return list(product(*(guards[name] for name in sorted(guards))))

@@ -109,7 +109,9 @@ def _split(graph: fx.GraphModule) -> fx.GraphModule:
 
     A node with several results takes along what picks them, so that tensors and sizes only go from piece to piece.
     """
-    _pick_at_once(graph.graph)
+    # What picks one of several results moves behind the node that gives them.
+    for node in filter(_picks, list(graph.graph.nodes)):
+        node.args[0].append(node)
     partition, after_break = 0, False
     numbers: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
@@ -127,13 +129,6 @@ def _split(graph: fx.GraphModule) -> fx.GraphModule:
     for number, name in names.items():
         getattr(split, f"submod_{number}").meta[BREAK_POINT] = name
     return split
-
-
-def _pick_at_once(graph: fx.Graph) -> None:
-    """Move each node that picks one of several results behind the node that gives them."""
-    for node in list(graph.nodes):
-        if _picks(node):
-            node.args[0].append(node)
 
 
 def _picks(node: fx.Node) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,21 +18,22 @@ Crop = tuple[slice, ...]
 
 
 class Plan(NamedTuple):
-    """All decisions about a call with inputs of given shapes.
+    """All decisions about a call with inputs of given shapes."""
 
-    key: the graph that is replayed. copies: name, the part of the buffer that the input fills, its dtype. fills: what
-    is written into the rest of the buffers. crops: by output, the part that belongs to the real inputs.
-    views_of_inputs: outputs that lie in an input's buffer and are cloned. single: index of the only output, or -1.
-    wanted: the smaller bucket in whose place the key's graph runs, since that one was dropped; None otherwise.
-    """
-
+    #: The graph that is replayed.
     key: GraphKey
+    #: Name of each input that is copied, the part of the buffer that it fills, and its dtype.
     copies: tuple[tuple[str, Tensor, torch.dtype], ...]
+    #: What is written into the rest of the buffers.
     fills: tuple[tuple[Tensor, int | float | Tensor], ...]
+    #: Index of each output that is cut, and its part that belongs to the real inputs.
     crops: tuple[tuple[int, Crop], ...]
-    views_of_inputs: tuple[int, ...]
+    #: Outputs that are cloned, since they lie in an input's buffer or are to outlive the next replay.
+    cloned: tuple[int, ...]
     output: OutputTree
+    #: Index of the only output, or -1.
     single: int
+    #: The smaller bucket that was dropped, in whose place the key's graph runs.
     wanted: GraphKey | None = None
 
 
@@ -41,19 +43,34 @@ class Cropper(Protocol):
     @property
     def reads(self) -> frozenset[str] | None:
         """Names of the inputs that the graph reads; None for all."""
-        ...
 
     def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
-        """Return the part of each output; raise `CaptureError` where it can't be told."""
-        ...
+        """Return the part of each output; raise `CaptureError` where nothing tells it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedBucket:
+    """One captured key."""
+
+    key: GraphKey
+    #: Views of the static input buffers.
+    inputs: Mapping[str, Tensor]
+    #: Rebuilds the model's output.
+    output: OutputTree
+    #: Cuts padding off the output.
+    cropper: Cropper
+    #: Outputs that lie in the memory of an input.
+    views_of_inputs: tuple[int, ...] = ()
+    #: Everything that the captured graph reads; kept, because a graph of the device holds addresses only.
+    values: tuple[Any, ...] = ()
 
 
 class TracedCropper:
     """Cuts outputs by the symbolic shapes of the trace, and by what the inputs declare these to be.
 
-    Of an input declared `"seqs + 1"` with the symbol s0, the size `s0 - 1` is the bucket dimension itself: its padding
-    lies at the end, as that of the input. A size grown from a symbol (`s0 + 1`) may have its padding in between, and is
-    refused though an input may be declared so.
+    Where an input declared `"seqs + 1"` has the symbol s0, a size `s0 - 1` of an output is the bucket dimension itself,
+    and its padding lies at the end, as the input's does. A size that adds to a symbol (`s0 + 1`) may have its padding
+    in between, and is refused.
     """
 
     def __init__(self, traced: TracedGraph, inputs: Mapping[str, InputSpec]) -> None:
@@ -80,7 +97,7 @@ class TracedCropper:
                         found="the model was traced for that size only, so what padding does to its outputs is unknown",
                         remedy="pass inputs that fill a bucket exactly, or add a bucket of this size",
                     )
-        reason = traced.branches_differ(inputs, self._dims)
+        reason = traced.why_branches_differ(inputs, self._dims)
         if reason is not None:
             raise CaptureError(
                 f"padding to {key}",
@@ -98,7 +115,7 @@ def make_plan(
     buffers: Mapping[str, Tensor],
     output: OutputTree,
     cropper: Cropper,
-    views_of_inputs: tuple[int, ...],
+    cloned: tuple[int, ...],
     wanted: GraphKey | None = None,
 ) -> Plan:
     """Return the plan of a call; raise `CaptureError` where padding or cutting it would be a guess."""
@@ -118,7 +135,7 @@ def make_plan(
         copies=tuple(copies),
         fills=tuple(fills),
         crops=tuple((index, crop) for index, crop in crops if any(part != slice(None) for part in crop)),
-        views_of_inputs=views_of_inputs,
+        cloned=cloned,
         output=output,
         single=output.leaves[0].index if output.is_single else -1,
         wanted=wanted,

@@ -6,11 +6,13 @@ each refused unless its key was captured. While serving nothing may be captured,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from core.common.collector import frozen
 from core.common.graphs.backend import BoundCallable, GraphBackend, GraphKey, SegmentBackend, UpdateBackend
+from core.compilation.capture.bucket_report import BucketReport
 from core.compilation.capture.host_reads import is_host_read
 from core.compilation.capture.segments import CapturedParts, capture_parts
 from core.compilation.capture.watch import CompileWatch, Watched
@@ -26,36 +29,27 @@ from core.errors import CaptureError, CoreError, UsageError
 if TYPE_CHECKING:
     from core.device import Device
 
-__all__ = ["CaptureCost", "GraphRunner"]
+__all__ = ["GraphRunner"]
 
-FIRST_WARMUPS, LATER_WARMUPS = 2, 1
+log = logging.getLogger("core.compilation.program")
+FIRST_PARTS_WARMUPS, LATER_PARTS_WARMUPS = 2, 1
 """Runs before a capture in parts: of the first key also for what is allocated or compiled once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureCost:
-    """What capturing one key took: seconds with warm-up, bytes taken from the device, graphs, eager calls."""
-
-    seconds: float
-    num_bytes: int
-    num_graphs: int = 1
-    eager: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One captured key. run: replays it; watched: tensors whose addresses it holds, for the check of debug mode."""
+    """One captured key."""
 
+    #: Replays it, given the step's host-side arguments.
     run: Callable[[Any], tuple[Tensor, ...]]
+    #: The static inputs, kept because the graph holds their addresses only.
     inputs: Mapping[str, Tensor]
     host_arguments: frozenset[str]
+    #: Tensors whose addresses the graph holds, for the check of debug mode.
     watched: Sequence[Watched]
+    #: The generated Python of a key captured in parts.
     source: str
     num_replays: int = 0
-
-
-def _no_op() -> None:
-    return None
 
 
 class GraphRunner:
@@ -65,8 +59,7 @@ class GraphRunner:
     """
 
     def __init__(self, device: Device, backend: GraphBackend, *, debug: bool = False, strict: bool = False) -> None:
-        """debug: check before each replay that nothing a graph reads has moved. strict: a compile while serving is an
-        error, and not only counted."""
+        """debug: check before each replay that no memory of a graph moved. strict: refuse compiles while serving."""
         self._device = device
         self._backend = backend
         self._debug = debug
@@ -74,9 +67,11 @@ class GraphRunner:
         self._checks = debug or self._updates
         self._entries: dict[GraphKey, _Entry] = {}
         self._serving = 0
+        self._strict = strict
         self.compiles = CompileWatch(strict=strict)
         self.fallbacks: Counter[str] = Counter()
         self.stand_ins: Counter[str] = Counter()
+        self.oversized: Counter[str] = Counter()
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -108,13 +103,13 @@ class GraphRunner:
         in_parts: bool = False,
         reset: Callable[[], None] | None = None,
         watched: Sequence[Watched] = (),
-    ) -> tuple[tuple[Tensor, ...], CaptureCost]:
+    ) -> tuple[tuple[Tensor, ...], BucketReport]:
         """Capture `fn` under `key`, whole or in parts, and return its static outputs and what it cost.
 
         inputs: the static tensors it reads, by name. reset: undoes what warm-up and capture wrote to state. Call inside
         `capture_session`. Raises `CaptureError`; the device stays usable, and keys captured before stay valid.
         """
-        # A capture that fails may have replaced some parts of an earlier one: what is left is no graph of the key.
+        # A capture that fails may have replaced some parts of an earlier one, of which the others are then useless.
         self._entries.pop(key, None)
         warm: list[int] = []
 
@@ -128,11 +123,11 @@ class GraphRunner:
         try:
             if in_parts:
                 parts = self._capture_parts(key, fn, after_warmup)
-                outputs, num_graphs, eager, source = parts.outputs, parts.num_graphs, parts.eager, parts.replay.source
+                outputs, num_graphs, eager, source = parts.outputs, parts.num_graphs, parts.eager, parts.source
                 run = _run_parts(parts)
             else:
                 outputs, num_graphs, eager, source = self._backend.capture_one(key, fn, inputs, after_warmup), 1, (), ""
-                run = _run_whole(self._backend, key)
+                run = partial(self._backend.replay, key)
             self._device.synchronize()
         except CoreError as error:
             error.add_note(f"while capturing {key} on {self._device.name}")
@@ -149,10 +144,13 @@ class GraphRunner:
         num_bytes = self._device.parts.memory().taken_bytes - warm[0] if warm else 0
         host = cast("UpdateBackend", self._backend).host_arguments(key) if self._updates else frozenset[str]()
         self._entries[key] = _Entry(run, inputs, host, tuple(watched), source)
-        cost = CaptureCost(
-            seconds=time.perf_counter() - start, num_bytes=max(num_bytes, 0), num_graphs=num_graphs, eager=eager
+        return outputs, BucketReport(
+            key=key,
+            capture_s=time.perf_counter() - start,
+            num_bytes=max(num_bytes, 0),
+            num_graphs=num_graphs,
+            eager=eager,
         )
-        return outputs, cost
 
     def replay(self, key: GraphKey, step: Mapping[str, Any] | None = None) -> tuple[Tensor, ...]:
         """Run the graph of `key` on the present content of its inputs and return its static outputs.
@@ -170,6 +168,16 @@ class GraphRunner:
         if self.compiles.pending:
             self.compiles.raise_pending()
         return outputs
+
+    def fall_back(self, key: GraphKey, reason: str) -> None:
+        """Count an eager run in a replay's place, and log it once; raise `CaptureError` where strict."""
+        if self._strict:
+            raise CaptureError(
+                f"replaying {key}", found=reason, remedy="compile where these numbers stand; or without strict"
+            )
+        if reason not in self.fallbacks:
+            log.warning("%s runs eagerly: %s", key, reason)
+        self.fallbacks[reason] += 1
 
     def not_captured(self, key: GraphKey) -> CaptureError:
         """Return the error for a key that has no graph."""
@@ -213,13 +221,11 @@ class GraphRunner:
                 found=f"{type(self._backend).__name__} has no `segment`",
                 remedy="use mode 'full' or 'off'; 'piecewise' and 'segmented' are for plugins with a SegmentBackend",
             )
-        backend = cast("SegmentBackend", self._backend)
-        num_warmups = LATER_WARMUPS if self._entries else FIRST_WARMUPS
         return capture_parts(
-            backend,
+            cast("SegmentBackend", self._backend),
             key,
             fn,
-            num_warmups=num_warmups,
+            num_warmups=LATER_PARTS_WARMUPS if self._entries else FIRST_PARTS_WARMUPS,
             after_warmup=after_warmup,
             device=self._device.torch_device,
         )
@@ -241,13 +247,8 @@ class GraphRunner:
                 watched.check(key)
 
 
-def _run_whole(backend: GraphBackend, key: GraphKey) -> Callable[[Any], tuple[Tensor, ...]]:
-    replay = backend.replay
-    return lambda step: replay(key, step)
-
-
 def _run_parts(parts: CapturedParts) -> Callable[[Any], tuple[Tensor, ...]]:
-    run, outputs = parts.replay.run, parts.outputs
+    run, outputs = parts.run, parts.outputs
 
     @torch.no_grad()
     def replay(step: Any) -> tuple[Tensor, ...]:

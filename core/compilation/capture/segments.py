@@ -21,30 +21,36 @@ from torch.utils import _pytree as pytree
 from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
 from core.common.graphs.weak import Loose, addresses, has_address
 from core.compilation.capture.breaks import breaking
-from core.compilation.capture.stitch import EagerStep, GraphStep, Step, Stitched, stitch
+from core.compilation.capture.stitch import EagerStep, GraphStep, Step, stitch
 from core.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedParts:
-    """A callable captured in parts. outputs: static, valid until the next replay of any key."""
+    """A callable captured in parts."""
 
-    replay: Stitched
+    #: Replays all parts and makes the eager calls between them.
+    run: Callable[[], None]
+    #: The generated Python of `run`.
+    source: str
+    #: Static, valid until the next replay of any key.
     outputs: tuple[Tensor, ...]
     num_graphs: int
+    #: Names of the eager calls, in order.
     eager: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """What a result looks like. given: it lies in memory of the arguments, so the graphs find it there. kept: where it
-    lies if it outlived the warm-up, in memory of the function's own; else 0."""
+    """What one tensor of a break point's result looks like."""
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    #: It lies in memory of the arguments, where the graphs find it.
     given: bool
+    #: Its address if it outlived the warm-up, in memory of the function's own; else 0.
     kept: int = 0
 
     @classmethod
@@ -58,12 +64,8 @@ class _Meta:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a break point returned in the warm-up."""
-
-    name: str
-    metas: tuple[_Meta, ...]
+_Result = tuple[str, tuple[_Meta, ...]]
+"""The name of a break point, and what the tensors looked like that it returned in the warm-up."""
 
 
 class _Warmup:
@@ -85,7 +87,7 @@ class _Warmup:
     def results(self) -> list[_Result]:
         """Return what the break points returned; asked when the run is over and its results are gone."""
         return [
-            _Result(name, tuple(replace(m, kept=_kept(m, *at)) for m, at in zip(metas, memory, strict=True)))
+            (name, tuple(replace(m, kept=_kept(m, *at)) for m, at in zip(metas, memory, strict=True)))
             for (name, metas), memory in zip(self._results, self._memory, strict=True)
         ]
 
@@ -131,8 +133,8 @@ class _Capture:
 
     def settled(self) -> tuple[list[Step], tuple[Tensor, ...]]:
         """Return steps and outputs with stand-ins for their tensors, weak where the memory is the graphs' own."""
-        steps = [step if isinstance(step, GraphStep) else _settle(step) for step in self._steps]
-        return steps, pytree.tree_map_only(Loose, Loose.settle, self._outputs)
+        steps = [step if isinstance(step, GraphStep) else step.changed(_settled) for step in self._steps]
+        return steps, _settled(self._outputs)
 
     def _loose(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: Loose.of(tensor, self._device), tree)
@@ -144,13 +146,13 @@ class _Capture:
             segment.__exit__(type(error), error, error.__traceback__)
 
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        expected = self._results[self.num_breaks] if self.num_breaks < len(self._results) else None
-        if expected is None or expected.name != name:
+        found_name, expected = self._results[self.num_breaks] if self.num_breaks < len(self._results) else ("", ())
+        if found_name != name:
             raise _other_way(self._key, name)
         self.num_breaks += 1
         fn = _as_now(fn, self._device)
         # Allocated while recording: from the graphs' own pool, which reuses it once the model's code lets go of it.
-        targets = [meta.allocate() for meta in expected.metas]
+        targets = [meta.allocate() for meta in expected]
         self.end()
         # Before the call: a function may change the containers that it is given.
         arguments, memory = self._loose((args, kwargs)), addresses(_tensors((args, kwargs)))
@@ -159,12 +161,12 @@ class _Capture:
         leaves, spec = pytree.tree_flatten(result)
         tensors = _checked_leaves(name, result, (args, kwargs))
         found = [_Meta.of(tensor, memory) for tensor in tensors]
-        if [(m.dtype, m.shape, m.given) for m in found] != [(m.dtype, m.shape, m.given) for m in expected.metas]:
+        if [(m.dtype, m.shape, m.given) for m in found] != [(m.dtype, m.shape, m.given) for m in expected]:
             raise _other_way(self._key, name)
-        # What lies in an argument, or where it lay in the warm-up (a cache of the function's own), graphs read there.
+        # A result that lies in an argument, or where it lay in the warm-up (a cache of the function's own), stays
+        # there: the graphs read it in place.
         kept = tuple(
-            t.detach() if m.given or m.kept == t.data_ptr() else None
-            for m, t in zip(expected.metas, tensors, strict=True)
+            t.detach() if m.given or m.kept == t.data_ptr() else None for m, t in zip(expected, tensors, strict=True)
         )
         targets = [target if at is None else None for at, target in zip(kept, targets, strict=True)]
         given = iter(zip(targets, tensors, strict=True))
@@ -174,7 +176,7 @@ class _Capture:
                 if target is not None:
                     target.copy_(tensor)
                     leaves[index] = target
-        # Let go of at once: what the steps held, the graphs of later layers could not use again.
+        # Held weakly from now on: graphs of later layers could not use again what the steps hold.
         own_args, own_kwargs = arguments
         self._steps.append(EagerStep(name, fn, own_args, own_kwargs, *self._loose((tuple(targets), kept))))
         self.begin()
@@ -210,17 +212,15 @@ def capture_parts(
         capture.abandon(error)
         raise
     if capture.num_breaks != len(results):
-        raise _other_way(key, results[capture.num_breaks].name)
+        raise _other_way(key, results[capture.num_breaks][0])
     steps, outputs = capture.settled()
     num_graphs = sum(isinstance(step, GraphStep) for step in steps)
     eager = tuple(step.name for step in steps if isinstance(step, EagerStep))
-    return CapturedParts(stitch("replay", steps, backend.replay), outputs, num_graphs, eager)
+    return CapturedParts(*stitch("replay", steps, backend.replay), outputs, num_graphs, eager)
 
 
-def _settle(step: EagerStep) -> EagerStep:
-    bound: Any = pytree.tree_map_only(Loose, Loose.settle, (step.args, step.kwargs, step.targets, step.kept))
-    args, kwargs, targets, kept = bound
-    return replace(step, args=args, kwargs=kwargs, targets=targets, kept=kept)
+def _settled(tree: Any) -> Any:
+    return pytree.tree_map_only(Loose, Loose.settle, tree)
 
 
 def _as_now(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

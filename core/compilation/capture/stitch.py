@@ -29,88 +29,81 @@ class GraphStep:
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """A call between two graphs. args, kwargs: static; targets: for each tensor of the result, in order of the tree,
-    the static tensor that the graphs read it from, or None where the result lies in memory of an argument or of the
-    function's own; kept: for each tensor what lies there, else None."""
+    """A call between two graphs, on static arguments."""
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    #: For each tensor of the result, in order, the static tensor that the graphs read it from; None where the result
+    #: lies in memory of an argument or of the function's own.
     targets: tuple[Tensor | None, ...]
+    #: For each tensor of the result that has no target, the tensor that the graphs read in its place; else None.
     kept: tuple[Tensor | None, ...] = ()
+
+    def changed(self, change: Callable[[Any], Any]) -> EagerStep:
+        """Return the step with all its tensors changed."""
+        return EagerStep(self.name, self.fn, *change((self.args, self.kwargs, self.targets, self.kept)))
 
 
 Step = GraphStep | EagerStep
 
 
-@dataclass(frozen=True, slots=True)
-class Stitched:
-    """The generated function and its source."""
-
-    run: Callable[[], None]
-    source: str
-
-
-def stitch(name: str, steps: Sequence[Step], replay: Callable[[GraphKey], object]) -> Stitched:
-    """Return a function that runs the steps in order. replay: runs one captured part."""
-    bound: dict[str, Any] = {"land": land}
+def stitch(name: str, steps: Sequence[Step], replay: Callable[[GraphKey], object]) -> tuple[Callable[[], None], str]:
+    """Return a function that runs the steps in order, and its source. replay: runs one captured part."""
+    names: dict[str, Any] = {"land": land}
     lines = [f"def {name}():"]
     for number, step in enumerate(steps):
         if isinstance(step, GraphStep):
-            bound[f"graph_{step.key.part}"] = partial(replay, step.key)
+            names[f"graph_{step.key.part}"] = partial(replay, step.key)
             lines.append(f"    graph_{step.key.part}()")
         else:
-            lines += _eager_lines(number, step, bound)
+            lines += _eager_lines(number, step, names)
     if len(lines) == 1:
         lines.append("    pass")
     source = "\n".join(lines) + "\n"
     code = compile(source, f"<stitched {name}>", "exec")
     function = next(constant for constant in code.co_consts if hasattr(constant, "co_code"))
-    return Stitched(FunctionType(function, bound, name), source)
+    return FunctionType(function, names, name), source
 
 
-def _eager_lines(number: int, step: EagerStep, bound: dict[str, Any]) -> list[str]:
-    """Return the lines of one eager call and bind what they name."""
+def _eager_lines(number: int, step: EagerStep, names: dict[str, Any]) -> list[str]:
+    """Return the lines of one eager call, and add what they name to the names."""
     label = re.sub(r"[^0-9A-Za-z]", "_", step.name.rsplit("::")[-1])
     called = f"call_{label}_{number}"
-    bound[called] = step.fn
-    arguments = [_name(f"{called}_a{i}", value, bound) for i, value in enumerate(step.args)]
-    keywords = [(key, _name(f"{called}_k{i}", value, bound)) for i, (key, value) in enumerate(step.kwargs.items())]
+    names[called] = step.fn
+    arguments = [_name(f"{called}_a{i}", value, names) for i, value in enumerate(step.args)]
+    keywords = [(key, _name(f"{called}_k{i}", value, names)) for i, (key, value) in enumerate(step.kwargs.items())]
     if all(key.isidentifier() and not iskeyword(key) for key, _ in keywords):
         arguments += [f"{key}={value}" for key, value in keywords]
     else:  # names that only `**` can pass
         arguments.append("**{" + ", ".join(f"{key!r}: {value}" for key, value in keywords) + "}")
     call = f"{called}({', '.join(arguments)})"
     if any(kept is not None for kept in step.kept):
-        bound["land_kept"], bound[f"{called}_out"], bound[f"{called}_at"] = land_kept, step.targets, step.kept
+        names |= {"land_kept": land_kept, f"{called}_out": step.targets, f"{called}_at": step.kept}
         return [f"    land_kept({called}_out, {called}_at, {call})"]
     if all(target is None for target in step.targets):
         return [f"    {call}"]
-    bound[f"{called}_out"] = step.targets[0] if len(step.targets) == 1 else step.targets
     if len(step.targets) == 1:
+        names[f"{called}_out"] = step.targets[0]
         return [f"    land({called}_out, {call})"]
-    bound["land_all"] = land_all
+    names |= {"land_all": land_all, f"{called}_out": step.targets}
     return [f"    land_all({called}_out, {call})"]
 
 
-def _name(name: str, value: Any, bound: dict[str, Any]) -> str:
+def _name(name: str, value: Any, names: dict[str, Any]) -> str:
     if value is None or type(value) in (bool, int, str):
         return repr(value)
-    bound[name] = value
+    names[name] = value
     if pytree.tree_is_leaf(value):
         return name
-    bound["fresh"] = fresh
+    names["fresh"] = fresh
     return f"fresh({name})"
 
 
 def fresh(tree: Any) -> Any:
     """Return new containers around the same tensors: a function may change those that it is given."""
-    return pytree.tree_map(_same, tree)
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
+    return pytree.tree_map(lambda leaf: leaf, tree)
 
 
 def land(target: Tensor, result: Any) -> None:
@@ -136,7 +129,7 @@ def land_all(targets: tuple[Tensor | None, ...], result: Any) -> None:
 
 
 def land_kept(targets: tuple[Tensor | None, ...], kept: tuple[Tensor | None, ...], result: Any) -> None:
-    """Copy what has a target; check that what has none is what the graphs read, in the same form and place."""
+    """Copy results that have a target; check that all others are the memory that the graphs read, in the same form."""
     leaves = leaves_of(result)
     land_all(targets, leaves)
     for at, leaf in zip(kept, leaves, strict=True):

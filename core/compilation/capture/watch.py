@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,10 +26,12 @@ log = logging.getLogger("core.graphs")
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A tensor whose address a captured graph holds. current: returns the tensor that its owner has now."""
+    """A tensor whose address a captured graph holds."""
 
     name: str
+    #: Returns the tensor that its owner has now.
     current: Callable[[], Tensor | None]
+    #: Where it lay at capture.
     address: int
 
     def check(self, key: GraphKey) -> None:
@@ -52,12 +55,8 @@ def watch_modules(modules: dict[str, nn.Module]) -> tuple[Watched, ...]:
         for name, tensor in own.items():
             if tensor is not None:
                 label = f"{path}.{name}".lstrip(".")
-                found.append(Watched(label, _getter(module, name), tensor.data_ptr()))
+                found.append(Watched(label, partial(getattr, module, name, None), tensor.data_ptr()))  # None: deleted
     return tuple(found)
-
-
-def _getter(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
-    return lambda: getattr(module, name, None)  # None: taken away or deleted
 
 
 class CompileWatch:

@@ -1,7 +1,7 @@
 """Which traces the phases of a program need: one for all buckets, and for other phases too, where its conditions hold.
 
-A trace that is to serve a size of 1 among others, or other phases, is made at sizes of its own. What it does not hold
-for is traced again, at the buckets' sizes.
+A trace that is to serve a size of 1 among others, or other phases, is made at sizes of its own. Buckets that it does
+not serve are traced again, at their own sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,9 +21,10 @@ from core.errors import TraceError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.common.graphs.backend import GraphKey, Guards
+    from core.common.graphs.backend import GraphKey, KeyGuards
     from core.compilation.capture.buffers import StaticBuffers
     from core.compilation.request import CompileRequest, Model
+    from core.compilation.trace.counters import Counted
     from core.compilation.trace.traced import TracedGraph
 
 log = logging.getLogger("core.compilation.compile")
@@ -31,9 +32,10 @@ log = logging.getLogger("core.compilation.compile")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedTrace:
-    """A traced graph before it is rewritten, and the keys that it serves; the rest is as in `TraceReport`."""
+    """A traced graph before it is rewritten; `reason` and `trace_of` are as in `TraceReport`."""
 
     graph: TracedGraph
+    #: The keys that it serves.
     keys: tuple[GraphKey, ...]
     reason: str = ""
     trace_of: str = ""
@@ -41,15 +43,15 @@ class ServedTrace:
 
 @dataclass(kw_only=True, slots=True)
 class _Kept:
-    """A trace for all sizes of the phases that share it, under the same constants, as it came.
+    """A trace, as Dynamo made it, for all sizes of the phases that share it."""
 
-    traced: None where the model has none for all sizes. usable: by other phases, too. phase: the first that it served,
-    whose report accounts for it.
-    """
-
+    #: The guards' values that it was made with.
     constants: tuple[object, ...]
+    #: None where the model has no trace for all sizes.
     traced: TracedGraph | None
+    #: Whether other phases may take it.
     usable: bool
+    #: The first phase that it served, whose report accounts for it.
     phase: str = ""
 
 
@@ -62,21 +64,23 @@ class Tracer:
         self._shared = request.options.shared
         self._buffers = buffers
         self._kept: list[_Kept] = []
+        self._counted: Counted | None = None
 
-    def trace_phase(self, phase: str) -> list[ServedTrace]:
-        """Trace a phase for all its keys; raise `TraceError` where that can't be."""
-        conditions: dict[Guards, list[GraphKey]] = {}
+    def trace_phase(self, phase: str, *, counted: Counted | None = None) -> list[ServedTrace]:
+        """Trace a phase for all its keys; raise `TraceError` where that can't be. counted: as for `trace`."""
+        self._counted = counted
+        conditions: dict[KeyGuards, list[GraphKey]] = {}
         for key in self._table.phases[phase]:
             conditions.setdefault(key.guards, []).append(key)
         return [served for guards, keys in conditions.items() for served in self._trace_guarded(phase, guards, keys)]
 
     def forget(self, phase: str) -> None:
-        """Let another phase account for the traces of one that runs without a trace after all."""
+        """Let another phase account for the shared traces of this one, which runs without a trace after all."""
         for kept in self._kept:
             kept.phase = "" if kept.phase == phase else kept.phase
 
-    def _trace_guarded(self, phase: str, guards: Guards, keys: Sequence[GraphKey]) -> Iterator[ServedTrace]:
-        """Trace for these keys, from the largest on, again for those that the trace before does not hold for."""
+    def _trace_guarded(self, phase: str, guards: KeyGuards, keys: Sequence[GraphKey]) -> Iterator[ServedTrace]:
+        """Trace for these keys, from the largest on; keys that a trace does not serve are traced again."""
         model = self._request.models[phase]
         remaining, reason = list(reversed(keys)), ""
         kept = self._kept_for(phase, guards)
@@ -84,12 +88,12 @@ class Tracer:
         while remaining:
             shared, kept = (kept if kept is not None and kept.usable else None), None
             if shared is not None and shared.traced is not None and self._shared is not None:
-                traced = self._shared.bound(shared.traced, phase)
+                traced = self._shared.for_phase(shared.traced, phase)
             elif (found := self._trace_keys(model, guards, remaining) if general else None) is not None:
                 traced = found
             else:
                 traced = self._trace(model, guards, self._buffers.views(remaining[0]))
-            refused = {key: traced.holds_for(self._buffers.views(key)) for key in remaining}
+            refused = {key: traced.why_not_for(self._buffers.views(key)) for key in remaining}
             served = tuple(key for key, why in refused.items() if why is None)
             general = bool(served) or shared is not None
             if served and shared is not None:
@@ -101,7 +105,7 @@ class Tracer:
             remaining = [key for key, why in refused.items() if why is not None]
             reason = next((why for why in refused.values() if why is not None), "")
 
-    def _kept_for(self, phase: str, guards: Guards) -> _Kept | None:
+    def _kept_for(self, phase: str, guards: KeyGuards) -> _Kept | None:
         """Return the trace that this phase may share with others, made now where it is the first of them."""
         shared, model = self._shared, self._request.models[phase]
         if shared is None or phase not in shared.values:
@@ -123,12 +127,12 @@ class Tracer:
         values = {name: guards.get(name, defaults.get(name)) for name in names}
         return tuple((name, type(value), value) for name, value in values.items())
 
-    def _trace_keys(self, model: Model, guards: Guards, keys: Sequence[GraphKey]) -> TracedGraph | None:
+    def _trace_keys(self, model: Model, guards: KeyGuards, keys: Sequence[GraphKey]) -> TracedGraph | None:
         """Return a trace that may serve sizes of 1 beside others; None where there are none, or it can't be made."""
         has_one = any(1 in key.dims for key in keys)
         return self._trace_for(model, guards, keys) if has_one and len(keys) > 1 else None
 
-    def _trace_for(self, model: Model, guards: Guards, keys: Sequence[GraphKey]) -> TracedGraph | None:
+    def _trace_for(self, model: Model, guards: KeyGuards, keys: Sequence[GraphKey]) -> TracedGraph | None:
         """Trace at the most of each dimension, 2 at least, so that no size is special; None where that can't be."""
         sizes = [self._table.sizes(key) for key in keys]
         most = {dim: max(2, *(each[dim] for each in sizes)) for dim in self._table.dims}
@@ -141,13 +145,11 @@ class Tracer:
         try:
             return self._trace(model, guards, inputs, least=least)
         except TraceError as error:
-            if error.spoiled:
-                raise
             log.info("no trace for all sizes: %s", error)
             return None
 
     def _trace(
-        self, model: Model, guards: Guards, inputs: Mapping[str, Tensor], *, least: Literal[1, 2] = 2
+        self, model: Model, guards: KeyGuards, inputs: Mapping[str, Tensor], *, least: Literal[1, 2] = 2
     ) -> TracedGraph:
         # Tracing marks dimensions on the tensors it is given, and takes where a tensor lies in its memory for a size of
         # its own: hand it copies of the buffers, and aliases of the caller's tensors, not these themselves.
@@ -159,4 +161,5 @@ class Tracer:
             name: [dim for dim, declared in enumerate(spec.shape) if isinstance(declared, str)]
             for name, spec in self._request.inputs.items()
         }
-        return trace(model, examples, dynamic=dynamic, constants=dict(guards), writable=bound, least=least)
+        options: Any = {"dynamic": dynamic, "constants": dict(guards), "writable": bound, "least": least}
+        return trace(model, examples, counted=self._counted, **options)

@@ -21,9 +21,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from core.common.node_meta import value_of
-from core.common.passes.declaration import Form
 from core.common.passes.effects import written_args
 from core.common.passes.functional.updates import WAS_IN_PLACE
+from core.common.passes.pass_guards import Form
 from core.common.passes.sites import MADE_BY
 from core.compilation.rewrite.functional import functionalized, wrapping
 from core.errors import TraceError

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from core.errors import PassError
 
 if TYPE_CHECKING:
-    from core.common.passes.declaration import NearMiss, Pass
+    from core.common.passes.declaration import Pass
+    from core.common.passes.results import NearMiss
     from core.compilation.rewrite.pass_report import PassReport
 
 
 def failed(declared: Pass, error: Exception) -> PassError:
-    """Return the error for a pass that raised or left a graph that is none."""
+    """Return the error for a pass that raised, or left an invalid graph."""
     if isinstance(error, PassError):
         return error
     return PassError(

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from core.common.passes.declaration import Form
-from core.common.passes.functional.memory import Area, same_layout
+from core.common.passes.functional.memory import Area
+from core.common.passes.pass_guards import Form
+from core.common.passes.values.layouts import flat, memory, same_layout
 from core.common.passes.values.sizes import same_size
 from core.errors import TraceError
 
@@ -43,11 +44,11 @@ def functionalized(run: Callable[..., Any], names: Sequence[str]) -> Callable[..
         for index, value in enumerate(args):
             twin = _twin(value, args[:index])
             wrapped.append(to_fun(value) if twin is None else wrapped[twin])
-        outputs = _flat(run(*wrapped))
+        outputs = flat(run(*wrapped))
         written = [index for index, value in enumerate(wrapped) if _is_written(value, wrapped[:index])]
         for index in written:
             _refuse_alias(index, args, names)
-        homes = {wrapped[index].untyped_storage()._cdata: args[index] for index in written}
+        homes = {memory(wrapped[index]): args[index] for index in written}
         given = [_home(output, homes) for output in outputs]
         values = [from_fun(output) for output in outputs]
         for index in written:
@@ -62,18 +63,12 @@ def functionalized(run: Callable[..., Any], names: Sequence[str]) -> Callable[..
     return functional
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
-
-
 def _twin(value: Any, earlier: Sequence[Any]) -> int | None:
     """Return which earlier argument is the very same tensor: same memory, read the same way."""
     if not isinstance(value, Tensor):
         return None
     for index, other in enumerate(earlier):
-        shares = isinstance(other, Tensor) and _storage(other) == _storage(value)
+        shares = isinstance(other, Tensor) and memory(other) == memory(value)
         if shares and same_layout(other, value) and same_size(other.storage_offset(), value.storage_offset()):
             return index
     return None
@@ -83,16 +78,12 @@ def _is_written(value: Any, earlier: Sequence[Any]) -> bool:
     return isinstance(value, Tensor) and not any(value is other for other in earlier) and has_data_mutation(value)
 
 
-def _storage(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
-
-
 def _refuse_alias(index: int, args: Sequence[Any], names: Sequence[str]) -> None:
     """Raise where another argument shows a part of what is written: a functional graph would not show it."""
     written = args[index]
     area = Area.of(written)
     for other, name in zip(args, names, strict=True):
-        if not isinstance(other, Tensor) or other is written or _storage(other) != _storage(written):
+        if not isinstance(other, Tensor) or other is written or memory(other) != memory(written):
             continue
         there = Area.of(other)
         if area is None or there is None or not (area.is_apart(there) or area.is_same(there)):
@@ -114,7 +105,7 @@ def _refuse_reshaping(name: str, old: Tensor, new: Tensor) -> None:
 
 def _home(output: Any, homes: dict[int, Tensor]) -> Tensor | None:
     """Return the written input in whose memory an output lies."""
-    return homes.get(_storage(output)) if isinstance(output, Tensor) else None
+    return homes.get(memory(output)) if isinstance(output, Tensor) else None
 
 
 def _view_of(home: Tensor, output: Tensor) -> Tensor:

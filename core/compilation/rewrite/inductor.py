@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from core.common.passes.declaration import Form, Pass
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Form
 from core.compilation.rewrite.inductor_patterns import prepare
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport

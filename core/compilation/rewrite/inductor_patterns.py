@@ -24,9 +24,10 @@ from torch.fx.traceback import preserve_node_meta
 
 from core.common.node_meta import value_of
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.declaration import Pass
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement
-from core.common.passes.sites import MADE_BY, Made, near_miss, site_name
+from core.common.passes.results import NearMiss, PassResult
+from core.common.passes.sites import MADE_BY, Made, near_miss, other_maker, site_name
 from core.errors import PassError
 
 
@@ -152,9 +153,7 @@ def _trace(function: Callable[..., Any], args: Sequence[Any], table: dict[Any, A
 
 def _refusal(context: PassContext, match: Match, node: fx.Node) -> NearMiss | str | None:
     for matched in match.nodes:
-        made = matched.meta.get(MADE_BY)
-        if made is not None and made.pass_name != context.name and made.pass_name not in context.after:
-            claimant = f"{made.pass_name!r} of {made.owner}"
+        if claimant := other_maker(context, matched):
             return near_miss(matched, f"node {matched.name} was made by pass {claimant}", claimant=claimant)
     return context.guards.refuses_value(value_of(node))
 

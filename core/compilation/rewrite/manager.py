@@ -13,9 +13,11 @@ import torch
 
 from core.common.collector import paused
 from core.common.passes.context import Analyses, PassContext
-from core.common.passes.declaration import Form, Pass, PassResult, Stage
+from core.common.passes.declaration import Pass
 from core.common.passes.identity import Known, describing_once
 from core.common.passes.metadata import ASKS
+from core.common.passes.pass_guards import Form, Stage
+from core.common.passes.results import PassResult
 from core.common.passes.rewrite import remove_dead
 from core.compilation.rewrite.complaints import broken_promise, conflict, failed, left_undecided, unverified
 from core.compilation.rewrite.mechanisms import apply_pass

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import PassResult
+from core.common.passes.rewrite import fuse
 
 
 def apply_pass(declared: Pass, context: PassContext) -> PassResult:
     """Rewrite the context's graph by the pass; the graph is neither linted nor cleaned."""
-    if declared.mechanism == "graph":
-        assert declared.run is not None
+    if declared.find is not None:
+        return fuse(context, declared.find)
+    if declared.run is not None:
         return declared.run(context)
     if declared.mechanism == "replace_pattern":
         from core.compilation.rewrite.fx_patterns import replace_patterns

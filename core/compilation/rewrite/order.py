@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
-from core.common.passes.context import check_analyses
-from core.common.passes.declaration import Pass
 from core.errors import PassError, UsageError
+
+if TYPE_CHECKING:
+    from core.common.passes.declaration import Pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSwitches:
-    """Passes to run and to leave out. only: their names, None for all. disable: names to leave out of these.
+    """Passes to run and to leave out, by name."""
 
-    enable: names to run although the device finds them unprofitable; those of `only` count as such too.
-    """
-
+    #: The passes to run, None for all.
     only: tuple[str, ...] | None = None
+    #: The passes to leave out of these.
     disable: tuple[str, ...] = ()
+    #: Passes to run although the device finds them unprofitable; those of `only` count as such too.
     enable: tuple[str, ...] = ()
 
     @property
@@ -73,34 +75,32 @@ def order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
 
     Raises `PassError` where there is none, and for two passes of one name.
     """
-    try:
-        return _ordered(passes)
-    except _CycleError as cycle:
-        raise _contradiction(cycle) from None
+    ordered, left_out = order_without_cycles(passes)
+    for error in left_out.values():
+        raise error
+    return ordered
 
 
 def order_without_cycles(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], Mapping[str, PassError]]:
     """Return the ordered passes, and those left out for it: of each cycle the pass registered last, with the error."""
-    kept, left_out = list(passes), dict[str, PassError]()
+    by_name: dict[str, Pass] = {}
+    for declared in passes:
+        _check(declared, by_name)
+        by_name[declared.name] = declared
+    left_out = dict[str, PassError]()
     while True:
         try:
-            return _ordered(kept), left_out
-        except _CycleError as cycle:
-            last = max(cycle.passes, key=kept.index)
-            kept.remove(last)
-            left_out[last.name] = _contradiction(cycle)
+            return _ordered(by_name), left_out
+        except CycleError as cycle:
+            names = list(cycle.args[1])
+            last = max(names, key=list(by_name).index)
+            left_out[last] = _contradiction([by_name[name] for name in names])
+            del by_name[last]
 
 
-class _CycleError(Exception):
-    """Passes whose before/after contradict each other; the first one again at the end."""
-
-    def __init__(self, passes: Sequence[Pass]) -> None:
-        super().__init__()
-        self.passes = passes
-
-
-def _contradiction(cycle: _CycleError) -> PassError:
-    names = " -> ".join(f"{declared.name!r} of {declared.owner}" for declared in cycle.passes)
+def _contradiction(cycle: Sequence[Pass]) -> PassError:
+    """Return the error for passes that contradict each other, the first of them again at the end."""
+    names = " -> ".join(f"{declared.name!r} of {declared.owner}" for declared in cycle)
     return PassError(
         "ordering the passes",
         found=f"their before/after contradict each other: {names}",
@@ -108,18 +108,9 @@ def _contradiction(cycle: _CycleError) -> PassError:
     )
 
 
-def _ordered(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    by_name: dict[str, Pass] = {}
-    for declared in passes:
-        _check(declared, by_name)
-        by_name[declared.name] = declared
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    for name, earlier in _direct(passes).items():
-        sorter.add(name, *earlier)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        raise _CycleError([by_name[name] for name in error.args[1]]) from None
+def _ordered(by_name: Mapping[str, Pass]) -> tuple[Pass, ...]:
+    sorter = TopologicalSorter(_direct(tuple(by_name.values())))
+    sorter.prepare()
     # Of the passes that may come next, the one registered first: a device's passes thus follow the common ones.
     places = {name: place for place, name in enumerate(by_name)}
     ready: list[tuple[int, str]] = []
@@ -158,6 +149,9 @@ def _direct(passes: Sequence[Pass]) -> dict[str, list[str]]:
 
 
 def _check(declared: Pass, known: Mapping[str, Pass]) -> None:
+    # Here, since it imports torch, which a command line that is refused for its switches need not wait for.
+    from core.common.passes.context import check_analyses
+
     check_analyses(declared.traits.requires | declared.traits.preserves, f"pass {declared.name!r} of {declared.owner}")
     if declared.name in known:
         raise PassError(

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from core.common.passes.declaration import NearMiss, Stage
+from core.common.passes.pass_guards import Stage
+from core.common.passes.results import NearMiss
 
 VERIFIED = "verified"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassReport:
-    """What one pass did: matches, rewritten sites, near-misses with their reasons, and its time in milliseconds.
-
-    skipped: why its guards refused the graph. error: why it was undone. uuid: its identity where it matched (it takes
-    milliseconds to find). codes: ops whose codes it may move by a step (`PassTraits.codes`). All empty if not so.
-    verification: "" where nobody asked for it or the pass
-    matched nothing, "verified", or "not verified: " and why what it did could not be judged.
-    """
+    """What one pass did to one graph."""
 
     name: str
     owner: str
@@ -27,10 +22,15 @@ class PassReport:
     elapsed_ms: float
     sites: tuple[str, ...]
     near_misses: tuple[NearMiss, ...]
+    #: Why its guards refused the graph; empty where it ran.
     skipped: str = ""
+    #: Why it was undone; empty where it was not.
     error: str = ""
+    #: Its identity where it matched, else empty: it takes milliseconds to find.
     uuid: str = ""
+    #: Ops whose codes it may move by a step (`PassTraits.codes`).
     codes: tuple[str, ...] = ()
+    #: "verified", or "not verified: " and why it could not be judged. Empty where nobody asked, or nothing matched.
     verification: str = ""
 
     def summary(self) -> str:

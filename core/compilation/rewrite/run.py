@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.common.passes.context import Analyses
-from core.common.passes.declaration import Stage
+from core.common.passes.pass_guards import Stage
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 

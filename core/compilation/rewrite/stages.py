@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from core.common.passes.declaration import Form, Pass, Stage
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Form, Stage
 from core.compilation.rewrite.aten import to_aten, to_functional
 from core.errors import TraceError
 

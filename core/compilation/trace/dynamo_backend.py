@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,21 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from core.common.node_meta import value_of
-from core.common.passes.effects import written_args
 from core.common.passes.view import kind, operand
 from core.common.passes.writes import find_writes
+from core.compilation.trace.counters import Counted, Counter
 from core.compilation.trace.flattening import flatten_constants
-from core.compilation.trace.state import Change
-from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputRef, OutputTree, SizeSlot, Slot, TracedGraph
+from core.compilation.trace.side_effects import SideEffect, side_effects
+from core.compilation.trace.traced import (
+    ConstantSlot,
+    CounterSlot,
+    InputSlot,
+    OutputRef,
+    OutputTree,
+    SizeSlot,
+    Slot,
+    TracedGraph,
+)
 from core.errors import TraceError
 
 _SIZE = re.compile(r"\.size\(\)\[(\d+)\]$")  # how Dynamo names the source of a size
@@ -27,7 +36,18 @@ _SIZE = re.compile(r"\.size\(\)\[(\d+)\]$")  # how Dynamo names the source of a 
 class Capture:
     """The Dynamo backend of one trace: keeps the graph and returns stand-ins instead of computing."""
 
-    def __init__(self, inputs: Mapping[str, Tensor], writable: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        inputs: Mapping[str, Tensor],
+        writable: Collection[str],
+        counted: Counted,
+    ) -> None:
+        self._model = model
+        self._counted = counted
+        #: the integers that could be counted, where nothing else of Python's state is changed
+        self.countable: Counted = {}
+        self.counters: tuple[Counter, ...] = ()
         self._tensors = inputs
         self._writable = frozenset(writable)
         self._inputs = {id(tensor): name for name, tensor in inputs.items()}
@@ -44,8 +64,10 @@ class Capture:
     def backend(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., list[Tensor]]:
         self.graph = graph
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._refuse_state(side_effects(self._model, dict(zip(nodes, examples, strict=True))))
         for name, tensor in self._tensors.items():
             self._note_symbols(name, tensor)
+        self._refuse_unknown_numbers()
         self.slots = tuple(self._slot(node, example) for node, example in zip(nodes, examples, strict=True))
         outputs: Any = graph.graph.output_node().args[0]
         for node in outputs:
@@ -65,6 +87,36 @@ class Capture:
         # Stand-ins with identities of their own: Dynamo builds the model's output structure around them.
         self._outputs = [torch.empty(0) for _ in outputs]
         return lambda *_: self._outputs
+
+    def _refuse_state(self, effects: Sequence[SideEffect]) -> None:
+        """Raise `TraceError` for Python state that the model changes, but for that which is counted."""
+        changed = {effect.number[2]: effect for effect in effects if effect.number is not None}
+        if len(changed) == len(effects):
+            self.countable = {source: effect.number[:2] for source, effect in changed.items() if effect.number}
+        for effect in effects:
+            if effect.number is None or effect.number[2] not in self._counted or effect.after is None:
+                raise _kept_state(effect)
+        if self._counted:
+            context: Any = torch._guards.TracingContext.get()
+            self.shape_env = context.fake_mode.shape_env
+            self.counters = tuple(self._counters(changed))
+
+    def _counters(self, changed: Mapping[str, SideEffect]) -> Iterator[Counter]:
+        from sympy import Symbol  # type: ignore[import-untyped]  # loaded by who traces
+
+        for number, (source, (owner, name)) in enumerate(self._counted.items()):
+            symbol = self.shape_env.source_to_var.get(source)
+            if symbol is None:
+                # The model does not read it. What it writes may still hang on others.
+                symbol = Symbol(f"unread_{number}", integer=True)
+            after = changed[source].after if source in changed else symbol
+            yield Counter(source=source, owner=owner, name=name, symbol=symbol, after=after)
+
+    def _refuse_unknown_numbers(self) -> None:
+        known = {*self.symbols, *(counter.symbol for counter in self.counters)}
+        for counter in self.counters:
+            if not counter.after.free_symbols <= known:
+                raise _kept_state(SideEffect(counter.source, "by a number that is none of a declared input's sizes"))
 
     def _refuse_written_inputs(self, nodes: Sequence[fx.Node], examples: Sequence[Any]) -> None:
         for node, example in zip(nodes, examples, strict=True):
@@ -95,6 +147,9 @@ class Capture:
         fake = value_of(node)
         if isinstance(fake, torch.SymInt):
             symbol = fake.node._expr
+            counter = next((counter for counter in self.counters if counter.symbol == symbol), None)
+            if counter is not None:
+                return CounterSlot(counter.owner, counter.name)
             if symbol not in self.symbols:
                 raise TraceError(
                     f"tracing with the symbolic size {symbol}",
@@ -104,10 +159,8 @@ class Capture:
             return self.symbols[symbol]
         return ConstantSlot(example)
 
-    def finish(
-        self, name: str, result: Any, changes: Sequence[Change], start: float, names: Mapping[int, str]
-    ) -> TracedGraph:
-        """Return the traced graph; raise `TraceError` where the model keeps state that a graph would not repeat."""
+    def finish(self, name: str, result: Any, start: float, names: Mapping[int, str]) -> TracedGraph:
+        """Return the traced graph; raise `TraceError` where it computes nothing or returns what no graph can."""
         if self.graph is None:
             raise TraceError(
                 f"tracing {name}",
@@ -115,13 +168,12 @@ class Capture:
                 remedy="pass a module or function that computes with the declared inputs",
             )
         self._refuse_writes_to_inputs()
-        repeated = {self._repeated(change) for change in changes}
         least = self._take_ranges()
         slots = flatten_constants(self.graph, self.slots, names)
         return TracedGraph(
             module=self.graph,
             slots=slots,
-            output=self._output_tree(result, repeated),
+            output=self._output_tree(result),
             outputs=self.fakes,
             shapes={name: tuple(tensor.shape) for name, tensor in self._tensors.items() if name in self.used},
             symbols=self.symbols,
@@ -130,6 +182,7 @@ class Capture:
             elapsed_s=time.perf_counter() - start,
             code=self.code,
             literals=self.literals,
+            counters=self.counters,
         )
 
     def _take_ranges(self) -> dict[Any, int]:
@@ -148,26 +201,6 @@ class Capture:
             self.shape_env._version_counter += 1
         return least
 
-    def _repeated(self, change: Change) -> int:
-        """Return the graph output that a changed attribute now names, if the graph itself repeats the change.
-
-        `self.count += 1` writes into the tensor and assigns the same tensor again: the write is in the graph.
-        """
-        index = next((i for i, output in enumerate(self._outputs) if output is change.after), -1)
-        if index >= 0 and self.graph is not None:
-            outputs: Any = self.graph.graph.output_node().args[0]
-            placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-            values = dict(zip(placeholders, self.slots, strict=True))
-            for written in written_args(outputs[index]):
-                slot = values.get(written)
-                if isinstance(slot, ConstantSlot) and slot.value is change.before:
-                    return index
-        raise TraceError(
-            f"tracing a model that assigns to {change.place}",
-            found="what a forward assigns happens once, while tracing; a captured graph would not repeat it",
-            remedy="keep state in a buffer and write into it in place (buffer.copy_(new)), or move it out of forward",
-        )
-
     def _refuse_writes_to_inputs(self) -> None:
         assert self.graph is not None
         writes = find_writes(self.graph)
@@ -175,7 +208,7 @@ class Capture:
             if isinstance(slot, InputSlot) and slot.name not in self._writable and writes.writers(node):
                 raise _written_input(slot.name)
 
-    def _output_tree(self, result: Any, repeated: set[int]) -> OutputTree:
+    def _output_tree(self, result: Any) -> OutputTree:
         leaves, spec = pytree.tree_flatten(result)
         positions = {id(tensor): index for index, tensor in enumerate(self._outputs)}
         refs = []
@@ -192,17 +225,25 @@ class Capture:
                     found="it is not a tree of tensors that torch.utils._pytree knows",
                     remedy="return tensors, tuples, dicts or a registered output class",
                 )
-        if {ref.index for ref in refs if ref.index >= 0} | repeated != set(positions.values()) | repeated:
-            error = TraceError(
-                "tracing a model that keeps a computed tensor",
-                found="besides its output it assigns one to an attribute or puts it into a list or dict, which a "
-                "captured graph would not repeat; an empty stand-in may be there now",
-                remedy="write into a buffer in place (buffer.copy_(new)), or return the tensor; or load the model anew "
-                "and run it with mode 'off' or 'segmented'",
+        if {ref.index for ref in refs if ref.index >= 0} != set(positions.values()):
+            raise TraceError(
+                "tracing a model that returns an object with a tensor of its own",
+                found="the tensor is no part of the tree that torch.utils._pytree makes of what the model returns",
+                remedy="return it as an entry of a tuple, a dict or a registered output class",
             )
-            error.spoiled = True
-            raise error
         return OutputTree(tuple(refs), spec)
+
+
+def _kept_state(effect: SideEffect) -> TraceError:
+    error = TraceError(
+        f"tracing a model that assigns to {effect.place}",
+        found=f"its forward changes {effect.place} ({effect.kind}), which no replay of a graph would"
+        + (effect.line and f"\n\nfrom user code:\n  {effect.line}"),
+        remedy="keep state in a buffer and write into it in place (buffer.copy_(new)), or move it out of forward; or "
+        "run this phase with mode 'off' (eager)",
+    )
+    error.keeps_state = True
+    return error
 
 
 def _note_squeezes(graph: fx.GraphModule) -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from core.compilation.trace.counters import Counter, Counting
 from core.errors import CaptureError
 
 if TYPE_CHECKING:
     from core.common.passes.packing import Packing
+    from core.compilation.trace.reads import Reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,15 @@ class SizeSlot:
     dim: int
 
 
-Slot = InputSlot | ConstantSlot | SizeSlot
+@dataclass(frozen=True, slots=True)
+class CounterSlot:
+    """A placeholder that receives an integer attribute of an object, as it is at each run."""
+
+    owner: Any
+    name: str
+
+
+Slot = InputSlot | ConstantSlot | SizeSlot | CounterSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,11 @@ class OutputTree:
         """True where the output is one tensor of the graph, so that there is nothing to rebuild."""
         return self.spec.is_leaf() and self.leaves[0].index >= 0
 
+    @property
+    def indexes(self) -> tuple[int, ...]:
+        """The graph outputs that the model's output holds."""
+        return tuple(dict.fromkeys(ref.index for ref in self.leaves if ref.index >= 0))
+
     def rebuild(self, outputs: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Any:
         """Return the structure the model would have returned."""
         if self.is_single:
@@ -82,7 +97,9 @@ class TracedGraph:
 
     outputs: the graph's outputs as fake tensors. shapes: of the inputs that the model looks at, when traced. symbols:
     which size of which input each symbol of shape_env stands for. least: the smallest size of each that it may serve.
-    code: what the trace ran through. literals: tensors that this code spells out and the graph holds.
+    code: what the trace ran through. literals: tensors that this code spells out and the graph holds. reads: what of
+    Python it read; None for a graph that was not traced here. counters: integers in Python that the model moves on,
+    which are symbols of the trace too.
     """
 
     module: fx.GraphModule
@@ -96,6 +113,18 @@ class TracedGraph:
     elapsed_s: float
     code: tuple[CodeType, ...] = ()
     literals: tuple[Tensor, ...] = ()
+    reads: Reads | None = None
+    counters: tuple[Counter, ...] = ()
+
+    def counting(self, inputs: Mapping[str, Tensor]) -> Counting:
+        """Return what is to be asked of the counters before a run on inputs of these shapes, and done after it."""
+        symbols = {counter.symbol for counter in self.counters}
+        env = self.shape_env
+        conditions = [guard.expr for guard in env.guards] + [
+            _equal(symbol, other) for symbol, other in env.replacements.items() if symbol in symbols
+        ]
+        mine = [each for each in conditions if each.free_symbols & symbols]
+        return Counting(self.counters, mine, self.sizes(inputs))
 
     def values(self, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Return the placeholders' values for these inputs, in order; sizes as ints."""
@@ -105,18 +134,20 @@ class TracedGraph:
     def _value(slot: Slot, inputs: Mapping[str, Tensor]) -> Any:
         if isinstance(slot, ConstantSlot):
             return slot.value
+        if isinstance(slot, CounterSlot):
+            return getattr(slot.owner, slot.name)
         tensor = inputs[slot.name]
         return tensor if isinstance(slot, InputSlot) else tensor.shape[slot.dim]
 
-    def holds_for(self, inputs: Mapping[str, Tensor]) -> str | None:
-        """Return None if the trace is valid for inputs of these shapes, else the condition that fails."""
+    def why_not_for(self, inputs: Mapping[str, Tensor]) -> str | None:
+        """Return the condition of the trace that inputs of these shapes break, None where the trace serves them."""
         symbolic = {(slot.name, slot.dim) for slot in self.symbols.values()}
         for name, shape in self.shapes.items():
             for dim, (traced, actual) in enumerate(zip(shape, inputs[name].shape, strict=True)):
                 if traced != actual and (name, dim) not in symbolic:
                     return f"{name} was fixed at size {traced} in dimension {dim}"
         sizes = self.sizes(inputs)
-        return self._out_of_range(sizes) or self._way_differs(sizes)
+        return self._out_of_range(sizes) or self._why_way_differs(sizes)
 
     def _out_of_range(self, sizes: Mapping[Any, int]) -> str | None:
         for symbol, size in sizes.items():
@@ -126,21 +157,24 @@ class TracedGraph:
                 return f"{slot.name} has size {size} in dimension {slot.dim}, traced for {self.least[symbol]} and up"
         return None
 
-    def branches_differ(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> str | None:
-        """Return None if the model takes the same way for these sizes as when traced, else the condition that differs.
+    def why_branches_differ(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> str | None:
+        """Return a condition that sends the model another way at these sizes than when traced, None without one.
 
-        Unlike `holds_for` this does not ask whether the trace may run at these sizes, but whether a run at larger ones
-        stands for them: padding must not change which branch is taken. dims: expressions that are bucket dimensions
-        themselves, as `s0 - 1` of an input declared `"seqs + 1"`. That such a one, or a size that is a symbol, is
-        neither 0 nor 1 is not held against a call: most such questions are those of ops about their strides.
+        `why_not_for` asks whether the trace may run at these sizes. Here a run at larger sizes stands for them, and
+        padding must not change which branch is taken. dims: expressions that are bucket dimensions themselves, as
+        `s0 - 1` of an input declared `"seqs + 1"`. A condition that a symbol or such an expression is neither 0 nor 1
+        does not count: most conditions of this kind come from ops that ask about their strides.
         """
-        return self._way_differs(self.sizes(inputs), (*dims, *self.symbols))
+        return self._why_way_differs(self.sizes(inputs), (*dims, *self.symbols))
 
-    def _way_differs(self, sizes: Mapping[Any, int], from_two: Collection[Any] = ()) -> str | None:
+    def _why_way_differs(self, sizes: Mapping[Any, int], from_two: Collection[Any] = ()) -> str | None:
         """Return the condition of the trace that fails; from_two: dimensions of which it may ask 2 at least."""
         if self.shape_env is None:
             return None
+        counted = {counter.symbol for counter in self.counters}
         for guard in self.shape_env.guards:
+            if guard.expr.free_symbols & counted:
+                continue  # asked before each run
             if _is_not_0_or_1(guard.expr, from_two):
                 continue
             if guard.expr.xreplace(sizes) != True:  # noqa: E712  # a sympy relation that stays open is not True
@@ -177,6 +211,13 @@ class TracedGraph:
                 remedy="fill a bucket exactly, or return tensors whose dimensions are those of the inputs",
             )
         return slice(sizes[expression])
+
+
+def _equal(one: Any, other: Any) -> Any:
+    """Return the condition that two expressions are equal."""
+    from sympy import Eq  # type: ignore[import-untyped]
+
+    return Eq(one, other, evaluate=False)
 
 
 def _is_not_0_or_1(condition: Any, dims: Collection[Any]) -> bool:

@@ -1,8 +1,8 @@
-"""Tracing: a module or function and its example inputs in, one `fx.GraphModule` with bound slots out.
+"""Trace a module or a function with example inputs as one `fx.GraphModule`, and say what each placeholder receives.
 
-Dynamo traces once, `fullgraph`. Its guards are answered here and now: weights, buffers and closures become constants of
-the trace, declared inputs stay inputs, and conditions on symbolic sizes are kept, so that each bucket can be checked
-against them (`TracedGraph.holds_for`).
+Dynamo traces once, `fullgraph`. Its guards are settled at once. Weights, buffers and closures become constants of the
+trace; declared inputs stay inputs. Conditions on symbolic sizes are kept: each bucket is checked against them
+(`TracedGraph.why_not_for`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import re
 import time
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config
 
+from core.compilation.trace import side_effects
+from core.compilation.trace.counters import Counted
 from core.compilation.trace.dynamo_backend import Capture
-from core.compilation.trace.state import Snapshot, model_tensors
+from core.compilation.trace.model_tensors import model_tensors
+from core.compilation.trace.reads import recording
 from core.compilation.trace.subclasses import refused_class
 from core.compilation.trace.traced import TracedGraph
 from core.errors import TraceError
@@ -32,43 +37,57 @@ def trace(
     constants: Mapping[str, Any] | None = None,
     writable: Collection[str] = (),
     least: Literal[1, 2] = 2,
+    counted: Counted | None = None,
 ) -> TracedGraph:
     """Trace `model(**inputs, **constants)` as one graph, running nothing of it.
 
-    dynamic: per input, the dimensions to keep symbolic where the model allows. constants: further arguments, fixed by
-    the trace. writable: inputs that the model may write into, since their memory is the caller's own. least: 1 asks for
-    a trace that also serves sizes of 1, where the model does the same there, which becomes a condition like others (but
-    for what it decides by the strides of a copy, of which torch tells nothing); the inputs themselves must be larger
-    for that. Raises `TraceError` with Dynamo's reason and the user code's place if
-    the model breaks the graph or returns something that is not a tree of tensors.
+    Raises `TraceError` with Dynamo's reason and the user code's place if the model breaks the graph, changes Python
+    state or returns something that is not a tree of tensors. Python objects that the model changes are put back.
+
+    - dynamic: per input, the dimensions to keep symbolic where the model allows.
+    - constants: further arguments, fixed by the trace.
+    - writable: inputs that the model may write into, since their memory is the caller's own.
+    - least: the smallest size to serve. With 1, the trace also serves sizes of 1 if the model does the same work there;
+      that becomes a condition like others. What the model decides by the strides of a copy is no such condition: torch
+      does not report it. Dynamic dimensions of the inputs themselves must be larger than 1.
+    - counted: None refuses a model that changes Python state. A mapping allows it to change integer attributes: those
+      in the mapping, and those that the trace finds, become `TracedGraph.counters`.
     """
     start = time.perf_counter()
-    capture = Capture(inputs, writable)
+    capture = Capture(model, inputs, writable, counted or {})
     for name, dims in (dynamic or {}).items():
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(inputs[name], dim)
             if inputs[name].shape[dim] < 2:
-                least = 2  # it is fixed at this size
+                least = 2  # torch fixes a dimension of size 1
     step = _fresh_step(model, dict(constants or {}))
-    state = Snapshot(model)
     # Without duck shaping each dimension gets a symbol of its own; sizes that are equal by chance stay independent.
     from_one = least == 1 and hasattr(_config, _FROM_ONE)
     shapes = {"use_duck_shape": False, **({_FROM_ONE: True} if from_one else {})}
-    with torch.no_grad(), _SHAPES.patch(**shapes), _settings():
+    symbols = side_effects.counter_settings(counted) if counted else nullcontext()
+    with torch.no_grad(), _SHAPES.patch(**shapes), _settings(), symbols, recording() as reads:
         try:
-            result = torch.compile(step, backend=capture.backend, fullgraph=True)(**inputs)
+            result = torch.compile(step, backend=reads.taking_guards(capture.backend), fullgraph=True)(**inputs)
         except Exception as error:
             # What our own backend raises arrives wrapped by Dynamo.
             inner = getattr(error, "inner_exception", error)
             if not isinstance(inner, TraceError):
                 inner = refused_class(model_tensors(model), str(error)) or _trace_error(model, error)
-            raise inner from error
+            countable = {} if counted is None else {**counted, **capture.countable}
+            if len(countable) == len(counted or {}):
+                raise inner from error
+            refusal: TraceError = inner
         else:
             names = {id(tensor): path for path, tensor in model_tensors(model)}
-            return capture.finish(_name(model), result, state.changes(), start, names)
+            reads.settle(step.__globals__)
+            return replace(capture.finish(_name(model), result, start, names), reads=reads)
         finally:
-            state.restore()
             _forget(step, capture)
+    options: Any = {"dynamic": dynamic, "constants": constants, "writable": writable, "least": least}
+    try:
+        return trace(model, inputs, counted=countable, **options)
+    except TraceError as error:  # the caller wrote a number, so an error about symbols would not help
+        raise error if error.keeps_state else refusal from None
 
 
 def _forget(step: Callable[..., Any], capture: Capture) -> None:
@@ -79,25 +98,26 @@ def _forget(step: Callable[..., Any], capture: Capture) -> None:
 
 _SHAPES: Any = _config  # torch installs `patch` on its config modules at run time
 _FROM_ONE = "backed_size_oblivious"
-"""Torch's setting under which a size may turn out to be 1, and code that asks leaves a guard.
+"""Torch's setting that lets a symbolic size be 1: code that asks whether a size is 1 then leaves a guard.
 
-Without it sizes are taken to be 2 and more, and such code leaves no trace of having asked."""
+Without the setting torch takes every symbolic size for 2 or more, and such code leaves no guard."""
 _DYNAMO = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "suppress_errors": False}
 _WASTE = {"guard_nn_modules": False, "run_gc_after_compile": False}
-"""What costs time for nothing here: no guard is ever asked, and captures begin with a collection."""
+"""Settings that save work of no use here: guards are never asked, and each capture begins with a collection."""
 
 
 def _settings() -> Any:
-    """Return the settings of a trace, to be entered; those that not every torch has where it has them."""
+    """Return a context manager with the settings of a trace; `_WASTE` only as far as this torch has the settings."""
     config: Any = torch._dynamo.config
-    return config.patch(_DYNAMO | {name: value for name, value in _WASTE.items() if hasattr(config, name)})
+    fixed = {**_DYNAMO, **side_effects.SETTINGS}
+    return config.patch(fixed | {name: value for name, value in _WASTE.items() if hasattr(config, name)})
 
 
 def _fresh_step(model: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
     """Return `model(**kwargs, **constants)` as a function with a code object of its own.
 
-    Dynamo keeps compiled code and its recompile count per code object: shared ones would reach the limit after a few
-    programs and keep every traced model alive.
+    Dynamo keeps compiled code and its recompile count per code object. With a shared code object, the count would reach
+    its limit after a few programs, and every traced model would stay alive.
     """
 
     def step(**inputs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.compilation.options import CompileOptions
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
+from core.engine.config import PHASES
 from core.engine.inspect.attention import NotPageable
 from core.engine.paged.runner import PagedRunner
 from core.engine.static.cache import CachedPhase, static_phases
@@ -23,23 +24,20 @@ if TYPE_CHECKING:
     from core.device import Device
     from core.engine.models.loading import LoadedModel
 
-PHASES = ("prefill", "decode")
-CACHES = ("auto", "paged", "static")
 _CONTEXT = 64  # tokens, of the paged cache that is traced: enough for the engine's own check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseGraph:
-    """One traced phase. examples: inputs by name that the trace serves, at least one set; the first was traced.
-
-    function: the model's own, which was traced; it writes the caches. cache: which one, "paged" (with its dtype where
-    that was asked for) or "static", and why.
-    """
+    """One traced phase of a model."""
 
     phase: str
     traced: TracedGraph
+    #: Sets of inputs by name that the trace serves, at least one; the first was traced.
     examples: tuple[Mapping[str, Tensor], ...]
+    #: The model's own function, which was traced; it writes the caches.
     function: Callable[..., Any] | None = None
+    #: Which cache, "paged" (with its dtype where that was asked for) or "static", and why.
     cache: str = ""
 
     def values(self) -> list[tuple[Any, ...]]:
@@ -132,7 +130,7 @@ def _trace(phase: CachedPhase, other: Mapping[str, Tensor]) -> PhaseGraph:
     # Tracing marks dimensions on the tensors it is given: hand it aliases.
     aliases = {name: tensor.view(tensor.shape) for name, tensor in phase.inputs.items()}
     traced = trace(phase.function, aliases, dynamic=phase.dynamic)
-    others = [] if traced.holds_for(other) else [other]
+    others = [] if traced.why_not_for(other) else [other]
     return PhaseGraph(phase=phase.name, traced=traced, examples=(phase.inputs, *others), function=phase.function)
 
 

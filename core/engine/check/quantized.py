@@ -1,9 +1,9 @@
-"""How far rounding carries a model whose inputs are rounded to codes: the yardstick of its checks.
+"""The yardstick for checks of a model whose layers round their inputs to codes: how far apart right results may be.
 
-Between two codes there is a step, and an input next to it may fall to either side by the last bit of what came before.
-So two right computations in fp32, alike to a millionth, differ by a whole step of some codes, rarely and by chance, and
-one run of eager says little of how much. What follows from such steps is measured instead: the same fp64 computation,
-with the inputs of every quantised layer moved by as much as rounding moves them.
+An input that lies next to the step between two codes may fall to either side by its last bit. So two right computations
+in fp32 that agree to a millionth may still differ by a whole step in some codes. That is rare, and one run of eager
+does not show it. It is measured instead: the fp64 computation is repeated with the inputs of every quantised layer
+moved by as much as rounding moves them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core.quantization.layers import QuantizedModule, rounds_inputs
 
 NUM_RUNS = 4
 _ROUNDINGS = 8
-"""Roundings of its dtype that a layer's input is off, in the mean: sums of hundreds of terms, layer after layer."""
+"""Mean error of a layer's input, in roundings of its dtype: it is a sum of hundreds of terms, behind other layers."""
 
 
 def widens(model: Any, dtype: torch.dtype) -> bool:
@@ -33,9 +33,9 @@ def widens(model: Any, dtype: torch.dtype) -> bool:
 def widened(
     model: Any, eager: Sequence[Tensor], exact: Sequence[Tensor], reference: Callable[[], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return eager's logits as a yardstick: in each place as far off the exact ones as any right run may be.
+    """Return logits that are, in each place, as far from the exact ones as any right run may be.
 
-    reference: computes the exact, fp64 logits anew. As they are where the yardstick is eager's own error (`widens`).
+    They are eager's own where its own error is the yardstick (`widens`). reference: computes the fp64 logits anew.
     """
     if not widens(model, eager[0].dtype):
         return list(eager)

@@ -22,6 +22,7 @@ from core.errors import UsageError
 
 SERVE = "core"
 INSPECT = "core_inspect"
+SIZE = "core_size"
 _STATE = "_core_attention"
 # Arguments of the attention interface that carry no arithmetic of their own, or are handled by name below.
 _UNDERSTOOD = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
@@ -34,13 +35,15 @@ class NotPageable(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionLayer:
-    """What one attention module needs of the cache. path: module path; window: 0 for all positions."""
+    """What one attention module needs of the cache."""
 
+    #: Path of the module in the model.
     path: str
     num_heads: int
     num_kv_heads: int
     key_size: int
     value_size: int
+    #: Positions it looks back; 0 for all.
     window: int
     dtype: torch.dtype
 
@@ -63,24 +66,22 @@ class StepTensors:
     def clear(self) -> None:
         """Forget the step."""
         self.block_table = self.slot_mapping = self.seq_lens = self.query_starts = None
+        self.max_query_len = 0  # as a trace found it: what a forward leaves changed is refused
 
 
+@dataclass(slots=True, eq=False)
 class LayerState:
-    """What the attention function finds on its module: this layer's cache, its scales, and the shared step."""
+    """What the attention function finds on its module."""
 
-    def __init__(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        window: int,
-        step: StepTensors,
-        scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> None:
-        self.key_cache = key_cache
-        self.value_cache = value_cache
-        self.k_scale, self.v_scale = scales
-        self.window = window
-        self.step = step
+    key_cache: Tensor
+    value_cache: Tensor
+    #: Positions the layer looks back; 0 for all.
+    window: int
+    #: The step being run, shared by all layers.
+    step: StepTensors
+    #: Of codes in the cache.
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> LayerState:
         """Stay with the original: a copied model must not duplicate the cache."""
@@ -105,6 +106,7 @@ def register_interfaces() -> None:
 
     AttentionInterface.register(SERVE, serve_attention)
     AttentionInterface.register(INSPECT, _inspect_attention)
+    AttentionInterface.register(SIZE, _size_attention)
     AttentionMaskInterface.register(INSPECT, _inspect_mask)
 
 
@@ -177,6 +179,13 @@ def _inspect_attention(
         dtype=key.dtype,
     )
     _check_call(path, module, query, key, options)
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _size_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    """Stand in for attention where only the memory of a forward counts: a kernel takes little besides its output."""
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

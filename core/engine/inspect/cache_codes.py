@@ -47,9 +47,11 @@ def amplification(noise: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A quantised cache as checks need it. caching: of the model's own forward, to round alike; dtype: of the codes."""
+    """A quantised cache as checks need it."""
 
+    #: Makes caches by which the model's own forward rounds alike.
     caching: Caching
+    #: Of the codes.
     dtype: torch.dtype
 
 
@@ -72,7 +74,7 @@ def judge_rounded(
 
 
 def layer_scales(module: nn.Module, layer: AttentionLayer, device: torch.device) -> Scales:
-    """Return the scales that an attention module brings as attributes `k_scale` and `v_scale`; None for one it has not.
+    """Return the scales that an attention module has as `k_scale` and `v_scale`; None for one that it lacks.
 
     Each is a number, or a tensor of one number or of one for each key/value head, as checkpoints with a quantised cache
     have them. Raises `ModelError` for anything else.

@@ -1,4 +1,4 @@
-"""Comparing ways to run a model by their logits on a few tokens: which are one function, up to rounding."""
+"""Compares ways to run a model by their logits on a few tokens: are they one function, up to rounding?"""
 
 from __future__ import annotations
 
@@ -81,12 +81,15 @@ def own_logits(model: Any, sequences: Sequence[Sequence[int]], caching: Caching 
 
     caching: makes the cache that the keys and values go through; without, the forward runs uncached.
     """
-    device, rows = next(model.parameters()).device, []
-    for tokens in sequences:
-        ids = torch.tensor([list(tokens)], device=device)
-        arguments = {"use_cache": False} if caching is None else caching()
-        rows.append(model(input_ids=ids, return_dict=True, **arguments).logits[0, -2:])
-    return rows
+    return [forward_logits(model, tokens, caching)[-2:] for tokens in sequences]
+
+
+def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = None) -> Tensor:
+    """Return the logits (len(tokens), vocabulary) of one sequence, by the model's forward; caching: as `own_logits`."""
+    ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    arguments = {"use_cache": False} if caching is None else caching()
+    logits: Tensor = model(input_ids=ids, return_dict=True, **arguments).logits[0]
+    return logits
 
 
 def rounding_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""What lies in a model folder: checked before a model library sees it, so that each fault has one precise error.
+"""Checks a model folder before a model library sees it, so that each fault has one precise error.
 
 Nothing here imports a model library or reads a weight; only names, sizes and headers are looked at.
 """
@@ -6,8 +6,6 @@ Nothing here imports a model library or reads a weight; only names, sizes and he
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.engine.models.statements import parse_json, too_many_layers, wrong_field
+from core.engine.models.weights_header import Contents, first, read_header
 from core.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
@@ -23,27 +23,21 @@ Progress = Callable[[str, int, int], None]
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-# https://github.com/huggingface/safetensors#format: eight bytes of length, a JSON header, then the tensors end to end.
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
-_DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4,
-}  # fmt: skip
 _VOCABULARY_FILE = re.compile(r"tokenizer\.json|.*\.model|.*\.tiktoken|tekken\.json|vocab\.(json|txt)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model folder whose files are present and whole.
-
-    config: `config.json` as it stands. weight_files: the safetensors files to read. has_vocabulary: some file there can
-    make a tokenizer; `tokenizer_config.json` alone cannot.
-    """
+    """A model folder whose files are present and whole."""
 
     path: Path
+    #: `config.json` as it stands.
     config: dict[str, Any]
+    #: The safetensors files to read.
     weight_files: tuple[Path, ...]
+    #: What these hold together.
+    contents: Contents
+    #: Whether a file there can make a tokenizer; `tokenizer_config.json` alone cannot.
     has_vocabulary: bool
 
 
@@ -57,12 +51,24 @@ def inspect_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoi
     check_folder(path)
     config = read_config(path)
     if (path / "generation_config.json").is_file():
-        read_json(path, path / "generation_config.json")
+        read_stated(path, "generation_config.json")
     weight_map = find_weights(path, config)
+    held = []
     for done, (file, expected) in enumerate(weight_map.items()):
         if progress is not None:
             progress("check files", done, len(weight_map))
-        check_safetensors(path, file, expected)
+        held.append(check_safetensors(path, file, expected))
+    contents = Contents(
+        num_tensors=sum(each.num_tensors for each in held),
+        num_elements=sum(each.num_elements for each in held),
+        num_bytes=sum(each.num_bytes for each in held),
+    )
+    if layers := too_many_layers(config, contents.num_tensors):  # a layer has a tensor at least
+        raise ModelError(
+            asked_for(path),
+            found=f"config.json states {layers}, and the weights are {contents.num_tensors} tensors in all",
+            remedy="use the config.json and the weights of one and the same model",
+        )
     if progress is not None:
         progress("check files", len(weight_map), len(weight_map))
     names = [entry.name for entry in path.iterdir()]
@@ -70,6 +76,7 @@ def inspect_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoi
         path=path,
         config=config,
         weight_files=tuple(weight_map),
+        contents=contents,
         has_vocabulary=any(_VOCABULARY_FILE.fullmatch(name) for name in names),
     )
 
@@ -104,12 +111,20 @@ def read_json(path: Path, file: Path) -> dict[str, Any]:
     """Return the JSON object in `file` of the model folder `path`, or raise ModelError."""
     remedy = f"copy {file.name} again from where the model came"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = parse_json(file.read_bytes())
+    except ValueError as error:
         raise ModelError(asked_for(path), found=f"{file.name} is not JSON: {error}", remedy=remedy) from None
     if not isinstance(content, dict):
         found = f"{file.name} holds a JSON {type(content).__name__}, not an object"
         raise ModelError(asked_for(path), found=found, remedy=remedy)
+    return content
+
+
+def read_stated(path: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of the model folder `path`; raise ModelError for a field of the wrong kind."""
+    content = read_json(path, path / name)
+    if problem := wrong_field(name, content):
+        raise ModelError(asked_for(path), found=problem, remedy=f"correct it, or copy {name} again")
     return content
 
 
@@ -123,7 +138,7 @@ def read_config(path: Path) -> dict[str, Any]:
             remedy="merge it into its base model first (peft: `merge_and_unload()`, then `save_pretrained`)",
         )
     if (path / "config.json").is_file():
-        return read_json(path, path / "config.json")
+        return read_stated(path, "config.json")
     if not any(path.iterdir()):
         found, remedy = "the folder is empty", "pass the folder that holds config.json"
     else:
@@ -142,20 +157,20 @@ def find_weights(path: Path, config: dict[str, Any]) -> dict[Path, set[str]]:
     explicit = config.get("transformers_weights")
     names = [explicit] if isinstance(explicit, str) else [WEIGHTS_NAME, INDEX_NAME]
     for name in names:
-        if (path / name).is_file():
+        if os.path.isfile(path / name):
             return _read_index(path, path / name) if name.endswith(".index.json") else {path / name: set()}
     safetensors = sorted(entry.name for entry in path.glob("*.safetensors"))
     others = sorted(entry.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for entry in path.glob(pattern))
     if safetensors:
         raise ModelError(
             asked_for(path),
-            found=f"neither {' nor '.join(map(repr, names))}, only {_first(safetensors)}",
+            found=f"neither {' nor '.join(map(repr, names))}, only {first(safetensors)}",
             remedy=f"name the weights {WEIGHTS_NAME!r}, or add the index {INDEX_NAME!r} that lists its shards",
         )
     if others:
         raise ModelError(
             asked_for(path),
-            found=f"no safetensors weights, only {_first(others)}",
+            found=f"no safetensors weights, only {first(others)}",
             remedy="convert the weights to safetensors: load the model once with transformers and `save_pretrained` it",
         )
     raise ModelError(
@@ -176,73 +191,23 @@ def _read_index(path: Path, index: Path) -> dict[Path, set[str]]:
     files: dict[Path, set[str]] = {}
     for tensor, file in weight_map.items():
         files.setdefault(path / file, set()).add(tensor)
-    missing = sorted(file.name for file in files if not file.is_file())
+    missing = sorted(file.name for file in files if not os.path.isfile(file))
     if missing:
         raise ModelError(
             asked_for(path),
-            found=f"{len(missing)} of the {len(files)} shards named in {index.name} are missing: {_first(missing)}",
+            found=f"{len(missing)} of the {len(files)} shards named in {index.name} are missing: {first(missing)}",
             remedy="copy the missing shards into the folder",
         )
     return dict(sorted(files.items()))
 
 
-def check_safetensors(path: Path, file: Path, expected: set[str]) -> None:
-    """Raise ModelError unless `file` is a whole safetensors file that holds the `expected` tensors."""
-    problem = _header_problem(file, expected)
-    if problem is not None:
+def check_safetensors(path: Path, file: Path, expected: set[str]) -> Contents:
+    """Return what a whole safetensors file holds; raise ModelError where it is damaged or lacks an expected tensor."""
+    found = read_header(file, expected)
+    if isinstance(found, str):
         raise ModelError(
             asked_for(path),
-            found=f"{file.name} is damaged: {problem}",
+            found=f"{file.name} is damaged: {found}",
             remedy=f"copy {file.name} again and compare its size",
         )
-
-
-def _header_problem(file: Path, expected: set[str]) -> str | None:
-    num_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(_LENGTH_BYTES)
-        if start == b"version ":
-            return "it is a Git LFS pointer, not the weights (run `git lfs pull`)"
-        if len(start) < _LENGTH_BYTES:
-            return f"{num_bytes} bytes are too few for a safetensors header"
-        header_bytes = int.from_bytes(start, "little")
-        if header_bytes > min(_MAX_HEADER_BYTES, num_bytes - _LENGTH_BYTES):
-            return f"its header claims {header_bytes} bytes, the file has {num_bytes}"
-        text = stream.read(header_bytes)
-    try:
-        header = json.loads(text.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return f"its header is not JSON: {error}"
-    if not isinstance(header, dict):
-        return f"its header is a JSON {type(header).__name__}, not an object"
-    header.pop("__metadata__", None)
-    absent = sorted(expected - header.keys())
-    if absent:
-        return f"the index promises tensors that it does not hold: {_first(absent)}"
-    return _extent_problem(header, num_bytes - _LENGTH_BYTES - header_bytes)
-
-
-def _extent_problem(header: dict[str, Any], data_bytes: int) -> str | None:
-    extents: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            num_bits = math.prod(shape) * _DTYPE_BITS.get(dtype, 0)
-            extents.append((int(begin), int(end), name))
-        except (KeyError, TypeError, ValueError):
-            return f"the header's entry for tensor {name!r} is malformed"
-        if dtype in _DTYPE_BITS and num_bits != 8 * (end - begin):
-            return f"tensor {name!r} of dtype {dtype} and shape {shape} does not fill its {end - begin} bytes"
-    position = 0
-    for begin, end, name in sorted(extents):
-        if begin != position:
-            return f"tensor {name!r} begins at byte {begin} of the data, not at {position}"
-        position = end
-    if position != data_bytes:
-        return f"its tensors need {position} bytes of data, the file has {data_bytes}"
-    return None
-
-
-def _first(names: list[str], limit: int = 3) -> str:
-    shown = ", ".join(map(repr, names[:limit]))
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    return found

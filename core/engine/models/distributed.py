@@ -24,10 +24,12 @@ __all__ = ["Processes", "initialize", "shard_model"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """This process among those of a job. local_rank: among those of its host, the index of the device it takes."""
+    """This process's place among the processes of a job."""
 
     rank: int
+    #: Number of processes.
     size: int
+    #: Its number among those of its host: the index of the device it takes.
     local_rank: int
 
 
@@ -100,9 +102,11 @@ def shard_model(model: nn.Module, plan: Mapping[str, str] | None = None, *, grou
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How a linear layer is cut. dim: of its weight. after: makes of its result what the model goes on with."""
+    """How a linear layer is cut."""
 
+    #: Dimension of the weight that is cut.
     dim: int
+    #: Turns a part's result into what the model goes on with; None leaves it as it is.
     after: Callable[[Tensor, str], Tensor] | None = None
 
     def apply(self, module: nn.Module, group: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from core.engine.models.architecture import (
     max_position,
     stop_token_ids,
 )
+from core.engine.models.bounds import check_checkpoint_size, check_finite, check_memory
 from core.engine.models.checkpoint import Progress, asked_for, inspect_checkpoint, read_json
 from core.engine.models.hf import driven, import_transformers
 from core.engine.models.quantized import QuantizedCheckpoint
@@ -37,7 +39,9 @@ from core.engine.models.reading import (
     read_weights,
     refuse_codes,
 )
+from core.engine.models.statements import MAX_LAYERS, too_many_layers, wrong_field
 from core.errors import ModelError, UsageError
+from core.paths import local_path
 from core.quantization.config import stated_config
 from core.quantization.formats import other_format, refuse_other_format
 from core.quantization.layers import num_weights, share_input_scales
@@ -45,23 +49,23 @@ from core.quantization.layers import num_weights, share_input_scales
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, with what an engine needs to know about it.
+    """A model in evaluation mode on its device, with what an engine needs to know about it."""
 
-    model: a transformers causal language model whose parameters need no gradient. config: its `PreTrainedConfig`.
-    tokenizer: None where the folder has none or it cannot be used; `require_tokenizer` raises the reason. path: None
-    for a built model. max_position: positions the model was made for, None where it states no limit. warnings: what
-    loading found that is no error, one line each.
-    """
-
+    #: A causal language model of transformers whose parameters need no gradient.
     model: nn.Module
+    #: Its `PreTrainedConfig`.
     config: Any
+    #: None where the folder has none or it cannot be used; `require_tokenizer` raises the reason.
     tokenizer: Any | None
+    #: The folder; None for a built model.
     path: Path | None
     dtype: torch.dtype
     num_parameters: int
+    #: Positions the model was made for; None where it states no limit.
     max_position: int | None
     stop_token_ids: tuple[int, ...]
     load_time_s: float
+    #: What loading found that is no error, one line each.
     warnings: tuple[str, ...] = ()
     tokenizer_error: ModelError | None = field(default=None, repr=False)
 
@@ -95,7 +99,7 @@ def load_model(
     _check_dtype(dtype)
     import_transformers()  # the import of the library is no part of the load time
     start_s = time.perf_counter()
-    checkpoint = inspect_checkpoint(Path(path).expanduser(), progress)
+    checkpoint = inspect_checkpoint(local_path(f"load model {str(path)!r}", path), progress)
     asked = asked_for(checkpoint.path)
     warnings = check_architecture(asked, checkpoint.config)
     refuse_other_format(asked, checkpoint.config)
@@ -103,6 +107,8 @@ def load_model(
         config = read_config(asked, checkpoint.path)
         check_causal(asked, config)
         dtype = dtype or config_dtype(config)
+        encoded = bool(checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"))
+        check_checkpoint_size(asked, config, checkpoint.contents, quantized=encoded)
         stated = stated_config(checkpoint.config)
         if stated is None:
             read = partial(read_folder, checkpoint.path, config, dtype)
@@ -113,18 +119,20 @@ def load_model(
             warnings += quantized.warnings
         tokenizer, tokenizer_error = load_tokenizer(checkpoint)
     refuse_codes(asked, unexpected)
+    check_finite(asked, model)
     _move(asked, model, torch_device, progress)
     if unexpected:
         warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {few(unexpected)}")
     if tokenizer_error is not None:
         warnings.append(f"no tokenizer: {tokenizer_error.found}")
-    return _loaded(
+    return loaded_model(
         model,
         dtype=dtype,
         path=checkpoint.path,
         tokenizer=tokenizer,
         tokenizer_error=tokenizer_error,
-        warnings=(*warnings, *(" ".join(message.split()) for message in logged)),
+        logged=logged,
+        warnings=warnings,
         load_time_s=time.perf_counter() - start_s,
     )
 
@@ -145,42 +153,54 @@ def build_model(
     start_s = time.perf_counter()
     with driven(None) as logged:
         if isinstance(config, str | Path):
-            file = Path(config).expanduser()
+            file = local_path(f"build a model from {str(config)!r}", config)
             file = file / "config.json" if file.is_dir() else file
             asked = f"build a model from {str(file)!r}"
             if not file.is_file():
                 raise ModelError(asked, found="no such file", remedy="pass a config.json or a folder that holds one")
-            check_architecture(asked, read_json(file.parent, file))
+            described_by = read_json(file.parent, file)
+            problem = wrong_field("config.json", described_by)
+            if not problem and (layers := too_many_layers(described_by, MAX_LAYERS)):
+                problem = f"{layers}; {MAX_LAYERS} layers are the most that are built"
+            if problem:
+                raise ModelError(asked, found=problem, remedy=f"correct {file.name}")
+            check_architecture(asked, described_by)
             config = read_config(asked, file)
         else:
             asked = f"build a model from a {type(config).__name__}"
             check_architecture(asked, config.to_dict())
         check_causal(asked, config)
         dtype = dtype or config_dtype(config)
+        check_memory(asked, config, dtype)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             # A copy, because transformers writes the dtype into the configuration that it is given.
             model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
             _perturb_constants(model)
     _move(asked, model, torch_device, None)
-    return _loaded(
+    return loaded_model(
         model,
         dtype=dtype,
-        warnings=tuple(" ".join(message.split()) for message in logged),
+        logged=logged,
         load_time_s=time.perf_counter() - start_s,
     )
 
 
-def _loaded(
+def loaded_model(
     model: nn.Module,
     *,
     dtype: torch.dtype,
     load_time_s: float,
-    warnings: tuple[str, ...],
+    logged: Sequence[str],
+    warnings: Sequence[str] = (),
     path: Path | None = None,
     tokenizer: Any | None = None,
     tokenizer_error: ModelError | None = None,
 ) -> LoadedModel:
+    """Put a model into evaluation mode and return it with what an engine needs to know about it.
+
+    logged: what transformers said, which joins the warnings.
+    """
     model.eval().requires_grad_(False)
     return LoadedModel(
         model=model,
@@ -192,7 +212,7 @@ def _loaded(
         max_position=max_position(model.config),
         stop_token_ids=stop_token_ids(model),
         load_time_s=load_time_s,
-        warnings=warnings,
+        warnings=(*warnings, *(" ".join(message.split()) for message in logged)),
         tokenizer_error=tokenizer_error,
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core.engine.models.bounds import model_class
 from core.engine.models.checkpoint import Checkpoint
 from core.engine.models.hf import import_transformers
 from core.quantization.checkpoint import read_experts, read_linear
@@ -29,9 +29,10 @@ _NO_CACHE_SCALES = "kv_cache_scheme states an fp8 key/value cache without any sc
 class QuantizedCheckpoint:
     """One checkpoint whose configuration states how its layers are quantised.
 
-    asked: the first line of errors; config: its `PreTrainedConfig`, from which the statement is taken out, so that
-    transformers sees a plain model; dtype: of all that is not quantised. warnings: what is stated and not applied, and
-    what its scales of a cache are good for; complete after `load`.
+    asked: the first line of errors.
+    stated: its `quantization_config`.
+    config: its `PreTrainedConfig`, from which that statement is removed, so that transformers sees a plain model.
+    dtype: of all that is not quantised.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class QuantizedCheckpoint:
     ) -> None:
         self._asked, self._checkpoint, self._config, self._dtype = asked, checkpoint, config, dtype
         self._parsed: CheckpointConfig = parse_config(asked, stated)
+        #: What is stated and not applied, and what the scales of a cache serve; complete after `load`.
         self.warnings = self._parsed.warnings
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -48,16 +50,16 @@ class QuantizedCheckpoint:
 
         options: of `from_pretrained`. Raises `ModelError` for tensors that are missing or do not fit.
         """
-        model_class = _model_class(self._config)
+        hollowed = model_class(self._config)
         with torch.device("meta"):
-            skeleton = model_class(self._config)
+            skeleton = hollowed(self._config)
         with TensorFiles(self._asked, self._checkpoint.weight_files) as files:
             layers = self._read(files, skeleton)
             cache_scales = self._read_cache_scales(files, skeleton)
             if not layers:
                 raise files.error("quantization_config names no layer of the model")
             model, info = _load_rest(
-                model_class, tuple(layers), state_dict=files.rest(), config=self._config, dtype=self._dtype, **options
+                hollowed, tuple(layers), state_dict=files.rest(), config=self._config, dtype=self._dtype, **options
             )
         for name, layer in layers.items():
             replace_module(model, name, layer)
@@ -126,25 +128,17 @@ class QuantizedCheckpoint:
             model.generation_config = read(self._checkpoint.path, local_files_only=True)
 
 
-def _model_class(config: Any) -> type[nn.Module]:
-    mapping = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
-    found: Any = mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
-
-
-def _load_rest(
-    model_class: type[nn.Module], quantized: tuple[str, ...], **options: Any
-) -> tuple[nn.Module, dict[str, Any]]:
+def _load_rest(base: type[nn.Module], quantized: tuple[str, ...], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model with nothing where the quantised layers go, so that no memory is spent on their weights."""
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        model_class.__init__(self, *args, **kwargs)
+        base.__init__(self, *args, **kwargs)
         for name in quantized:
             replace_module(self, name, nn.Identity())
 
     # Of the same name: transformers looks conversions of weights up by it.
-    body = {"__init__": __init__, "__module__": model_class.__module__}
-    hollow: Any = type(model_class.__name__, (model_class,), body)
+    body = {"__init__": __init__, "__module__": base.__module__}
+    hollow: Any = type(base.__name__, (base,), body)
     model, info = hollow.from_pretrained(None, output_loading_info=True, **options)
-    model.__class__ = model_class
+    model.__class__ = base
     return model, info

@@ -30,9 +30,10 @@ _NUM_RANDOM, _MAX_TOKENS, _MAX_SAMPLES = 4, 128, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantize:
-    """What a command asks for. calibration: a text file, each line of which is a sample, None for a built-in text."""
+    """What a command asks for."""
 
     scheme: QuantizationScheme
+    #: A text file, each line of which is a sample; None for a built-in text.
     calibration: Path | None = None
 
     @classmethod

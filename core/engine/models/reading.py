@@ -1,4 +1,4 @@
-"""What transformers reads of a model's folder: configuration, weights, tokenizer, or the error if it can't."""
+"""Reads a model's folder by transformers: configuration, weights, tokenizer; or tells why that can't be done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.engine.models.checkpoint import Checkpoint
+from core.engine.models.checkpoint import Checkpoint, read_stated
 from core.engine.models.hf import import_transformers, unusable
 from core.errors import CoreError, ModelError, one_line
 from core.quantization.formats import REMEDY
@@ -83,7 +83,7 @@ def _conversion_problem(logged: list[str]) -> str | None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> tuple[Any | None, ModelError | None]:
-    """Return the tokenizer, or the error that says why there is none: a model can be served by token ids alone."""
+    """Return the tokenizer, or the error that says why there is none. A model without one takes token ids."""
     asked = f"use text with model {str(checkpoint.path)!r}"
     remedy = "put the model's tokenizer files there, or pass prompts as lists of token ids"
     # From tokenizer_config.json alone transformers may make a tokenizer that encodes every text to nothing.
@@ -91,10 +91,17 @@ def load_tokenizer(checkpoint: Checkpoint) -> tuple[Any | None, ModelError | Non
         found = "the folder has no tokenizer files (tokenizer.json or a vocabulary)"
         return None, ModelError(asked, found=found, remedy=remedy)
     try:
+        if (checkpoint.path / "tokenizer_config.json").is_file():
+            read_stated(checkpoint.path, "tokenizer_config.json")
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # parsers of several formats and optional libraries run in there
+    except ModelError as error:
+        return None, ModelError(asked, found=error.found, remedy=error.remedy)
+    except BaseException as error:  # parsers of several formats and optional libraries run in there
+        # What a library in Rust raises where it gives up is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         found = f"transformers could not load the tokenizer: {described(error)}"
         return None, ModelError(asked, found=found, remedy=remedy)
     return tokenizer, None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import UsageError
+from core.paths import local_path
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from core.engine.models.loading import LoadedModel
     from core.engine.models.quantizing import Quantize
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def resolve_model(
@@ -53,7 +53,7 @@ def _resolve(model: str | None, device: Device, dtype: str, progress: Progress |
         return load_model(
             embedded_model(), torch_device=torch_device, dtype=kind, progress=progress
         ), "the embedded model"
-    folder = Path(model).expanduser()
+    folder = local_path(f"model {model!r}", model)
     if folder.exists() or os.sep in model:
         name = folder.resolve().name
         return load_model(folder, torch_device=torch_device, dtype=kind, progress=progress), name
@@ -75,11 +75,16 @@ def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
         raise UsageError(f"{option} {given}", found=f"the choices are {', '.join(known)}", remedy="name one of these")
 
 
+def check_dtype(name: str) -> None:
+    """Raise `UsageError` for a `--dtype` that no device has, before torch is imported."""
+    check_choice("--dtype", name, DTYPES)
+
+
 def parse_dtype(name: str, device: Device) -> torch.dtype | None:
     """Return the dtype that `--dtype` names, None for auto; raises `UsageError` for one the device lacks."""
     import torch
 
-    check_choice("--dtype", name, _DTYPES)
+    check_dtype(name)
     if name == "auto":
         return None
     kind: torch.dtype = getattr(torch, name)

@@ -1,4 +1,4 @@
-"""The rules by which configurations get tiny: sizes by the names of fields, and what single types need besides."""
+"""The rules of tiny.py: small sizes by the names of fields, and what single model types need besides."""
 
 from __future__ import annotations
 

@@ -1,81 +1,62 @@
-"""The paged key/value cache: its tensors, and which sequence owns which block."""
+"""The paged key/value cache: its tensors, attached to the attention modules that read and write them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
-from core.errors import ModelError
-
-NULL_BLOCK = 0
-
-
-class BlockPool:
-    """Hands out cache blocks by number. Block 0 is the null block: padding writes there, no sequence gets it."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can still be taken."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Take `count` blocks; raise `ModelError` if there are fewer. The caller returns them with `give_back`."""
-        if count > len(self._free):
-            raise ModelError(
-                f"{count} more cache blocks",
-                found=f"{len(self._free)} of {self.num_blocks} are free",
-                remedy="run fewer or shorter sequences at once, or raise num_blocks",
-            )
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Return blocks for reuse; their content stays until it is overwritten."""
-        self._free.extend(blocks)
+from core.engine.paged.groups import LayerGroup
 
 
 class PagedCache:
     """Key and value tensors of every attention layer, (N, P, K, D) and (N, P, K, V), attached to its module.
 
-    scales: of layers whose dtype is one of codes; one that is not there has none. Owned by the engine; addresses never
-    change, so captured graphs may hold them.
+    The engine owns them. Their addresses never change, so captured graphs may hold them.
+    num_blocks: N of each group's layers. scales: of the keys and the values of a layer that holds codes; a layer that
+    is left out has none.
     """
 
     def __init__(
         self,
         layers: Mapping[nn.Module, AttentionLayer],
+        groups: Sequence[LayerGroup],
         *,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         device: torch.device,
         scales: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]] | None = None,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.step = StepTensors()
+        #: What the layers of each group are given in the step that runs.
+        self.steps = tuple(StepTensors() for _ in groups)
         self._modules = tuple(layers)
         self._tensors: list[Tensor] = []
-        for layer in layers.values():
-            self._tensors += [
-                torch.zeros((num_blocks, block_size, layer.num_kv_heads, size), dtype=layer.dtype, device=device)
-                for size in (layer.key_size, layer.value_size)
-            ]
-        # All of them first: where memory runs out, no module is left with a cache.
-        pairs = zip(self._tensors[::2], self._tensors[1::2], strict=True)
-        for (module, layer), (key_cache, value_cache) in zip(layers.items(), pairs, strict=True):
-            own = (scales or {}).get(module, (None, None))
-            attach(module, LayerState(key_cache, value_cache, layer.window, self.step, own))
+        states: dict[nn.Module, LayerState] = {}
+        for group, count, step in zip(groups, num_blocks, self.steps, strict=True):
+            for module in group.modules:
+                layer = layers[module]
+                keys, values = (
+                    torch.zeros((count, block_size, layer.num_kv_heads, size), dtype=layer.dtype, device=device)
+                    for size in (layer.key_size, layer.value_size)
+                )
+                self._tensors += [keys, values]
+                own = (scales or {}).get(module, (None, None))
+                states[module] = LayerState(keys, values, layer.window, step, *own)
+        # Allocated all before any is attached: where memory runs out, no module keeps a cache.
+        for module, state in states.items():
+            attach(module, state)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of all layers."""
         return sum(t.nbytes for t in self._tensors)
+
+    def clear_step(self) -> None:
+        """Forget the step that ran."""
+        for step in self.steps:
+            step.clear()
 
     def close(self) -> None:
         """Detach from the model and free the tensors."""

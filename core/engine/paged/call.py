@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from core.engine.config import Sampling
 from core.engine.inspect.attention import StepTensors
 from core.engine.models.forward import accepted_arguments
-from core.engine.steps.sampling import Sampling, next_tokens
+from core.engine.steps.sampling import next_tokens
+from core.engine.steps.step import table_names
 
 
 class PagedLogits:
     """The model over the flattened tokens of one step, for one phase: its logits."""
 
-    def __init__(self, model: Any, step: StepTensors, max_query_len: int) -> None:
+    def __init__(self, model: Any, steps: Sequence[StepTensors], max_query_len: int) -> None:
+        """steps: what the layers of each group read."""
         self._model = model
-        self._step = step
+        self._steps = tuple(steps)
+        self._names = [table_names(group) for group in range(len(self._steps))]
         self._max_query_len = max_query_len
         self._selects_rows = "logits_to_keep" in accepted_arguments(model)
 
@@ -27,21 +32,24 @@ class PagedLogits:
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        slot_mapping: Tensor,
-        block_table: Tensor,
         seq_lens: Tensor,
         query_starts: Tensor,
         logit_rows: Tensor,
+        **tables: Tensor,
     ) -> Tensor:
-        """Return logits (rows, vocabulary) after the tokens at logit_rows; shapes as in `step_inputs`."""
-        step = self._step
-        step.block_table, step.slot_mapping = block_table, slot_mapping
-        step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
+        """Return logits (rows, vocabulary) after the tokens at logit_rows; shapes as in `step_inputs`.
+
+        tables: the block table and the slot mapping of each group of layers.
+        """
+        for step, (table, slots) in zip(self._steps, self._names, strict=True):
+            step.block_table, step.slot_mapping = tables[table], tables[slots]
+            step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         output = self._model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
         )
-        step.clear()
+        for step in self._steps:
+            step.clear()
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
 

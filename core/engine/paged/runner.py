@@ -10,26 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.common.graphs.backend import GraphKey
 from core.compilation.compile import compile
 from core.compilation.options import Progress
 from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
-from core.engine.config import SamplingParams
-from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
+from core.engine.config import Sampling, SamplingParams
+from core.engine.inspect.attention import SIZE, AttentionLayer, NotPageable, implementation, inspect
 from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
 from core.engine.inspect.masks import EXHAUSTIVE
 from core.engine.inspect.probe import depends_on_longest
-from core.engine.paged.cache import BlockPool, PagedCache
+from core.engine.models.forward import accepted_arguments
+from core.engine.paged.blocks import BlockPool
+from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
+from core.engine.paged.groups import CacheNeeds, CacheSize, make_groups
 from core.engine.paged.self_check import check_same_function
+from core.engine.paged.sizing import choose_size, no_room
+from core.engine.paged.tables import BlockTables
 from core.engine.static.cache import CachedPhase
-from core.engine.steps.runner import EngineConfig, powers
-from core.engine.steps.sampling import GREEDY_ROW, Sampling, sampling_guard
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sampling import GREEDY_ROW, sampling_guard
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.staged import StagedSteps
-from core.engine.steps.step import Part, Step, StepOutput, step_inputs, step_tensors
-from core.errors import ModelError
+from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request, step_inputs, step_tensors
 from core.quantization.layers import continuous
 
 
@@ -55,87 +60,85 @@ class PagedRunner:
         scales = self._scales(layers)
         self.cache_rounding = None if self._codes is None else rounding(model, layers, scales, self._codes)
         layers = layers if self._codes is None else {m: replace(each, dtype=self._codes) for m, each in layers.items()}
-        num_blocks = 1 + config.max_num_seqs * self._max_blocks
-        self._check_memory(layers.values(), num_blocks)
+        buckets = self._buckets(config, max_model_len)
+        self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
+        self._layers, self._layer_scales = layers, scales
+        groups = make_groups(layers, max_len=max_model_len, block_size=config.block_size)
+        self._needs = CacheNeeds(
+            groups=groups,
+            block_size=config.block_size,
+            max_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=self.max_step_tokens,
+        )
         self._before = model.config._attn_implementation
-        self._cache = self._make_cache(layers, num_blocks, scales)
-        self._pool = BlockPool(num_blocks)
+        size = choose_size(self._needs, device, config, self._largest_step)
+        self._paged = self._make_cache(size)
+        self.cache = BlockTables(
+            [BlockPool(count) for count in size.num_blocks],
+            [group.window for group in groups],
+            block_size=config.block_size,
+            share_prefixes=config.prefix_caching,
+        )
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self._program: Any = None
         self._staged: StagedSteps | None = None
         try:
-            self._calls = self._make_calls()
+            self._calls = self._make_calls(self._paged)
             with continuous(self._model):  # what is compared is the cache, not which side of a step a code falls to
                 self._check_same_function(max_model_len)
-            buckets = self._buckets(config, max_model_len)
-            self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
             self._greedy_rows = self._greedy_params(max_rows)
             shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
             own = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
             options = config.compile_options(self._calls, device.capabilities, **own, progress=progress)
-            inputs = step_inputs(self._max_blocks)
+            inputs = step_inputs(self._max_blocks, len(groups))
             self._program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self._program.keys:
                 most = max(b["seqs"] for sizes in buckets.values() for b in sizes)
                 self._staged = StagedSteps(
-                    self._program, device, block_size=config.block_size, max_rows=max_rows, max_seqs=most
+                    self._program,
+                    device,
+                    block_size=config.block_size,
+                    max_rows=max_rows,
+                    max_seqs=most,
+                    num_groups=len(groups),
                 )
         except BaseException:
             self.close()
             raise
 
-    def admit(self, sequence: EngineSequence) -> bool:
-        """Reserve blocks for the prompt and everything that may be generated from it."""
-        if sequence.blocks:
-            return True
-        needed = -(-(len(sequence.prompt) + sequence.params.max_new_tokens) // self._block_size)
-        needed = min(needed, self._max_blocks)
-        if needed > self._pool.num_free:
-            return False
-        sequence.blocks = self._pool.take(needed)
-        return True
-
-    def run(self, step: Step) -> StepOutput:
-        """Compute a step in the graph of its phase, which a graph of another phase never stands in for.
-
-        A captured step is queued and not waited for.
-        """
+    def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
+        """Compute a step in a graph of its own phase; a captured step is queued and not waited for."""
         guards = {"sampling": sampling_guard(step.is_random, self._sampling)} if step.phase == "decode" else {}
         sampled = guards.get("sampling") == "random"
         key = self._staged.key(step, guards) if self._staged is not None else None
+        if behind is not None and not self._takes_tokens_there(key):
+            return None
         try:
             with self._program.serving():
                 if key is not None and self._staged is not None:
-                    return self._staged.run(key, step, sampled=sampled)
-                return self._run_unstaged(step, guards, sampled=sampled)
+                    output = self._staged.run(key, step, sampled=sampled, behind=behind)
+                else:
+                    output = self._run_unstaged(step, guards, sampled=sampled)
+            output = sampled_by_request(step, output)
+            return output if self._staged is None else self._staged.read_later(output)
         finally:
-            self._cache.step.clear()  # an interrupted step must not serve a later call of the model
+            self._paged.clear_step()  # an interrupted step must not serve a later call of the model
 
-    def run_ahead(self, step: Step, tokens: Tensor) -> StepOutput | None:
-        """Queue a decode step behind the one under way; None where it is not captured."""
-        guard = sampling_guard(step.is_random, self._sampling)
-        key = self._staged.key(step, {"sampling": guard}) if self._staged is not None else None
-        if key is None or self._staged is None:
-            return None
-        if self._device.capabilities.update and "input_ids" in self._program.host_arguments(key):
-            return None  # its values would have to be known on the host
-        with self._program.serving():
-            return self._staged.run(key, step, sampled=guard == "random", feed=tokens)
+    def _takes_tokens_there(self, key: GraphKey | None) -> bool:
+        """Tell whether a step of this key may be given tokens that the host does not know."""
+        if key is None:
+            return False
+        return not (self._device.capabilities.update and "input_ids" in self._program.host_arguments(key))
 
     def _run_unstaged(self, step: Step, guards: dict[str, Sampling], *, sampled: bool) -> StepOutput:
-        """Compute a step that no graph serves, or a program without any; counted there."""
+        """Compute a step that no graph serves; the program counts it."""
         if self._staged is not None:
             self._staged.forget()
         params = step.sampling_params(self._device.torch_device) if sampled else self._greedy_rows[: step.num_rows]
         tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **self._tensors(step))
         return StepOutput(tokens, logits, sampled)
-
-    def release(self, sequence: EngineSequence) -> None:
-        """Return the sequence's blocks."""
-        # In this order, an interrupt in between can't hand blocks out twice.
-        blocks, sequence.blocks = sequence.blocks, []
-        self._pool.give_back(blocks)
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
@@ -143,22 +146,28 @@ class PagedRunner:
         return report
 
     def close(self) -> None:
-        """Free graphs and cache and give the model its own attention back; the second time, do nothing."""
+        """Free graphs and cache and give the model its own attention back; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         self._staged = None
         if self._program is not None:
             self._program.close()
-        self._cache.close()
+        self._paged.close()
         self._model.set_attn_implementation(self._before)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with a block table of its own."""
+        return len(self._needs.groups)
 
     def phases(self) -> tuple[CachedPhase, ...]:
         """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
 
-        Without the choice of tokens, in which the smallest error of a logit is all or nothing. Valid until `close`.
+        The choice of tokens is left out: there, the smallest error of a logit changes everything or nothing. Valid
+        until `close`.
         """
-        declared = step_inputs(self._max_blocks)
+        declared = step_inputs(self._max_blocks, self.num_groups)
         del declared["sampling_params"]
         dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in declared.items()}
         return tuple(
@@ -182,8 +191,9 @@ class PagedRunner:
         return layers
 
     def _tensors(self, step: Step) -> dict[str, Tensor]:
+        device, groups = self._device.torch_device, self.num_groups
         return step_tensors(
-            step, max_blocks=self._max_blocks, block_size=self._block_size, device=self._device.torch_device
+            step, max_blocks=self._max_blocks, block_size=self._block_size, device=device, num_groups=groups
         )
 
     def _greedy_params(self, num_rows: int) -> Tensor:
@@ -196,29 +206,22 @@ class PagedRunner:
         """
         return {"decode": 1, "prefill": 0} | ({"verify": 1 + self.num_drafts} if self.num_drafts else {})
 
-    def _make_calls(self) -> dict[str, PagedCall]:
+    def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         lens = self._query_lens()
-        return {phase: PagedCall(PagedLogits(self._model, self._cache.step, most)) for phase, most in lens.items()}
+        return {phase: PagedCall(PagedLogits(self._model, cache.steps, most)) for phase, most in lens.items()}
 
     def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:
         sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
-        prefill = config.prefill_buckets or powers(32, max(max_model_len, seqs), 4)
+        prefill = config.prefill_sizes(self._device.capabilities, max_model_len)
         buckets = {
             "decode": [{"tokens": size, "seqs": size, "rows": size} for size in sizes],
             "prefill": [{"tokens": size, "seqs": seqs, "rows": seqs} for size in prefill],
             "verify": [{"tokens": size * width, "seqs": size, "rows": size * width} for size in sizes],
         }
-        return {phase: buckets[phase] for phase in self._calls}
-
-    def _check_memory(self, layers: Any, num_blocks: int) -> None:
-        wanted = sum(num_blocks * self._block_size * layer.bytes_per_position for layer in layers)
-        memory = self._device.parts.memory()
-        free = memory.total_bytes - memory.used_bytes
-        if wanted > free:
-            raise self._no_room(wanted, f"{self._device.name} has {free / 2**30:.2f} GiB free")
+        return {phase: buckets[phase] for phase in self._query_lens()}
 
     def _scales(self, layers: Mapping[nn.Module, AttentionLayer]) -> dict[nn.Module, Scales]:
-        """Return the scales of a quantised cache, which the attention modules bring; nothing for another one."""
+        """Return the scales that attention modules bring for a quantised cache; empty for any other cache."""
         if self._codes is None:
             return {}
         found = {module: layer_scales(module, layer, self._device.torch_device) for module, layer in layers.items()}
@@ -226,23 +229,32 @@ class PagedRunner:
         self.reason += f"; keys and values as {self._codes}, with scales of {given} of {len(found)} layers, else 1"
         return found
 
-    def _make_cache(
-        self, layers: dict[nn.Module, AttentionLayer], num_blocks: int, scales: dict[nn.Module, Scales]
-    ) -> PagedCache:
-        device, size = self._device.torch_device, self._block_size
+    def _make_cache(self, size: CacheSize) -> PagedCache:
         try:
-            return PagedCache(layers, num_blocks=num_blocks, block_size=size, device=device, scales=scales)
-        except torch.OutOfMemoryError as error:  # what other processes hold, `memory` does not count as used
-            wanted = sum(num_blocks * size * layer.bytes_per_position for layer in layers.values())
-            raise self._no_room(wanted, " ".join(str(error).split())[:200]) from None
+            return PagedCache(
+                self._layers,
+                self._needs.groups,
+                num_blocks=size.num_blocks,
+                block_size=self._block_size,
+                device=self._device.torch_device,
+                scales=self._layer_scales,
+            )
+        except torch.OutOfMemoryError as error:  # what other processes hold, `memory` may not know
+            raise no_room(self._needs, size, " ".join(str(error).split())[:200]) from None
 
-    def _no_room(self, num_bytes: int, found: str) -> ModelError:
-        most = f"{self.max_num_seqs} sequences of up to {self._max_blocks * self._block_size} tokens"
-        return ModelError(
-            f"a key/value cache of {num_bytes / 2**30:.2f} GiB ({most})",
-            found=found,
-            remedy="lower max_num_seqs or max_model_len",
-        )
+    @torch.no_grad()
+    def _largest_step(self) -> int:
+        """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
+        memory, device = self._device.parts.memory, self._device.torch_device
+        tokens = torch.zeros((1, self.max_step_tokens), dtype=torch.int64, device=device)
+        rows = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=device)
+        arguments = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(self._model) else {}
+        self._device.parts.reset_peak_memory()
+        before = memory().used_bytes
+        with implementation(self._model, SIZE):
+            self._model(input_ids=tokens, position_ids=tokens, use_cache=False, return_dict=True, **arguments)
+        self._device.parts.synchronize()
+        return max(0, memory().peak_bytes - before)
 
     @torch.no_grad()
     def _check_same_function(self, max_model_len: int) -> None:
@@ -260,7 +272,8 @@ class PagedRunner:
         params = SamplingParams(max_new_tokens=1 + self.num_drafts)
         sequences = [EngineSequence(index, probe[:-1], params) for index, probe in enumerate(probes)]
         for sequence in sequences:
-            self.admit(sequence)  # an empty cache has room for max_num_seqs of them
+            self.cache.join(sequence)  # an empty cache has room for them
+            self.cache.grow(sequence, min(len(sequence) + 1 + self.num_drafts, self._needs.max_len))
         first = self._run_probe(Step("prefill", tuple(Part(s, len(s)) for s in sequences)))
         for sequence, probe in zip(sequences, probes, strict=True):
             sequence.num_computed = len(sequence)
@@ -273,7 +286,7 @@ class PagedRunner:
             parts = [Part(sequence, 1, guesses) for sequence, guesses in zip(sequences, drafts, strict=True)]
             found["verify"] = self._run_probe(Step("verify", tuple(parts)))
         for sequence in sequences:
-            self.release(sequence)
+            self.cache.release(sequence)
         return {phase: list(torch.stack([first, second], dim=1)) for phase, second in found.items()}
 
     def _run_probe(self, step: Step) -> Tensor:

@@ -27,10 +27,10 @@ def check_same_function(
 ) -> None:
     """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
 
-    This finds models that keep state outside attention (recurrent layers, shared caches), and those whose sequences see
-    each other: a long and a short one share both steps, and each is compared with itself alone. rounding: of a
-    quantised cache, which is compared with the forward on transformers' cache of the same codes, where rounding may
-    tell more: `amplification`.
+    This finds models that keep state outside attention (recurrent layers, shared caches), and models whose sequences
+    see each other: a long and a short sequence share both steps, and each is compared with a run of its own.
+    rounding: of a quantised cache. It is compared with the forward on transformers' cache of the same codes, where
+    differences may be larger by `amplification`.
     """
     if not counts_from_zero(model):
         raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")

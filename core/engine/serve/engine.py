@@ -7,7 +7,8 @@ engine hands each sequence its tokens. `generate` is that in a loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,16 +20,16 @@ from core.device import Device
 from core.engine.config import SamplingParams
 from core.engine.inspect.cache_codes import Rounding
 from core.engine.models.loading import LoadedModel, load_model
-from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompt, encode_prompts
-from core.engine.serve.request import Completion, Request, RequestOutput
-from core.engine.serve.route import make_runner
+from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts
+from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
+from core.engine.serve.route import SERVED, make_runner
 from core.engine.serve.scheduler import Scheduler
-from core.engine.serve.served_models import SERVED, refuse_served
-from core.engine.serve.stats import EngineStats, StatsCounter
-from core.engine.serve.tokens import TokenReader
+from core.engine.serve.stats import EngineStats
+from core.engine.serve.stepping import Done, StepLoop, Timeline
 from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.speculation import accept
-from core.engine.steps.step import Flight, Part, Step, step_behind
+from core.engine.steps.step import Part, Step
 from core.errors import UsageError
 from core.host.selection import select_device
 
@@ -39,10 +40,9 @@ OnText = Callable[[int, str], None]
 class Engine:
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
-    runs_ahead: whether steps are queued as `EngineConfig.run_ahead` says; may be switched off between steps.
-
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go. Not thread-safe. The
-    model object is used as it is; `close()` gives it its own attention back.
+    model object is used as it is; `close()` gives it its own attention back. runs_ahead: whether steps are queued as
+    `EngineConfig.run_ahead` says; may be switched off between steps.
     """
 
     def __init__(
@@ -61,26 +61,24 @@ class Engine:
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
         start = time.perf_counter()
-        refuse_served(loaded.model)
         self._runner = make_runner(
             loaded.model, device, self.config, max_model_len=self.max_model_len, progress=progress
         )
-        SERVED.add(loaded.model)
         self.compile_time_s = time.perf_counter() - start
-        self._scheduler = Scheduler(
-            self._runner.admit,
+        scheduler = self._scheduler = Scheduler(
+            self._runner.cache,
             max_num_seqs=self._runner.max_num_seqs,
             max_step_tokens=self._runner.max_step_tokens,
             num_drafts=self._runner.num_drafts,
         )
         self._requests: dict[int, Request] = {}
         self._collecting: set[int] = set()  # requests that want their logits
+        self._completions: dict[int, Completion] | None = None  # of the `generate` under way, by request
         self._num_requests = 0
-        self._counts = StatsCounter()
-        self._tokens = TokenReader(self._counts).read
+        self._counts = EngineStats()
+        self._steps = StepLoop(self._runner, scheduler, self._counts)
         asked, drafts = self.config.run_ahead, self._runner.num_drafts
         self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not drafts
-        self._flight: Flight | None = None
 
     @classmethod
     def load(
@@ -120,7 +118,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what the engine did so far, in counts."""
-        return self._counts.snapshot()
+        return self._counts.copied()
+
+    @contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Note what the steps within a block spend their time on; the list grows until the block ends."""
+        found: Timeline = []
+        self._steps.timeline = found
+        try:
+            yield found
+        finally:
+            self._steps.timeline = None
 
     def generate(
         self,
@@ -130,11 +138,12 @@ class Engine:
         on_text: OnText | None = None,
         collect_logits: bool = False,
     ) -> list[Completion]:
-        """Generate for all prompts and return the completions in their order.
+        """Generate for all prompts and return one completion for each, in their order.
 
-        params: one for all, or one each. Prompts beyond `max_num_seqs` wait until a sequence leaves. Raises
-        `ModelError` for a prompt that is empty or longer than the context, before anything runs, and `UsageError` while
-        requests of `add_request` are unfinished: their outputs would be lost.
+        params: one for all, or one each. on_text may call `step`, `abort` and `close`: what they end has the finish
+        reason "abort". Prompts beyond `max_num_seqs` wait until a sequence leaves. Raises `ModelError` for an empty
+        prompt or one longer than the context, before anything runs, and `UsageError` while requests of `add_request`
+        are unfinished: their outputs would be lost.
         """
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         encoded = encode_prompts(prompts, self.loaded, each, max_context=self.max_model_len)
@@ -145,6 +154,7 @@ class Engine:
                 remedy="finish them by step() or abort(), or add these prompts by add_request too",
             )
         completions: dict[int, Completion] = {}
+        around, self._completions = self._completions, completions
         try:
             first = self._num_requests
             for prompt, sampling in zip(encoded, each, strict=True):
@@ -153,21 +163,24 @@ class Engine:
                 for output in self.step():
                     if output.text and on_text is not None:
                         on_text(output.request_id - first, output.text)
-                    if output.completion is not None:
-                        completions[output.request_id] = output.completion
         finally:
             for request_id in tuple(self._requests):
                 self.abort(request_id)
-        return [completions[request_id] for request_id in sorted(completions)]
+            self._completions = around
+        return [completions[first + index] for index in range(len(encoded))]
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, collect_logits: bool = False) -> int:
         """Queue a prompt, at any time, and return the id by which `step` and `abort` know it.
 
-        Raises as `generate` does for a prompt that the model can't take.
+        Raises as `generate` does for a prompt that the model can't take, and `UsageError` from a callback of
+        `generate`, which would take the outputs.
         """
+        if self._completions is not None:
+            found = "generate is running, and would take its outputs"
+            raise UsageError("add a request", found=found, remedy="wait until it returns")
         params = SamplingParams() if params is None else params
         check_params(params)
-        encoded = encode_prompt(prompt, self.loaded, params, max_context=self.max_model_len)
+        (encoded,) = encode_prompts([prompt], self.loaded, [params], max_context=self.max_model_len)
         return self._add(encoded, params, collect_logits)
 
     @property
@@ -185,48 +198,26 @@ class Engine:
         """
         if self._closed:
             raise UsageError("a step", found="the engine is closed", remedy="make another one")
-        flight = self._take_flight()
-        if flight is None:
-            assert not self._requests  # an idle cache has room for any sequence
-            return []
-        step, output = flight
-        # Kept at the end only: a step whose tokens are not handed out is computed again, and this one after it.
-        following = self._run_ahead(flight)
-        tokens = self._tokens(step, output)
-        self._counts.count(step)
-        wanted = self._wants_logits(step)
-        logits = output.logits.detach().to("cpu", copy=True) if wanted else None
-        outputs, row = [], 0
-        for part in step.parts:
-            first, row = row, row + part.num_rows
-            request = self._requests.get(part.sequence.index)
-            if request is None:
-                self._counts.discarded += part.num_rows  # it left when this step was under way
-            elif part.emits:
-                rows = None if logits is None else logits[first:row]
-                outputs.append(self._advance(request, part, tokens[first:row], rows))
-            else:
-                part.sequence.num_computed += part.num_tokens
-        self._flight = following
-        return outputs
+        done = self._steps.next(
+            ahead=self.runs_ahead, lives=self._requests.__contains__, wants_logits=self._wants_logits
+        )
+        return [] if done is None else self._hand_out(done)
 
-    def abort(self, request_id: int) -> None:
-        """End a request where it is and return its cache; one that has ended is left alone."""
-        if not isinstance(request_id, int) or not 0 <= request_id < self._num_requests:
-            raise UsageError(
-                f"abort request {request_id!r}",
-                found=f"{self._num_requests} requests were added, numbered from 0",
-                remedy="pass an id that add_request returned",
-            )
+    def abort(self, request_id: int) -> Completion | None:
+        """End a request where it is, free its cache, and return what there is of it; None if it has ended already."""
+        check_request_id(request_id, self._num_requests)
         request = self._requests.get(request_id)
-        if request is not None:
-            self._leave(request)
+        if request is None:
+            return None
+        completion = request.abort()
+        self._leave(request, completion)
+        return completion
 
     def close(self) -> None:
         """End all requests and free programs and cache; the second time, do nothing."""
         if not self._closed:
             self._closed = True
-            self._flight = None
+            self._steps.close()
             for request_id in tuple(self._requests):
                 self.abort(request_id)
             self._runner.close()
@@ -250,49 +241,49 @@ class Engine:
         self._scheduler.add(sequence)
         return sequence.index
 
-    def _take_flight(self) -> Flight | None:
-        """Return the step that is under way, or one begun now; None where there is nothing to do."""
-        flight, self._flight = self._flight, None
-        if flight is not None and any(part.sequence.index in self._requests for part in flight.step.parts):
-            return flight
-        step = self._scheduler.schedule()
-        return None if step is None else Flight(step, self._runner.run(step))
+    def _hand_out(self, done: Done) -> list[RequestOutput]:
+        """Give each sequence the tokens that a step has sampled for it."""
+        outputs, row = [], 0
+        for part in done.step.parts:
+            first, row = row, row + part.num_rows
+            request = self._requests.get(part.sequence.index)
+            if request is None:
+                self._counts.discarded += part.num_rows  # it left when this step was under way
+            elif part.emits:
+                rows = None if done.logits is None else done.logits[first:row]
+                outputs.append(self._advance(request, part, done.tokens[first:row], rows))
+            else:
+                self._settle(part.sequence, part.end)
+        return outputs
 
-    def _run_ahead(self, flight: Flight) -> Flight | None:
-        """Begin the step after one whose tokens are not known yet; None where it depends on them or is not wanted."""
-        step, output = flight
-        following = step_behind(step) if self.runs_ahead and not self._scheduler.num_waiting else None
-        if following is None or self._wants_logits(step) or (step.is_random and not output.sampled):
-            return None
-        if not all(part.sequence.index in self._requests for part in step.parts):
-            return None
-        queued = self._runner.run_ahead(following, output.tokens)
-        self._counts.ahead += queued is not None
-        return None if queued is None else Flight(following, queued)
+    def _settle(self, sequence: EngineSequence, num_tokens: int) -> None:
+        sequence.num_settled = min(num_tokens, sequence.num_computed)  # nothing where it lost its cache meanwhile
+        self._runner.cache.settle(sequence)
 
     def _wants_logits(self, step: Step) -> bool:
         return bool(self._collecting) and any(part.sequence.index in self._collecting for part in step.parts)
 
     def _advance(self, request: Request, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
-        """Hand a sequence the tokens that its part of a step gave, up to one that ends it."""
+        """Give a sequence the tokens of its part of a step, up to the one that ends it."""
         sequence = request.sequence
-        text, num_generated = "", len(sequence.generated)
-        for row, token in enumerate(accept(part.drafts, tokens) if part.drafts else tokens):
-            text += request.push(token, logits[row] if request.collect_logits and logits is not None else None)
-            if sequence.finish_reason is not None:
-                break
+        num_generated = len(sequence.generated)
+        sequence.num_awaited -= 1
+        text = request.push_all(accept(part.drafts, tokens) if part.drafts else tokens, logits)
         new = tuple(sequence.generated[num_generated:])
         # The last of them is computed by a later step, the accepted drafts before it are in the cache.
-        sequence.num_computed += part.num_tokens + len(new) - 1
-        self._counts.accepted += len(new) - 1
+        accepted = len(new) - 1
+        sequence.num_computed += accepted
+        self._settle(sequence, part.end + accepted)
+        self._counts.accepted += accepted
         completion = request.completion()
         if completion is not None:
-            self._leave(request)
-        return RequestOutput(request_id=sequence.index, token_ids=new, text=text, completion=completion)
+            self._leave(request, completion)
+        return request.output(num_generated, text, completion)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, completion: Completion) -> None:
+        if self._completions is not None:
+            self._completions[request.sequence.index] = completion
         self._scheduler.remove(request.sequence)
-        self._runner.release(request.sequence)
         self._requests.pop(request.sequence.index, None)
         self._collecting.discard(request.sequence.index)
-        self._counts.left += request.sequence.num_computed > 0  # who waited never joined
+        self._counts.ended += request.sequence.has_begun  # one that only waited never joined

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
+from core.engine.serve.chat import apply_template, is_chat
 from core.engine.steps.sampling import make_generator
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.errors import ModelError, UsageError
 
-Prompt = str | Sequence[int]
-"""A text, or token ids that are taken as they are: no special token is added to them."""
+log = logging.getLogger("core.engine")
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text; token ids that are taken as they are, with no special token added; or the messages of a chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt as token ids, with the number of tokens that may follow.
-
-    max_new_tokens: what was asked, or less where the context ends before; generation then ends after so many tokens
-    with finish_reason "length", as it does when the asked number is reached. bounded: whether the context took away
-    some. array: the token ids as int64, where they were checked as such.
-    """
+    """A prompt as token ids, with the number of tokens that may follow."""
 
     token_ids: tuple[int, ...]
+    #: The number asked for, or fewer where the context ends before; after so many the finish reason is "length".
     max_new_tokens: int
+    #: Whether the context allows fewer tokens than were asked for.
     bounded: bool = False
+    #: The token ids as int64, where they were checked as such.
     array: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ def encode_prompts(
     *,
     max_context: int | None = None,
 ) -> list[EncodedPrompt]:
-    """Encode each prompt with its sampling parameters; see `encode_prompt`."""
+    """Encode each prompt, and say how many can get fewer tokens than they ask for; see `encode_prompt`."""
     if isinstance(prompts, str):
         raise UsageError(
             f"encode {len(prompts)} prompts", found="a single string was passed", remedy="pass a list of prompts"
@@ -70,9 +72,17 @@ def encode_prompts(
             found=f"there are sampling parameters for {len(params)}",
             remedy="pass one SamplingParams for each prompt",
         )
-    return [
+    encoded = [
         encode_prompt(prompt, loaded, p, max_context=max_context) for prompt, p in zip(prompts, params, strict=True)
     ]
+    if num_short := sum(prompt.bounded for prompt in encoded):
+        log.warning(
+            "%d of %d prompts can get fewer new tokens than max_new_tokens asks: the context holds %d",
+            num_short,
+            len(encoded),
+            min(_limits(loaded, max_context)),
+        )
+    return encoded
 
 
 def encode_prompt(
@@ -87,9 +97,11 @@ def encode_prompt(
     array = None
     if isinstance(prompt, str):
         token_ids = _encode_text(prompt, loaded)
+    elif is_chat(prompt):
+        token_ids, array = _check_ids(apply_template(prompt, loaded), loaded.vocab_size)
     else:
-        token_ids, array = _check_ids(prompt, loaded.vocab_size)
-    limits = [limit for limit in (loaded.max_position, max_context) if limit is not None]
+        token_ids, array = _check_ids(cast("Sequence[int]", prompt), loaded.vocab_size)
+    limits = _limits(loaded, max_context)
     if not limits:
         return EncodedPrompt(token_ids=token_ids, max_new_tokens=params.max_new_tokens, array=array)
     room = min(limits) - len(token_ids)
@@ -107,11 +119,17 @@ def encode_prompt(
     )
 
 
+def _limits(loaded: LoadedModel, max_context: int | None) -> list[int]:
+    return [limit for limit in (loaded.max_position, max_context) if limit is not None]
+
+
 def _encode_text(text: str, loaded: LoadedModel) -> tuple[int, ...]:
     asked = f"encode the prompt {_shown(text)}"
     if not text:
         raise ModelError(asked, found="it is empty", remedy="pass at least one character, or the id of a start token")
     tokenizer = loaded.require_tokenizer()
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ModelError(asked, found="it holds half of a surrogate pair", remedy="pass text that UTF-8 can write")
     # verbose=False: the tokenizer's own warning about long texts; the length is judged here.
     token_ids = tuple(int(i) for i in tokenizer(text, verbose=False)["input_ids"])
     if not token_ids:
@@ -134,7 +152,7 @@ def _check_ids(prompt: Sequence[int], vocab_size: int) -> tuple[tuple[int, ...],
         raise UsageError(
             f"encode the prompt {_shown(prompt)}",
             found=f"a {type(prompt).__name__} that is neither a text nor a list of ints",
-            remedy="pass a str or list[int]",
+            remedy="pass a str, list[int], or messages: [{'role': 'user', 'content': 'Hello'}]",
         )
     if not prompt:
         raise ModelError(
@@ -156,7 +174,7 @@ def _check_ids(prompt: Sequence[int], vocab_size: int) -> tuple[tuple[int, ...],
 
 
 def _are_ints(prompt: Sequence[object]) -> bool:
-    """Tell whether all are ints, of which a bool is none here."""
+    """Tell whether all are ints; a bool does not count as one."""
     types = list(map(type, prompt))
     if types.count(int) == len(types):
         return True

@@ -1,37 +1,74 @@
-"""What a caller asked for, from its first token to its completion: text, stops, logits."""
+"""One request from its first token to its completion: its text, its stops, its logits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
 from core.engine.serve.detokenize import Detokenizer
-from core.engine.steps.sequence import FinishReason, Sequence
+from core.engine.serve.grammar import constraint
+from core.engine.steps.sequence import FinishReason, Sequence, TokenLogprobs
+from core.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What became of one prompt. text is "" without a tokenizer; logits, if collected, is (len(token_ids), vocabulary)
-    on the host, the logits each token was chosen from."""
+    """What became of one prompt."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
+    #: "" without a tokenizer.
     text: str
+    #: "stop": a stop token or string. "length": `max_new_tokens` were generated. "abort": it was ended before.
     finish_reason: FinishReason
+    #: How many tokens it could have at most: what was asked, or less where the context ends before.
+    max_new_tokens: int
+    #: If collected: (len(token_ids), vocabulary) on the host, the logits each token was chosen from.
     logits: Tensor | None = None
+    #: One for each token, where `SamplingParams.logprobs` asks for it.
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    #: Why it was aborted, where its own `json_schema` or `regex` is to blame.
+    failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """What one step gave one request: its new tokens, the text that became certain, the completion if it has ended."""
+    """What one step gave one request."""
 
     request_id: int
+    #: The new tokens.
     token_ids: tuple[int, ...]
+    #: The text that became certain.
     text: str
+    #: The outcome, once the request has ended.
     completion: Completion | None = None
+    #: One for each new token, where `SamplingParams.logprobs` asks for it.
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+def check_request_id(request_id: object, num_requests: int) -> None:
+    """Raise `UsageError` for what is no id among those given so far."""
+    if not isinstance(request_id, int) or not 0 <= request_id < num_requests:
+        raise UsageError(
+            f"abort request {request_id!r}",
+            found=f"{num_requests} requests were added, numbered from 0",
+            remedy="pass an id that add_request returned",
+        )
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    outside = [token for token, _ in params.logit_bias if token >= vocab_size]
+    if outside:
+        raise UsageError(
+            f"logit_bias for token {outside[0]}",
+            found=f"the model knows 0 to {vocab_size - 1}",
+            remedy="name token ids of this model's tokenizer",
+        )
 
 
 class Request:
@@ -44,13 +81,28 @@ class Request:
             loaded.require_tokenizer()
         self.sequence = sequence
         self.collect_logits = collect_logits
-        self._stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else loaded.stop_token_ids)}
+        own = () if params.ignore_eos else loaded.stop_token_ids
+        sequence.stop_token_ids = frozenset((*params.stop_token_ids, *own))
+        _check_ids(params, loaded.vocab_size)
+        sequence.constraint = constraint(loaded, params)
         self._detokenizer: Detokenizer | None = None
         if loaded.tokenizer is not None:
             context = sequence.prompt[-1:]
             self._detokenizer = Detokenizer(loaded.tokenizer, stop=params.stop, context=context)
         self._text: list[str] = []
         self._logits: list[Tensor] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def push_all(self, tokens: Iterable[int], logits: Tensor | None) -> str:
+        """Push tokens, with the row of logits of each, up to one that ends the sequence; return the certain text."""
+        text = ""
+        for row, token in enumerate(tokens):
+            if self.sequence.params.logprobs is not None:
+                self._logprobs.append(self.sequence.reported[row])
+            text += self.push(token, logits[row] if self.collect_logits and logits is not None else None)
+            if self.sequence.finish_reason is not None:
+                break
+        return text
 
     def push(self, token: int, logits: Tensor | None) -> str:
         """Take the next token and the logits it is from, note whether it is the last, and return the certain text."""
@@ -58,7 +110,12 @@ class Request:
         sequence.generated.append(token)
         if logits is not None:
             self._logits.append(logits)
-        if token in self._stop_token_ids:
+        if len(sequence.generated) == sequence.params.min_tokens:
+            sequence.wants_host = sequence.params.shaped or sequence.params.logprobs is not None
+        complete = sequence.constraint is not None and sequence.constraint.push(token)
+        if self._failure is not None:
+            sequence.finish_reason = "abort"
+        elif complete or token in sequence.stop_token_ids:
             sequence.finish_reason = "stop"
         elif len(sequence.generated) >= sequence.params.max_new_tokens:
             sequence.finish_reason = "length"
@@ -66,6 +123,27 @@ class Request:
         if piece:
             self._text.append(piece)
         return piece
+
+    def output(self, first: int, text: str, completion: Completion | None) -> RequestOutput:
+        """Return what a step gave: the tokens from `first` on, and their text."""
+        sequence = self.sequence
+        return RequestOutput(
+            request_id=sequence.index,
+            token_ids=tuple(sequence.generated[first:]),
+            text=text,
+            completion=completion,
+            logprobs=self._reported(first),
+        )
+
+    def _reported(self, first: int) -> tuple[TokenLogprobs, ...] | None:
+        return None if self.sequence.params.logprobs is None else tuple(self._logprobs[first:])
+
+    def abort(self) -> Completion:
+        """End here and return the outcome, with the tokens that there are."""
+        self.sequence.finish_reason = self.sequence.finish_reason or "abort"
+        completion = self.completion()
+        assert completion is not None
+        return completion
 
     def completion(self) -> Completion | None:
         """Return the outcome, or None while there is more to come."""
@@ -77,15 +155,23 @@ class Request:
             token_ids=tuple(sequence.generated),
             text="".join(self._text),
             finish_reason=sequence.finish_reason,
+            max_new_tokens=sequence.params.max_new_tokens,
             logits=torch.stack(self._logits) if self._logits else None,
+            logprobs=self._reported(0),
+            failure=self._failure,
         )
+
+    @property
+    def _failure(self) -> str | None:
+        constraint = self.sequence.constraint
+        return None if constraint is None else constraint.failure
 
     def _decode(self, token: int) -> str:
         detokenizer, sequence = self._detokenizer, self.sequence
         if detokenizer is None:
             return ""
         # A stop token ends the text and is not part of it.
-        piece = "" if sequence.finish_reason == "stop" else detokenizer.push(token)
+        piece = "" if token in sequence.stop_token_ids else detokenizer.push(token)
         if detokenizer.stopped_by is not None:
             sequence.finish_reason = "stop"
         return piece + detokenizer.flush() if sequence.finish_reason is not None else piece

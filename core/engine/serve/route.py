@@ -1,8 +1,9 @@
-"""Which cache a model runs on: the paged one, else transformers' own."""
+"""Which cache a model runs on: the paged one, else transformers' own; and which models open engines serve."""
 
 from __future__ import annotations
 
 import logging
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from core.engine.steps.runner import EngineConfig, ModelRunner
 from core.errors import UsageError
 
 log = logging.getLogger("core.engine")
+SERVED: WeakSet[nn.Module] = WeakSet()
+"""The models of open engines: each has one engine at most, which changes its attention."""
 
 
 def make_runner(
@@ -23,19 +26,34 @@ def make_runner(
 ) -> ModelRunner:
     """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache.
 
-    Raises `UsageError` where it can't have the paged cache and the configuration asks for what that alone has.
+    Raises `UsageError` for a model that an open engine serves, and where the model can't have the paged cache and the
+    configuration asks for what that alone has.
     """
+    if model in SERVED:
+        raise UsageError(
+            f"an engine for {type(model).__name__}",
+            found="the model is served by another engine",
+            remedy="close that one first, or load the model once more",
+        )
     with torch.inference_mode(False):  # steps in any mode write the cache
-        try:
-            return PagedRunner(model, device, config, max_model_len=max_model_len, progress=progress)
-        except NotPageable as refusal:
-            # As text: a handler that keeps records would keep the model with the error's frames.
-            reason = str(refusal)
-            if config.kv_cache_dtype != "auto":
-                raise UsageError(
-                    f"a key/value cache of {config.kv_cache_dtype!r}",
-                    found=f"{type(model).__name__} can't run on the paged cache, which alone has it: {reason}",
-                    remedy='take kv_cache_dtype="auto"',
-                ) from None
-            log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
-            return StaticRunner(model, device, config, max_model_len=max_model_len, reason=reason, progress=progress)
+        runner = _make(model, device, config, max_model_len, progress)
+    SERVED.add(model)
+    return runner
+
+
+def _make(
+    model: nn.Module, device: Device, config: EngineConfig, max_model_len: int, progress: Progress | None
+) -> ModelRunner:
+    try:
+        return PagedRunner(model, device, config, max_model_len=max_model_len, progress=progress)
+    except NotPageable as refusal:
+        # As text: a handler that keeps records would keep the model with the error's frames.
+        reason = str(refusal)
+        if config.kv_cache_dtype != "auto":
+            raise UsageError(
+                f"a key/value cache of {config.kv_cache_dtype!r}",
+                found=f"{type(model).__name__} can't run on the paged cache, which alone has it: {reason}",
+                remedy='take kv_cache_dtype="auto"',
+            ) from None
+        log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
+        return StaticRunner(model, device, config, max_model_len=max_model_len, reason=reason, progress=progress)

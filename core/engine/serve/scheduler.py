@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 
+from core.engine.steps.runner import SequenceCache
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part, Step
 
@@ -14,12 +15,14 @@ class Scheduler:
 
     A step holds one token of each sequence that is generating, and fills what is left of its token budget with prompts:
     so no prompt holds up the others, however long, and a prompt that doesn't fit is computed in chunks over several
-    steps. Nobody starves: all that generate are in every step, and prompts are served in order, the first one first.
+    steps. Sequences take cache as they grow. Where it runs out, the one that joined last gives its own back, waits
+    before all others, and is computed again. Nobody starves: the oldest is never the one, and prompts are served in
+    order, the first one first.
     """
 
     def __init__(
         self,
-        admit: Callable[[Sequence], bool],
+        cache: SequenceCache,
         *,
         max_num_seqs: int,
         max_step_tokens: int,
@@ -27,21 +30,24 @@ class Scheduler:
     ) -> None:
         """Schedule at most max_num_seqs sequences at once and max_step_tokens tokens per step that holds prompts.
 
-        admit: reserves the cache of a whole sequence, or returns False where there is no room at present; so a running
-        sequence never lacks any. max_step_tokens: at least max_num_seqs. num_drafts: tokens drafted at most per
-        sequence in steps without prompts.
+        cache: has room for any one sequence. max_step_tokens: at least max_num_seqs. num_drafts: tokens drafted at most
+        per sequence in steps without prompts.
         """
         assert max_step_tokens >= max_num_seqs
-        self._admit = admit
+        self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._num_drafts = num_drafts
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        #: Those that gave their cache back while their last token was under way.
+        self._emptied: list[Sequence] = []
+        #: Sequences that gave their cache back, counted each time.
+        self.num_preempted = 0
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no cache yet."""
+        """Sequences that have no cache."""
         return len(self._waiting)
 
     @property
@@ -54,41 +60,111 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running; the caller releases its cache."""
+        """Forget a sequence, waiting or running, and take its cache back."""
         if sequence in self._running:
             self._running.remove(sequence)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
+        if sequence in self._emptied:
+            self._emptied.remove(sequence)
+        self._cache.release(sequence)
+
+    def take_back(self, steps: Iterable[Step]) -> None:
+        """Take all sequences back to before these steps, which failed.
+
+        Who gave its cache back meanwhile, since its last token was under way, waits for cache again.
+        """
+        for part in [part for step in steps for part in step.parts]:
+            part.undone()
+        emptied, self._emptied = self._emptied, []
+        for sequence in reversed(emptied):
+            self._preempt(sequence)
 
     def schedule(self) -> Step | None:
         """Let sequences join and return what the next step computes; None where there is nothing to do.
 
-        Only what has joined is changed: a step that failed is scheduled again by the next call.
+        Sequences whose last token is under way are left out. Only what has joined or given its cache back is changed: a
+        step that failed is scheduled again by the next call.
         """
-        generating = [sequence for sequence in self._running if not sequence.in_prompt]
-        prompts = self._prompts(self._max_step_tokens - len(generating))
+        while True:
+            step = self._schedule()
+            if step is not None or not (active := self._active()):
+                return step
+            # Those that run have some of the cache each, and none has enough to go on.
+            self._preempt(active[-1])
+
+    def _schedule(self) -> Step | None:
+        preempted = self.num_preempted
+        generating = self._generating()
+        prompts = self._prompts(self._max_step_tokens - len(generating), may_join=preempted == self.num_preempted)
         if prompts:
             return Step("prefill", (*(Part(sequence, 1) for sequence in generating), *prompts))
         parts = tuple(Part(sequence, 1, self._drafts(sequence)) for sequence in generating)
         return Step("verify" if any(part.drafts for part in parts) else "decode", parts) if parts else None
 
-    def _prompts(self, room: int) -> list[Part]:
+    def _active(self) -> list[Sequence]:
+        return [sequence for sequence in self._running if not sequence.has_all]
+
+    def _generating(self) -> list[Sequence]:
+        """Return those that generate and have room for one token more, after others have made room."""
+        found = []
+        for sequence in self._active():
+            if sequence.in_prompt:
+                continue  # also one that has just given its cache back
+            while not self._cache.grow(sequence, sequence.num_computed + 1):
+                last = self._make_room()
+                if last is sequence:
+                    break
+            else:
+                found.append(sequence)
+        return found
+
+    def _make_room(self) -> Sequence | None:
+        """Take the cache of those whose last token is under way, else of the sequence that joined last; return that."""
+        done = [sequence for sequence in self._running if sequence.has_all and sequence.tables]
+        for sequence in done:
+            self._cache.release(sequence)
+        self._emptied += done
+        if done:
+            return None
+        last = self._active()[-1]
+        self._preempt(last)
+        return last
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._cache.release(sequence)
+        sequence.num_computed = sequence.num_settled = sequence.num_reused = 0
+        sequence.num_preemptions += 1
+        self.num_preempted += 1
+        self._waiting.appendleft(sequence)
+
+    def _prompts(self, room: int, *, may_join: bool) -> list[Part]:
         """Give `room` tokens to the prompts that run already, then to those that can join."""
-        parts = []
-        for sequence in [sequence for sequence in self._running if sequence.in_prompt]:
-            parts.append(Part(sequence, min(room, sequence.num_pending)))
-            room -= parts[-1].num_tokens
-            if not room:
+        parts: list[Part] = []
+        active = self._active()
+        for sequence in [sequence for sequence in active if sequence.in_prompt]:
+            count = min(room, sequence.num_pending)
+            if not count or not self._cache.grow(sequence, sequence.num_computed + count):
                 return parts
-        while room and self._waiting and len(self._running) < self._max_num_seqs and self._admit(self._waiting[0]):
+            parts.append(Part(sequence, count))
+            room -= count
+        places = self._max_num_seqs - len(active)
+        while may_join and room and places > 0 and self._waiting and self._cache.join(self._waiting[0]):
             sequence = self._waiting.popleft()
             self._running.append(sequence)
-            parts.append(Part(sequence, min(room, sequence.num_pending)))
-            room -= parts[-1].num_tokens
+            places -= 1
+            count = min(room, sequence.num_pending)
+            if not self._cache.grow(sequence, sequence.num_computed + count):
+                return parts
+            parts.append(Part(sequence, count))
+            room -= count
         return parts
 
     def _drafts(self, sequence: Sequence) -> tuple[int, ...]:
-        # The step itself gives one token more, and no token may lie beyond what was reserved.
-        room = sequence.params.max_new_tokens - len(sequence.generated) - 1
-        count = min(self._num_drafts, room)
-        return tuple(sequence.ngrams.propose(sequence.prompt + sequence.generated, count)) if count > 0 else ()
+        # The step itself gives one token more, and no token may lie beyond what may be generated.
+        left = sequence.params.max_new_tokens - len(sequence.generated) - 1
+        count = min(self._num_drafts, left)
+        if count <= 0 or not self._cache.grow(sequence, sequence.num_computed + 1 + count):
+            return ()
+        return tuple(sequence.ngrams.propose(sequence.prompt + sequence.generated, count))

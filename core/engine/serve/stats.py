@@ -1,75 +1,65 @@
-"""What an engine did so far, in counts."""
+"""What an engine did so far, in counts: kept by the engine while it runs, handed out as a copy by `Engine.stats`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.engine.steps.step import Step
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """Counts since the engine was made.
+    """Counts since the engine was made."""
 
-    steps: by phase. mixed_steps: those of prefill that also held generating sequences. joined: sequences that began.
-    left: those that ended, aborted ones included. chunked: prompts computed over several steps. drafted, accepted:
-    tokens of speculative decoding. ahead: steps begun before the tokens of the step before were known. discarded:
-    tokens of such steps for sequences that had ended. sampled_outside: tokens sampled outside of the captured graphs.
-    """
-
-    steps: Mapping[str, int]
-    mixed_steps: int
-    joined: int
-    left: int
-    chunked: int
-    drafted: int
-    accepted: int
-    ahead: int
-    discarded: int
-    sampled_outside: int
-
-
-@dataclass(slots=True)
-class StatsCounter:
-    """Counts while the engine runs; the fields are those of `EngineStats`."""
-
+    #: Steps by phase.
     steps: Counter[str] = field(default_factory=Counter)
+    #: Tokens that steps computed.
+    computed: int = 0
+    #: Tokens that captured graphs computed besides, since the next bucket is larger than the step.
+    padded: int = 0
+    #: Steps of prefill that also held generating sequences.
     mixed_steps: int = 0
+    #: Sequences that began.
     joined: int = 0
-    left: int = 0
+    #: Sequences that ended after they had begun, aborted ones included.
+    ended: int = 0
+    #: Prompts computed over several steps.
     chunked: int = 0
+    #: Times that a sequence gave its cache back to others, to be computed again.
+    preempted: int = 0
+    #: Tokens of prompts that were not computed, as the cache held what they become.
+    reused: int = 0
+    #: Tokens guessed by speculative decoding.
     drafted: int = 0
+    #: Guessed tokens that were kept.
     accepted: int = 0
+    #: Steps begun before the tokens of the step before were known.
     ahead: int = 0
+    #: Tokens of such steps for sequences that had ended meanwhile.
     discarded: int = 0
+    #: Tokens sampled outside of the captured graphs.
     sampled_outside: int = 0
 
-    def count(self, step: Step) -> None:
-        """Count a step that was computed, before its tokens are handed out."""
+    def count(self, step: Step, *, padding: int, preempted: int) -> None:
+        """Count a step that was computed, before its tokens are handed out. preempted: so often, so far."""
         self.steps[step.phase] += 1
+        self.preempted = preempted
+        self.computed += step.num_tokens
+        self.padded += padding
         if step.phase == "decode":
             return  # all its sequences have begun before
         if step.phase == "prefill":
-            self.mixed_steps += not all(part.sequence.in_prompt for part in step.parts)
+            self.mixed_steps += any(part.generates for part in step.parts)
         for part in step.parts:
-            begins = part.sequence.num_computed == 0
-            self.joined += begins
-            self.chunked += begins and not part.emits
             self.drafted += len(part.drafts)
+            if part.joins:
+                self.reused += part.first_position
+            if part.joins and not part.sequence.has_begun:
+                part.sequence.has_begun = True
+                self.joined += 1
+                self.chunked += not part.emits
 
-    def snapshot(self) -> EngineStats:
-        """Return the counts as they are now."""
-        return EngineStats(
-            steps=dict(self.steps),
-            mixed_steps=self.mixed_steps,
-            joined=self.joined,
-            left=self.left,
-            chunked=self.chunked,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            ahead=self.ahead,
-            discarded=self.discarded,
-            sampled_outside=self.sampled_outside,
-        )
+    def copied(self) -> EngineStats:
+        """Return the counts as they are now; later steps do not change them."""
+        return replace(self, steps=Counter(self.steps))

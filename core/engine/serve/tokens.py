@@ -1,35 +1,59 @@
-"""The tokens of a step: the captured graph's own where it sampled, else sampled here from its logits."""
+"""The tokens of a step, brought to the host; what its program did not sample itself is counted."""
 
 from __future__ import annotations
 
 import logging
 
-from core.engine.serve.stats import StatsCounter
+from core.engine.serve.stats import EngineStats
 from core.engine.steps.sampling import next_tokens
+from core.engine.steps.shaping import HostRows, needs_host, report, shape
 from core.engine.steps.step import Step, StepOutput
 
 log = logging.getLogger("core.engine")
 
 
 class TokenReader:
-    """Reads the tokens of an engine's steps; what the graphs do not sample is counted, and said once."""
+    """Reads the tokens of an engine's steps; what is sampled outside of graphs is counted, and said once by reason."""
 
-    def __init__(self, counts: StatsCounter) -> None:
+    def __init__(self, counts: EngineStats) -> None:
         self._counts = counts
-        self._said_outside = False
+        self._said: set[str] = set()
 
     def read(self, step: Step, output: StepOutput) -> list[int]:
-        """Return the token of each row: one wait for the device, and the graph's own tokens where it sampled."""
-        if not step.is_random or output.sampled:
-            return output.tokens.tolist() if output.read is None else output.read()
-        if step.phase == "decode" and not self._said_outside:
-            self._said_outside = True
-            log.warning(
+        """Return the token of each row: one wait for the device.
+
+        Sequences that want to know how probable their tokens are get that besides.
+        """
+        if step.is_random and not output.sampled:
+            self._count_outside(step)
+        tokens = output.tokens.tolist() if output.read is None else output.read()
+        if not needs_host(step):
+            return tokens
+        rows = HostRows.of(step)
+        if rows.shaped:
+            params = step.sampling_params(output.logits.device)[[row.number for row in rows.shaped]]
+            shaped = next_tokens(shape(output.logits, rows.shaped), params, "random").tolist()
+            for row, token in zip(rows.shaped, shaped, strict=True):
+                tokens[row.number] = token
+            self._counts.sampled_outside += len(shaped)
+            self._say("penalties, logit_bias, min_tokens, min_p and grammars are applied outside of the captured graph")
+        if rows.reported:
+            report(output.logits, tokens, rows.reported)
+        return tokens
+
+    def _count_outside(self, step: Step) -> None:
+        if step.phase == "decode":
+            self._say(
                 "sampling outside of the captured graph, which is greedy; EngineConfig(sampling=('greedy', 'random')) "
                 "captures both"
             )
         self._counts.sampled_outside += sum(
-            part.num_rows for part in step.parts if part.emits and not part.sequence.params.greedy
+            part.num_rows
+            for part in step.parts
+            if part.emits and not part.sequence.params.greedy and not part.sequence.is_shaped
         )
-        params = step.sampling_params(output.logits.device)
-        return next_tokens(output.logits, params, "random").tolist()
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning(reason)

@@ -15,13 +15,14 @@ from core.compilation.options import Progress
 from core.compilation.program import Program
 from core.compilation.report import ProgramReport
 from core.device import Device, Mode
+from core.engine.config import Sampling
 from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
 from core.engine.models.forward import cache_name
 from core.engine.static.cache import full_mask, static_cache
+from core.engine.static.owner import CacheOwner
 from core.engine.steps.runner import EngineConfig, one_or_all
-from core.engine.steps.sampling import GREEDY_ROW, Sampling, next_tokens, sampling_guard, sampling_params_input
-from core.engine.steps.sequence import Sequence as EngineSequence
-from core.engine.steps.step import Step, StepOutput
+from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_guard, sampling_params_input
+from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.errors import CaptureError, ModelError, TraceError
 from core.quantization.layers import continuous
 
@@ -61,12 +62,12 @@ class StaticRunner:
         self._sampling = config.sampling
         if config.speculative:
             log.warning("no speculative decoding on transformers' static cache: drafts can't be taken back from it")
-        self._owner: EngineSequence | None = None
         self._positions = False
         self._mask_len = 0
         self._prepare_cache(max_model_len)
         self._program = self._compile(config, progress, max_model_len)
         self._cache.reset()
+        self.cache = CacheOwner(lambda: self._cache.reset())
 
     def _compile(self, config: EngineConfig, progress: Progress | None, max_model_len: int) -> Program:
         """Compile decode; a model that can't be traced gets a mask of full length first, and a mode without trace last.
@@ -137,36 +138,25 @@ class StaticRunner:
             del values["position_ids"]
         return {name: torch.tensor(value, device=self._device.torch_device) for name, value in values.items()}
 
-    def admit(self, sequence: EngineSequence) -> bool:
-        """Take the sequence if no other one holds the cache."""
-        if self._owner not in (None, sequence):
-            return False
-        self._owner = sequence
-        self._cache.reset()
-        return True
-
-    def run_ahead(self, step: Step, tokens: Tensor) -> None:
-        """Queue no step behind another one: this cache's inputs are made step by step."""
-
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
         """Compute the one sequence's pending tokens; tokens (1,) and logits (1, vocabulary)."""
+        if behind is not None:
+            return None  # this cache's inputs are made step by step
+        return sampled_by_request(step, self._run(step))
+
+    def _run(self, step: Step) -> StepOutput:
         (part,) = step.parts
         if step.phase == "prefill":
             logits = self._prefill(part.tokens)
             return StepOutput(logits.argmax(dim=-1), logits, sampled=False)
         (token,) = part.tokens
         guard = sampling_guard(step.is_random, self._sampling)
-        inputs = self._inputs(token, part.sequence.num_computed, GREEDY_ROW)
+        inputs = self._inputs(token, part.first_position, GREEDY_ROW)
         if guard == "random":
             inputs["sampling_params"] = step.sampling_params(self._device.torch_device)
         with self._program.serving():
             tokens, logits = self._program("decode", guards={"sampling": guard}, **inputs)
         return StepOutput(tokens, logits, sampled=guard == "random")
-
-    def release(self, sequence: EngineSequence) -> None:
-        """Let the next sequence have the cache, if this one holds it."""
-        if self._owner is sequence:
-            self._owner = None
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""

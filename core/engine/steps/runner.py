@@ -7,56 +7,66 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from core.compilation.options import CompileOptions
-from core.engine.steps.sampling import Sampling
-from core.engine.steps.step import Phase
+from core.engine.config import KV_CACHE_DTYPES, Phase, Sampling
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from core.capabilities import Capabilities, Mode
     from core.compilation.options import ModeChoice
     from core.compilation.report import ProgramReport
     from core.engine.inspect.cache_codes import Rounding
     from core.engine.steps.sequence import Sequence as EngineSequence
-    from core.engine.steps.step import Step, StepOutput
+    from core.engine.steps.step import Flight, Step, StepOutput
 
 DEFAULT_MAX_LEN = 2048
-KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_DECODE_BUCKETS = 35
+MAX_DRAFTS = 1024
+"""Each draft takes a row of logits; what a text repeats at length is seldom longer."""
+MAX_PREFILL_TOKENS = 2048
+"""Tokens of a step that holds prompts, unless buckets are given: enough to keep a large accelerator busy, and few
+enough that those who generate do not wait long."""
 OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "examples", "shared", "progress")
-"""Options of a compile that say what the engine's own phases are, and not how they are compiled."""
+"""Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
 _COSTLY = ("compile",)
 """Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How an engine runs a model.
+    """How an engine runs a model."""
 
-    max_num_seqs: sequences at once. max_model_len: longest context in tokens; None takes the model's own, at most 2048.
-    block_size: positions per cache block. decode_buckets: batch sizes; None takes `decode_sizes`. prefill_buckets:
-    token counts; None takes powers of four from 32. The largest is the token budget of a step that holds prompts:
-    longer prompts are computed in chunks. kv_cache_dtype: "auto", that of the model's keys and values, or "fp8", codes
-    of half the size, by the scales that attention modules bring (`core.engine.inspect.cache_codes`); only on the
-    paged cache. sampling: which ways to choose tokens are captured with decode; what is not
-    is done outside of the graph. speculative: tokens drafted at most per sequence and step, 0 for none. run_ahead:
-    queue a decode step before the host knows the tokens of the one before it, so that the device need not wait for the
-    host; None does so where the device computes while the host goes on. options: how the model is compiled, but for
-    what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill takes "piecewise" where the device has it
-    and reads lengths on the host; without `cache`, finished graphs are kept; verification runs on the sequences of the
-    engine's own check.
-    """
-
+    #: Sequences at once.
     max_num_seqs: int = 8
+    #: Longest context in tokens; None takes the model's own, at most 2048.
     max_model_len: int | None = None
+    #: Positions per cache block.
     block_size: int = 16
+    #: Batch sizes of decode; None takes `decode_sizes`.
     decode_buckets: tuple[int, ...] | None = None
+    #: Token counts of prefill; None takes `prefill_sizes`. The largest is the token budget of a step that holds
+    #: prompts: longer prompts are computed in chunks.
     prefill_buckets: tuple[int, ...] | None = None
+    #: Tokens that the cache has room for; None takes what `max_num_seqs` sequences of the longest context need, as far
+    #: as memory goes. Where it runs out, the sequence that joined last waits, and is computed again later.
+    cache_tokens: int | None = None
+    #: Share of the device's memory that weights, graphs and cache fill together: the cache takes all that is left of
+    #: it. None fills at most 0.9, and no more than the sequences need.
+    memory_fraction: float | None = None
+    #: Whether sequences that begin alike share the cache of their beginning, also when the first has ended.
+    prefix_caching: bool = True
+    #: "auto": that of the model's keys and values. "fp8": codes of half the size, by the scales that attention modules
+    #: bring (`core.engine.inspect.cache_codes`), on the paged cache alone.
     kv_cache_dtype: str = "auto"
+    #: Which ways to choose tokens are captured with decode; another is done outside of the graph.
     sampling: tuple[Sampling, ...] = ("greedy", "random")
+    #: Tokens drafted at most per sequence and step; 0 for none.
     speculative: int = 0
+    #: Queue a decode step before the host knows the tokens of the step before, so that the device need not wait. None
+    #: does so where the device computes while the host goes on.
     run_ahead: bool | None = None
+    #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill
+    #: takes "piecewise" where the device has it and reads lengths on the host; without `cache`, finished graphs are
+    #: kept. Verification runs on the sequences of the engine's own check.
     options: CompileOptions = field(default_factory=CompileOptions)
 
     def __post_init__(self) -> None:
@@ -64,6 +74,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not (_is_size(value, least) or (name == "max_model_len" and value is None)):
                 raise _refusal(name, value, f"it is a whole number of at least {least}")
+        if self.speculative > MAX_DRAFTS:
+            raise _refusal("speculative", self.speculative, f"{MAX_DRAFTS} drafts behind a token are the most")
         for name in ("decode_buckets", "prefill_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(_is_size(s, 1) for s in sizes)):
@@ -74,6 +86,7 @@ class EngineConfig:
         if self.prefill_buckets is not None and max(self.prefill_buckets) < self.max_num_seqs:
             found = f"a step with prompts also holds one token of each of up to {self.max_num_seqs} sequences"
             raise _refusal("prefill_buckets", self.prefill_buckets, found)
+        self._check_cache()
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             dtypes = ", ".join(map(repr, KV_CACHE_DTYPES))
             raise _refusal("kv_cache_dtype", self.kv_cache_dtype, f"the cache dtypes are {dtypes}")
@@ -82,6 +95,15 @@ class EngineConfig:
         if not (once and set(self.sampling) <= set(known)):
             raise _refusal("sampling", self.sampling, f"it is a tuple of at least one of: {', '.join(known)}")
         self._check_options()
+
+    def _check_cache(self) -> None:
+        tokens, share = self.cache_tokens, self.memory_fraction
+        if tokens is not None and not _is_size(tokens, 1):
+            raise _refusal("cache_tokens", tokens, "it is a positive whole number, or None")
+        if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+            raise _refusal("memory_fraction", share, "it is a number above 0 and at most 1, or None")
+        if tokens is not None and share is not None:
+            raise _refusal("memory_fraction", share, f"cache_tokens={tokens} says already how large the cache is")
 
     def _check_options(self) -> None:
         if not isinstance(self.options, CompileOptions):
@@ -150,52 +172,75 @@ class EngineConfig:
                 return sizes
             stride *= 2
 
+    def prefill_sizes(self, capabilities: Capabilities, max_model_len: int) -> tuple[int, ...]:
+        """Return the token counts of prefill: those asked for, else such that little of a step is padding.
+
+        Multiples of 64 up to 1,024 tokens, of 128 up to 2,048; where each costs a compile of its own, powers of four.
+        """
+        if self.prefill_buckets is not None:
+            return self.prefill_buckets
+        last = max(min(max_model_len, MAX_PREFILL_TOKENS), self.max_num_seqs)
+        if self.modes_of("prefill", capabilities)[0] in _COSTLY:
+            return powers(32, max(max_model_len, self.max_num_seqs), 4)
+        sizes = (32, *range(64, 1024, 64), *range(1024, last, 128))
+        return (*(size for size in sizes if size < last), last)
+
 
 def one_or_all(modes: tuple[Mode, ...]) -> ModeChoice:
     """Return the modes as `core.compile` takes them: a single one is an order, several are a choice."""
     return modes[0] if len(modes) == 1 else modes
 
 
-class ModelRunner(Protocol):
-    """Computes steps and owns the cache. route: "paged" or "static"; reason: why this one.
+class SequenceCache(Protocol):
+    """Where the keys and values of sequences live: who has room for how much."""
 
-    max_step_tokens: tokens at most in a step that holds prompts. num_drafts: drafts at most behind a pending token.
-    cache_rounding: how the model's own forward gets a cache of the same codes; None where the cache holds no codes.
-    """
+    def join(self, sequence: EngineSequence) -> bool:
+        """Take room for all tokens that a sequence has; False, and nothing done, where there is none at present.
 
-    route: str
-    reason: str
-    max_num_seqs: int
-    max_step_tokens: int
-    num_drafts: int
-    cache_rounding: Rounding | None
-
-    def admit(self, sequence: EngineSequence) -> bool:
-        """Reserve cache for the whole sequence; False if there is none at present."""
-        ...
-
-    def run(self, step: Step) -> StepOutput:
-        """Compute a step; it changes the cache only, and only where these tokens belong."""
-        ...
-
-    def run_ahead(self, step: Step, tokens: Tensor) -> StepOutput | None:
-        """Queue a decode step behind the one under way; None where that can't be, with nothing done.
-
-        tokens: (tokens,) int64 on the device, what the step before gives, in place of the step's own.
+        Sets `num_computed`, `num_settled` and `num_reused` to what the cache holds of it already.
         """
-        ...
+
+    def grow(self, sequence: EngineSequence, num_tokens: int) -> bool:
+        """See that a sequence has room for its first num_tokens tokens; False, and nothing done, without any."""
+
+    def settle(self, sequence: EngineSequence) -> None:
+        """Take note of the sequence's `num_settled`, which has grown."""
 
     def release(self, sequence: EngineSequence) -> None:
-        """Return the sequence's cache."""
-        ...
+        """Take back all room of a sequence; of one that has none, do nothing."""
+
+
+class ModelRunner(Protocol):
+    """Computes steps and owns the cache."""
+
+    #: Which cache: "paged" or "static".
+    route: str
+    #: Why that cache.
+    reason: str
+    max_num_seqs: int
+    #: Tokens at most in a step that holds prompts.
+    max_step_tokens: int
+    #: Drafts at most behind a pending token.
+    num_drafts: int
+    #: How the model's own forward gets a cache of the same codes; None where the cache holds no codes.
+    cache_rounding: Rounding | None
+
+    @property
+    def cache(self) -> SequenceCache:
+        """Who has room for how much."""
+
+    def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
+        """Compute a step; it changes the cache only, and only where these tokens belong.
+
+        behind: the step that is under way and gives the tokens which this one begins with. None, with nothing done,
+        where that can't be; never without `behind`.
+        """
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
-        ...
 
     def close(self) -> None:
         """Free graphs and cache and leave the model as it was."""
-        ...
 
 
 def _is_size(value: object, least: int) -> bool:

@@ -5,17 +5,12 @@ Legend of shapes: R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from core.common.ops.sampling import ARGMAX, NUM_PARAMS, SAMPLE
 from core.compilation.capture.inputs import InputSpec
-from core.engine.config import SamplingParams
-
-Sampling = Literal["greedy", "random"]
-"""How a graph chooses tokens: always the most likely one, or each row by its own parameters."""
+from core.engine.config import Sampling, SamplingParams
 
 GREEDY_ROW = (0.0, 0.0, 1.0, 0.0)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal
+from itertools import count
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,35 +12,94 @@ import torch
 from core.engine.config import SamplingParams
 from core.engine.steps.speculation import Ngrams
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+_versions = count(1)
+
+
+class Constraint(Protocol):
+    """What the text of a sequence has to match."""
+
+    #: Why it can't say what may follow; the sequence ends then.
+    failure: str | None
+
+    def allowed(self, drafts: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
+        """Return for each token id whether it may follow the sequence and these drafts, (vocabulary,) bool.
+
+        None where the drafts themselves may not follow.
+        """
+
+    def push(self, token: int) -> bool:
+        """Take the next token, and tell whether nothing may follow it."""
+
+
+class TokenLogprobs(NamedTuple):
+    """How probable the model found a token, and others in its place: natural logarithms, before all penalties."""
+
+    token_id: int
+    logprob: float
+    #: The most likely tokens with theirs, as many as asked for.
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and what was generated from it so far.
+    """A prompt and what was generated from it so far."""
 
-    index: a number no other sequence of the engine has. generator: of the numbers it is sampled by; None if greedy.
-    blocks: its cache blocks, in order. num_computed: tokens whose keys and values are in the cache. prompt_ids: the
-    prompt as an int64 array, which is made unless given as `array`.
-    """
-
+    #: A number that no other sequence of the engine has.
     index: int
     prompt: list[int]
     params: SamplingParams
+    #: Draws the numbers by which tokens are sampled; None for a greedy sequence.
     generator: torch.Generator | None = None
     generated: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    #: Its cache blocks in order, for each group of layers; 0 stands for those that no later token needs.
+    tables: list[list[int]] = field(default_factory=list)
+    #: Tokens whose keys and values are in the cache once the steps under way are done.
     num_computed: int = 0
+    #: Tokens that steps under way will give.
+    num_awaited: int = 0
+    #: Tokens whose keys and values are in the cache now.
+    num_settled: int = 0
+    #: Tokens whose keys and values it found in the cache when it joined.
+    num_reused: int = 0
+    #: Whether a step has computed any of it.
+    has_begun: bool = False
+    #: How often it lost its cache to another sequence, and is computed again from its first token.
+    num_preemptions: int = 0
+    #: Names of its full cache blocks by content, as far as they were asked for.
+    block_keys: list[bytes] = field(default_factory=list)
+    #: How many of its blocks others can find by content.
+    num_published: int = 0
+    #: Begins the key of its first block: sequences of different salts share nothing.
+    cache_salt: bytes = b""
+    #: Changes with `tables`, and is like that of no other sequence.
+    version: int = field(default_factory=_versions.__next__)
     finish_reason: FinishReason | None = None
+    #: What its text has to match.
+    constraint: Constraint | None = None
+    #: Tokens that end it.
+    stop_token_ids: frozenset[int] = frozenset()
+    #: Whether the host has to see its logits before its next step: kept, since each step asks it of each sequence.
+    wants_host: bool = field(init=False)
+    #: Of the rows of its last step, where they are asked for.
+    reported: list[TokenLogprobs] = field(default_factory=list)
     ngrams: Ngrams = field(default_factory=Ngrams)
+    #: The prompt as an int64 array, where the caller has one already.
     array: InitVar[np.ndarray[Any, Any] | None] = field(default=None, kw_only=True)
+    #: The prompt as an int64 array.
     prompt_ids: np.ndarray[Any, Any] = field(init=False)
     _uniforms: list[float] = field(default_factory=list)
 
     def __post_init__(self, array: np.ndarray[Any, Any] | None) -> None:
+        self.wants_host = self.is_shaped or self.params.logprobs is not None
         self.prompt_ids = np.array(self.prompt, dtype=np.int64) if array is None else array
 
     def __len__(self) -> int:
+        return len(self.prompt) + len(self.generated) + self.num_awaited
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that the host knows."""
         return len(self.prompt) + len(self.generated)
 
     @property
@@ -48,15 +108,32 @@ class Sequence:
         return len(self) - self.num_computed
 
     @property
-    def in_prompt(self) -> bool:
-        """Whether a part of the prompt is still to be computed."""
-        return self.num_computed < len(self.prompt)
+    def is_shaped(self) -> bool:
+        """Whether its next tokens are chosen from other logits than the model's."""
+        return self.params.shaped or len(self.generated) < self.params.min_tokens
 
-    def pending(self, count: int | None = None) -> list[int]:
-        """Return the tokens not computed yet, or the first `count` of them."""
-        done = self.num_computed - len(self.prompt)
-        found = self.generated[done:] if done >= 0 else self.prompt[self.num_computed :] + self.generated
-        return found[:count]
+    @property
+    def in_prompt(self) -> bool:
+        """Whether more is to be computed than the token sampled last: a prompt, or all of a preempted sequence."""
+        return self.num_computed < max(len(self.prompt), len(self) - 1)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether no token is left to be asked for: the last one is here or under way."""
+        return len(self.generated) + self.num_awaited >= self.params.max_new_tokens
+
+    def tokens(self, first: int, count: int) -> list[int]:
+        """Return the tokens at positions first, first + 1, …; 0 for those that are not known yet."""
+        done = first - len(self.prompt)
+        if done >= 0:
+            found = self.generated[done : done + count]
+        else:
+            found = self.prompt[first : first + count] + self.generated[: max(done + count, 0)]
+        return found + [0] * (count - len(found))
+
+    def table_changed(self) -> None:
+        """Take another version: who has copied the tables must copy them again."""
+        self.version = next(_versions)
 
     def uniform(self, index: int) -> float:
         """Return the number in [0, 1) by which generated token `index` is sampled; asking twice gives it twice.

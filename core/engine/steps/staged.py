@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,8 @@ from torch import Tensor
 from core.common.graphs.backend import GraphKey
 from core.compilation.program import MAX_PLANS, Program
 from core.device import Device
-from core.engine.steps.sampling import Sampling
-from core.engine.steps.sequence import Sequence
-from core.engine.steps.step import Step, StepOutput, write_sampling, write_step
+from core.engine.config import Sampling
+from core.engine.steps.step import Flight, Step, StepOutput, rows_ahead, table_names, write_sampling, write_step
 
 _MIRRORS = 2
 """Steps on the host at once: one that runs, and one that is prepared meanwhile."""
@@ -27,21 +27,25 @@ class StagedSteps:
     depend on that one's tokens, or take them on the device.
     """
 
-    def __init__(self, program: Program, device: Device, *, block_size: int, max_rows: int, max_seqs: int) -> None:
-        """Set up memory for steps of up to max_rows rows of logits and max_seqs sequences."""
+    def __init__(
+        self, program: Program, device: Device, *, block_size: int, max_rows: int, max_seqs: int, num_groups: int
+    ) -> None:
+        """Set up memory for steps of up to max_rows rows of logits, max_seqs sequences and num_groups block tables."""
         self._program = program
         self._device = device
         self._block_size = block_size
         self._staging = program.staging(mirrors=_MIRRORS)
         self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(_MIRRORS)]
         self._max_seqs = max_seqs
-        # Whose blocks each row of a phase's block tables holds, in each mirror and on the device.
-        self._owners: list[dict[str, list[Sequence | None]]] = [{} for _ in range(_MIRRORS)]
-        self._sent: dict[str, list[Sequence | None]] = {}
+        # By phase: the version of the tables that each row of the block tables holds, in each mirror and on the device.
+        self._versions: list[dict[str, list[int]]] = [{} for _ in range(_MIRRORS)]
+        self._sent: dict[str, list[int]] = {}
         # The search among all buckets, once per size: the key that serves it, and the dropped one it stands in for.
         self._keys: dict[tuple[Any, ...], tuple[GraphKey | None, GraphKey | None]] = {}
         pinned = device.capabilities.asynchronous
-        self._tokens = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
+        homes = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
+        self._homes = cycle(homes)
+        self._tables = tuple(table_names(group)[0] for group in range(num_groups))
 
     def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does. Call it once for each step."""
@@ -57,28 +61,33 @@ class StagedSteps:
             self._program.count_stand_in(wanted, key)
         return key
 
-    def run(self, key: GraphKey, step: Step, *, sampled: bool, feed: Tensor | None = None) -> StepOutput:
+    def run(self, key: GraphKey, step: Step, *, sampled: bool, behind: Flight | None = None) -> StepOutput:
         """Run a step in the graph of `key`; wait for nothing.
 
-        sampled: the graph samples, by parameters that are written too. feed: (tokens,) int64 on the device, in place of
-        the step's own tokens.
+        sampled: the graph samples, by parameters that are written too. behind: the step under way that gives the tokens
+        which this one begins with.
         """
         mirror = self._staging.current
         arrays = self._views(key)
-        owners = self._owners[mirror].setdefault(key.phase, [None] * self._max_seqs)
-        write_step(step, arrays, block_size=self._block_size, owners=owners)
+        versions = self._versions[mirror].setdefault(key.phase, [0] * self._max_seqs)
+        write_step(step, arrays, block_size=self._block_size, versions=versions)
         if sampled:
             write_sampling(step, arrays["sampling_params"])
-        held = owners[: len(arrays["block_table"])]
+        held = versions[: len(arrays["block_table"])]
         # Until the copy is queued, nobody knows what the device holds.
-        kept = ("block_table",) if self._sent.pop(key.phase, None) == held else ()
-        tokens, logits = self._staging.replay(key, kept=kept, feed=None if feed is None else {"input_ids": feed})
+        kept = self._tables if self._sent.pop(key.phase, None) == held else ()
+        feed = None if behind is None else {"input_ids": tokens_ahead(step, behind)}
+        tokens, logits = self._staging.replay(key, kept=kept, feed=feed)
         self._sent[key.phase] = held
-        tokens, logits = tokens[: step.num_rows], logits[: step.num_rows]
-        return StepOutput(tokens, logits, sampled, self._bring(tokens, self._tokens[mirror]))
+        padding = len(arrays["input_ids"]) - step.num_tokens
+        return StepOutput(tokens[: step.num_rows], logits[: step.num_rows], sampled, padding)
+
+    def read_later(self, output: StepOutput) -> StepOutput:
+        """Begin to copy the tokens to the host; call it before the next step is run."""
+        return output._replace(read=self._bring(output.tokens, next(self._homes)))
 
     def forget(self) -> None:
-        """Take nothing of the static buffers for known any more: somebody else has written them."""
+        """Assume nothing about the static buffers any more, since something else has written them."""
         self._sent.clear()
 
     def _views(self, key: GraphKey) -> dict[str, np.ndarray[Any, Any]]:
@@ -98,3 +107,11 @@ class StagedSteps:
             return there.tolist()
 
         return read
+
+
+def tokens_ahead(step: Step, behind: Flight) -> Tensor:
+    """Return the tokens, (k,) int64 on the device, that a step begins with and the step under way gives."""
+    rows, tokens = rows_ahead(step, behind.step), behind.output.tokens
+    if rows == list(range(len(rows))):
+        return tokens[: len(rows)]
+    return tokens.index_select(0, torch.tensor(rows).to(tokens.device, non_blocking=True))

@@ -4,42 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from core.compilation.capture.inputs import InputSpec
-from core.engine.steps.sampling import GREEDY_ROW, sampling_params_input, sampling_row
+from core.engine.config import Phase
+from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_params_input, sampling_row
 from core.engine.steps.sequence import Sequence
 
-Phase = Literal["prefill", "decode", "verify"]
-"""prefill: a step that holds tokens of any prompt. decode: exactly one token of each sequence, the one sampled last.
-verify: the same with drafts behind some of them."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
-    """What a step computes of one sequence: its next `num_tokens` pending tokens, and guesses of what follows them.
-
-    ahead: its token is the one that the step before it, still under way, will give; the host does not know it yet.
-    """
+    """What a step computes of one sequence, from where the sequence stands when this is made."""
 
     sequence: Sequence
+    #: How many of its pending tokens.
     num_tokens: int
+    #: Guesses of the tokens that follow these.
     drafts: tuple[int, ...] = ()
-    ahead: bool = False
+    #: Position of the first of its tokens.
+    first_position: int = field(init=False)
+    #: Whether a token is sampled: not while a part of the prompt is left for a later step.
+    emits: bool = field(init=False)
+    #: Whether its last token is the one that the step before, still under way, will give.
+    ahead: bool = field(init=False)
+    #: Whether it is the first of the sequence, or the first since the sequence lost its cache.
+    joins: bool = field(init=False)
+    #: Whether the sequence has been sampled before and lacks nothing but that token.
+    generates: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        sequence = self.sequence
+        self.first_position = first = sequence.num_computed
+        self.emits = self.num_tokens == sequence.num_pending
+        self.ahead = first + self.num_tokens > sequence.num_known
+        self.generates = not sequence.in_prompt
+        self.joins = first == sequence.num_reused and not self.generates
 
     @property
-    def first_position(self) -> int:
-        """Position of the first of its tokens."""
-        return self.sequence.num_computed + self.ahead
-
-    @property
-    def emits(self) -> bool:
-        """Whether a token is sampled: not while a part of the prompt is left for a later step."""
-        return self.num_tokens == self.sequence.num_pending
+    def end(self) -> int:
+        """Position behind its tokens, drafts left out."""
+        return self.first_position + self.num_tokens
 
     @property
     def num_rows(self) -> int:
@@ -49,21 +57,30 @@ class Part:
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute, drafts last; zero stands for one that is not known yet."""
-        return [0] if self.ahead else [*self.sequence.pending(self.num_tokens), *self.drafts]
+        return [*self.sequence.tokens(self.first_position, self.num_tokens), *self.drafts]
+
+    def launched(self) -> None:
+        """Take the sequence to where it stands once this part is computed."""
+        self.sequence.num_computed += self.num_tokens
+        self.sequence.num_awaited += self.emits
+
+    def undone(self) -> None:
+        """Take the sequence back to before this part, and before all behind it."""
+        self.sequence.num_computed = min(self.sequence.num_computed, self.first_position)
+        self.sequence.num_awaited = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one call of the model computes; nothing of it changes the sequences until its tokens are known.
-
-    num_tokens: all that are computed, drafts included. num_rows: rows of logits and tokens that the step gives, part by
-    part. is_random: whether any of its tokens is sampled rather than the most likely one.
-    """
+    """What one call of the model computes; the sequences change only when its tokens are known."""
 
     phase: Phase
     parts: tuple[Part, ...]
+    #: All tokens that are computed, drafts included.
     num_tokens: int = field(init=False)
+    #: Rows of logits and tokens that the step gives, part by part.
     num_rows: int = field(init=False)
+    #: Whether any of its tokens is sampled rather than the most likely one.
     is_random: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,23 +105,34 @@ def write_sampling(step: Step, array: np.ndarray[Any, Any]) -> None:
 
 
 def _sampling_rows(part: Part) -> Iterator[tuple[float, ...]]:
-    sequence, first = part.sequence, len(part.sequence.generated) + part.ahead
+    sequence, first = part.sequence, part.end - len(part.sequence.prompt)
     for offset in range(part.num_rows):
         greedy = sequence.params.greedy or not part.emits
         yield GREEDY_ROW if greedy else sampling_row(sequence.params, sequence.uniform(first + offset))
 
 
 class StepOutput(NamedTuple):
-    """What a step gives, valid until the next: tokens (rows,) int64 and the logits (rows, vocabulary) they are from.
+    """What a step gives, valid until the next step."""
 
-    sampled: random rows were sampled; otherwise every token is the most likely one. read: waits for the tokens and
-    returns them on the host, also when the next step runs already; None where nobody sent them there.
-    """
-
+    #: (rows,) int64.
     tokens: Tensor
+    #: What the tokens were chosen from, (rows, vocabulary).
     logits: Tensor
+    #: Whether the program sampled random rows itself.
     sampled: bool
+    #: Tokens that were computed besides, to fill the bucket.
+    padding: int = 0
+    #: Waits for the tokens and returns them on the host, also when the next step runs already; None where they were
+    #: not sent there.
     read: Callable[[], list[int]] | None = None
+
+
+def sampled_by_request(step: Step, output: StepOutput) -> StepOutput:
+    """Return the output with the tokens that a step's requests ask for, where the step itself took the most likely."""
+    if not step.is_random or output.sampled:
+        return output
+    params = step.sampling_params(output.logits.device)
+    return output._replace(tokens=next_tokens(output.logits, params, "random"))
 
 
 class Flight(NamedTuple):
@@ -114,27 +142,36 @@ class Flight(NamedTuple):
     output: StepOutput
 
 
-def step_behind(step: Step) -> Step | None:
-    """Return the decode step that follows a decode step, whatever tokens that gives; None where one will be the last.
+def rows_ahead(step: Step, before: Step) -> list[int]:
+    """Return the rows of `before`, still under way, whose tokens `step` begins with.
 
-    A sequence may still end by the token it gets; what the step behind computed for it is of no use then.
+    Sequences that generate come first in a step, with one token each: so these are its first tokens.
     """
-    if step.phase != "decode":
-        return None
-    sequences = [part.sequence for part in step.parts]
-    if any(len(each.generated) + 1 >= each.params.max_new_tokens for each in sequences):
-        return None
-    if all(part.ahead for part in step.parts):
-        return step  # where its tokens stand, the sequences say
-    return Step("decode", tuple([Part(each, 1, ahead=True) for each in sequences]))
+    rows, row = {}, 0
+    for part in before.parts:
+        rows[part.sequence.index] = row
+        row += part.num_rows
+    found = [rows[part.sequence.index] for part in step.parts if part.ahead]
+    assert all(part.ahead and part.num_tokens == 1 for part in step.parts[: len(found)])
+    return found
 
 
-def step_inputs(max_blocks: int) -> dict[str, InputSpec]:
+def table_names(group: int) -> tuple[str, str]:
+    """Return the names of the block table and the slot mapping of a group of layers."""
+    suffix = f"_{group}" if group else ""
+    return f"block_table{suffix}", f"slot_mapping{suffix}"
+
+
+def step_inputs(max_blocks: int, num_groups: int = 1) -> dict[str, InputSpec]:
     """Declare a step's inputs: `tokens` flattened over `seqs` sequences, at most `max_blocks` cache blocks each, and
-    `rows` of logits wanted.
+    `rows` of logits wanted. Each of `num_groups` groups of layers has a block table and a slot mapping of its own.
 
     Padding tokens point at the null block and belong to no sequence; padding sequences have length 0.
     """
+    more: dict[str, InputSpec] = {}
+    for group in range(1, num_groups):
+        table, slots = table_names(group)
+        more[table], more[slots] = InputSpec(("seqs", max_blocks), torch.int32), InputSpec(("tokens",), torch.int64)
     return {
         "input_ids": InputSpec(("tokens",), torch.int64),
         "position_ids": InputSpec(("tokens",), torch.int64),
@@ -143,18 +180,21 @@ def step_inputs(max_blocks: int) -> dict[str, InputSpec]:
         "seq_lens": InputSpec(("seqs",), torch.int32),
         "query_starts": InputSpec(("seqs + 1",), torch.int32, padding="edge"),
         "logit_rows": InputSpec(("rows",), torch.int64),
+        **more,
         "sampling_params": sampling_params_input("rows"),
     }
 
 
-def step_tensors(step: Step, *, max_blocks: int, block_size: int, device: torch.device) -> dict[str, Tensor]:
+def step_tensors(
+    step: Step, *, max_blocks: int, block_size: int, device: torch.device, num_groups: int = 1
+) -> dict[str, Tensor]:
     """Return the declared inputs of a step but `sampling_params`; each sequence's blocks must suffice for its tokens.
 
-    Slots of drafts that turn out wrong hold keys and values of no one: they lie behind the sequence's length, which is
-    all that attention reads, and are written again when the sequence gets there.
+    A draft that turns out wrong leaves keys and values in its slot. They lie behind the sequence's length, where
+    attention does not read, and are overwritten when the sequence gets there.
     """
     sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
-    declared = step_inputs(max_blocks)
+    declared = step_inputs(max_blocks, num_groups)
     del declared["sampling_params"]
     tensors = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
     write_step(step, {name: tensor.numpy() for name, tensor in tensors.items()}, block_size=block_size)
@@ -166,30 +206,33 @@ def write_step(
     arrays: Mapping[str, np.ndarray[Any, Any]],
     *,
     block_size: int,
-    owners: MutableSequence[Sequence | None] | None = None,
+    versions: MutableSequence[int] | None = None,
 ) -> None:
     """Write the declared inputs of a step but `sampling_params` into arrays of a bucket's size, padding included.
 
-    owners: for each row of `block_table` the sequence whose blocks it holds, None for zeros; rows that are right are
-    left alone and the others noted. A sequence keeps its blocks as long as it runs.
+    versions: for each row of the block tables the `Sequence.version` that it holds, 0 for zeros; rows that are right
+    are left alone and the others noted.
     """
     num_seqs, num_tokens = len(step.parts), step.num_tokens
-    tables = arrays["block_table"]
-    _write_tables(step, tables, [None] * len(tables) if owners is None else owners)
     counts = np.array([part.num_tokens + len(part.drafts) for part in step.parts])
     firsts = np.array([part.first_position for part in step.parts])
     ends, stops = counts.cumsum(), firsts + counts
-    held = np.array([len(part.sequence.blocks) for part in step.parts])
+    held = np.array([len(part.sequence.tables[0]) for part in step.parts])
     assert (stops <= held * block_size).all()  # behind a sequence's own blocks the table names the null block
     seqs, shifts = np.arange(num_seqs), stops - ends
     if 1 < num_seqs < num_tokens:
         seqs, shifts = np.repeat(seqs, counts), np.repeat(shifts, counts)
     positions = np.arange(num_tokens) + shifts
     places = positions // block_size
-    blocks = tables.reshape(-1).take(places + seqs * tables.shape[1]).astype(np.int64)
-    slots = (blocks - places) * block_size + positions
+    width = arrays["block_table"].shape[1]
+    changed = _changed_rows(step, arrays["block_table"].shape[0], versions)
+    for group in range(sum(name.startswith("block_table") for name in arrays)):
+        tables, slots = (arrays[name] for name in table_names(group))
+        for row, sequence in changed:
+            _put(tables[row], sequence.tables[group] if sequence else [])
+        blocks = tables.reshape(-1).take(places + seqs * width).astype(np.int64)
+        _put(slots, (blocks - places) * block_size + positions)
     _put(arrays["position_ids"], positions)
-    _put(arrays["slot_mapping"], slots)
     _write_tokens(step, arrays["input_ids"], ends)
     _put(arrays["seq_lens"], stops)
     starts = arrays["query_starts"]
@@ -198,19 +241,31 @@ def write_step(
     _put(arrays["logit_rows"], _logit_rows(step, ends))
 
 
+def _changed_rows(
+    step: Step, num_rows: int, versions: MutableSequence[int] | None
+) -> list[tuple[int, Sequence | None]]:
+    """Return the rows of the block tables that must be written, with the sequence whose blocks they shall hold."""
+    wanted: list[Sequence | None] = [*(part.sequence for part in step.parts), *[None] * (num_rows - len(step.parts))]
+    if versions is None:
+        return list(enumerate(wanted))
+    now = [0 if sequence is None else sequence.version for sequence in wanted]
+    if versions[:num_rows] == now:
+        return []
+    changed = [(row, sequence) for row, sequence in enumerate(wanted) if versions[row] != now[row]]
+    versions[:num_rows] = now
+    return changed
+
+
 def _write_tokens(step: Step, array: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
     start = 0
     for part, end in zip(step.parts, ends.tolist(), strict=True):
-        sequence, count = part.sequence, part.num_tokens
-        done = sequence.num_computed - len(sequence.prompt)
-        if part.ahead:
-            array[start:end] = 0
-        elif part.drafts or -count < done < 0:
-            array[start:end] = part.tokens
-        elif done >= 0:
-            array[start:end] = sequence.generated[done : done + count]
+        sequence, first = part.sequence, part.first_position
+        if part.ahead and part.num_tokens == 1:
+            array[start] = 0
+        elif first + part.num_tokens <= len(sequence.prompt) and not part.drafts:
+            array[start:end] = sequence.prompt_ids[first : first + part.num_tokens]
         else:
-            array[start:end] = sequence.prompt_ids[sequence.num_computed : sequence.num_computed + count]
+            array[start:end] = part.tokens
         start = end
     array[start:] = 0
 
@@ -225,11 +280,3 @@ def _logit_rows(step: Step, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _put(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | list[int], padding: int = 0) -> None:
     array[: len(values)] = values
     array[len(values) :] = padding
-
-
-def _write_tables(step: Step, tables: np.ndarray[Any, Any], owners: MutableSequence[Sequence | None]) -> None:
-    wanted = [*(part.sequence for part in step.parts), *[None] * (len(tables) - len(step.parts))]
-    for row, sequence in enumerate(wanted):
-        if owners[row] is not sequence:
-            _put(tables[row], sequence.blocks if sequence else [])
-            owners[row] = sequence

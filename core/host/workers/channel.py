@@ -1,4 +1,4 @@
-"""The worker's side of core/host/workers/pool.py: JSON lines on a channel that nothing else can write to."""
+"""The worker's side of core/host/workers/worker.py: JSON lines on a channel that nothing else can write to."""
 
 from __future__ import annotations
 
@@ -11,35 +11,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 _PARENT_POLL_S = 1.0
 
 
-def serve(answer: Callable[[str], dict[str, object]]) -> None:
-    """Call `answer` with this process's argument and send what it returns to the parent, then exit at once."""
-    channel = _protected_channel()
-    process = os.getpid()
-    line = json.dumps(answer(sys.argv[1])) + "\n"
-    _leave_if_forked(process)
-    with os.fdopen(channel, "w") as stream:
-        stream.write(line)
-    # A driver that hangs or crashes while the interpreter shuts down has no say in the answer any more.
-    os._exit(0)
+def serve(module: str) -> None:
+    """Answer each request of the parent by the module's `answer`, one JSON object for another.
 
-
-def serve_requests(answer: Callable[[dict[str, Any]], dict[str, object]]) -> None:
-    """Call `answer` with each request of the parent and send back what it returns; exit when the parent has gone.
-
-    An exception that `answer` lets out ends the process.
+    The process exits when the parent has gone. An exception that `answer` lets out ends the process too.
     """
     channel = _protected_channel()
-    # Nor may the worker's code read requests, or close the descriptor that they come from.
+    # The worker's code may not read requests either, nor close the descriptor that they come from.
     requests = _high_duplicate(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     process = os.getpid()
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    answer: Callable[[Any], dict[str, object]] = import_module(module).answer
     with os.fdopen(requests, "rb") as asked, os.fdopen(channel, "w") as answers:
         for line in asked:
             request = json.loads(line)
@@ -48,6 +38,7 @@ def serve_requests(answer: Callable[[dict[str, Any]], dict[str, object]]) -> Non
             _leave_if_forked(process)
             answers.write(f"{reply}\n")
             answers.flush()
+        # A driver that hangs or crashes while the interpreter shuts down has no say any more.
         os._exit(0)
 
 
@@ -88,14 +79,3 @@ def _high_duplicate(descriptor: int) -> int:
         except OSError:  # above the limit on open files
             continue
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-
-
-def import_attribute(reference: str) -> object:
-    """Return what `module:attribute` names (an entry point's value, its extras ignored)."""
-    from importlib import import_module
-
-    module, _, attribute = reference.partition("[")[0].strip().partition(":")
-    value: object = import_module(module.strip())
-    for name in filter(None, attribute.strip().split(".")):
-        value = getattr(value, name)
-    return value

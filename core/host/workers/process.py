@@ -1,4 +1,4 @@
-"""One worker process: how it is started, read and ended. What it is asked is for core/host/workers/pool.py."""
+"""One worker process: how it is started, read and ended. core/host/workers/worker.py decides what it is asked."""
 
 from __future__ import annotations
 
@@ -9,60 +9,47 @@ import selectors
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import Any
+
+from core.host.distributions.isolation import folders_set_aside
 
 _OUTPUT_TAIL_BYTES = 16_384
 _CHUNK_BYTES = 65_536
+_MAX_ANSWER_BYTES = 64 * 2**20
 # A process that prints without end must not keep its reader: what comes after these chunks is read the next time.
 _MAX_CHUNKS = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerResult:
-    """What became of one worker, or of one request to it.
-
-    answer: the JSON object it sent, or None. problem: why there is none, as a verb phrase. timed_out: it was killed at
-    its deadline. output: the tail of what it printed meanwhile, both streams.
-    """
-
-    answer: dict[str, Any] | None
-    problem: str = ""
-    timed_out: bool = False
-    output: str = ""
-
-
 class WorkerProcess:
-    """`python -m module argument` in a process group of its own, read through a selector that may serve others too.
+    """`python -m core.host.workers MODULE`, in a process group of its own."""
 
-    requests: whether it has a standard input to send to. received: what came over its channel. Registered events carry
-    this object as their data: pass each ready one to `handle`.
-    """
-
-    def __init__(self, module: str, argument: str, selector: selectors.BaseSelector, *, requests: bool = False) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, argument],
-            stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
+            [sys.executable, "-P", "-m", "core.host.workers", module, *folders_set_aside()],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env=_environment(),
+            env={**_environment(), **environment},
             start_new_session=True,  # one group to kill, with everything that the worker started
         )
-        self._selector = selector
+        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        assert stdin is not None and stdout is not None and stderr is not None
+        self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
+        os.set_blocking(stdin.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        for stream in (stdout, stderr):
+            self._selector.register(stream, selectors.EVENT_READ)
         self._to_send = b""
         self._output = b""
+        #: What came over the channel and was not taken yet.
         self.received = b""
-        self._open: set[int] = set()
-        for stream in (self._popen.stdout, self._popen.stderr):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            self._register(stream, selectors.EVENT_READ)
 
     @property
-    def silent(self) -> bool:
-        """Whether nothing more can come: every process that held the streams has closed them."""
-        return not self._open
+    def has_sent(self) -> bool:
+        """Whether a line has come over the channel, or more than any answer takes."""
+        return b"\n" in self.received or len(self.received) > _MAX_ANSWER_BYTES
 
     @property
     def output(self) -> str:
@@ -73,32 +60,32 @@ class WorkerProcess:
         """Begin a new tail."""
         self._output = b""
 
-    def handle(self, key: selectors.SelectorKey) -> None:
-        """Read from, or write to, the stream that the selector found ready."""
-        if key.fileobj is self._popen.stdin:
-            self._write()
-        else:
-            self._read(key.fd)
-
-    def send(self, line: bytes) -> None:
-        """Queue a line for its standard input; it is written as the process reads, by `handle`."""
-        assert self._popen.stdin is not None
-        os.set_blocking(self._popen.stdin.fileno(), False)
+    def send(self, line: str) -> None:
+        """Queue a line for its standard input; `serve` writes it as the process reads."""
         if not self._to_send:
-            self._selector.register(self._popen.stdin, selectors.EVENT_WRITE, self)
-        self._to_send += line
+            self._selector.register(self._stdin, selectors.EVENT_WRITE)
+        self._to_send += f"{line}\n".encode()
+
+    def serve(self, timeout_s: float) -> bool:
+        """Read and write once what the streams allow, waiting for that at most so long; return whether one did."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            if key.fileobj is self._stdin:
+                self._write()
+            else:
+                self._read(key.fd)
+        return bool(ready)
 
     def drain(self) -> None:
         """Read what has arrived, without waiting."""
         for _ in range(_MAX_CHUNKS):
-            arrived = [self._read(descriptor) for descriptor in tuple(self._open)]
-            if not any(arrived):
+            if not self.serve(0):
                 return
 
     def wait(self, timeout_s: float) -> int | None:
         """Return its exit code, None if it still runs after `timeout_s`; a negative one is a signal's number."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=max(0.0, timeout_s))
+            self._popen.wait(timeout=timeout_s)
         return self._popen.returncode
 
     def kill(self) -> None:
@@ -108,51 +95,32 @@ class WorkerProcess:
         self._popen.wait()
 
     def close(self) -> None:
-        """Kill it, read what it left in the pipes, and give up the streams; again does nothing."""
-        assert self._popen.stdout is not None
-        if self._popen.stdout.closed:
-            return
+        """Kill it, read what it left in the pipes, and give up the streams."""
         self.kill()
         self.drain()
-        for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
-            if stream is not None:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(stream)
-                stream.close()
-        self._open.clear()
-        self._to_send = b""
+        self._selector.close()
+        for stream in (self._stdin, self._stdout, self._stderr):
+            stream.close()
 
-    def _register(self, stream: IO[bytes], events: int) -> None:
-        self._selector.register(stream, events, self)
-        self._open.add(stream.fileno())
-
-    def _read(self, descriptor: int) -> bool:
-        """Read once; return whether something came."""
-        try:
-            chunk = os.read(descriptor, _CHUNK_BYTES)
-        except BlockingIOError:
-            return False
-        assert self._popen.stdout is not None
+    def _read(self, descriptor: int) -> None:
+        chunk = os.read(descriptor, _CHUNK_BYTES)
         if not chunk:
             self._selector.unregister(descriptor)
-            self._open.discard(descriptor)
-        elif descriptor == self._popen.stdout.fileno():
+        elif descriptor == self._stdout.fileno():
             self.received += chunk
         else:
             self._output = (self._output + chunk)[-_OUTPUT_TAIL_BYTES:]
-        return bool(chunk)
 
     def _write(self) -> None:
-        assert self._popen.stdin is not None
         try:
-            self._to_send = self._to_send[os.write(self._popen.stdin.fileno(), self._to_send) :]
+            self._to_send = self._to_send[os.write(self._stdin.fileno(), self._to_send) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
             # It has ended, or is about to: that shows elsewhere, with its cause.
             self._to_send = b""
         if not self._to_send:
-            self._selector.unregister(self._popen.stdin)
+            self._selector.unregister(self._stdin)
 
 
 def _environment() -> dict[str, str]:
@@ -171,7 +139,10 @@ def parsed(sent: bytes) -> dict[str, Any] | None:
 
 def ending(code: int) -> str:
     """Say how a process ended, as a verb phrase; a negative exit code is a signal's number."""
-    return f"crashed with {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in set(signal.Signals)
+    return f"crashed with {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def unanswered(code: int | None, timeout_s: float) -> str:
@@ -179,10 +150,3 @@ def unanswered(code: int | None, timeout_s: float) -> str:
     if code is None:
         return f"gave no answer within {timeout_s:g} s and was killed"
     return ending(code) if code < 0 else f"{ending(code)} and no answer"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,8 +1,8 @@
 """Naming what breaks the numeric criterion: the first pass, op implementation or part of a lowering that does.
 
-Each stage of the way from a traced graph to a callable is judged against the one before it, on real inputs: every pass,
+Each stage between a traced graph and a callable is judged against the stage before it, on real inputs: every pass,
 every implementation of a canonical op, the lowering of the whole, and at last the callable against the model itself.
-What is at fault is left out, so that later stages are judged on their own.
+A stage at fault is undone, so that later stages are judged on their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
-from core.common.passes.declaration import Pass, Stage
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Stage
 from core.compilation.implementations import choose_implementations, put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
@@ -23,7 +24,7 @@ from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.rewrite.stages import later_stages
 from core.compilation.rewriting import bound_constants
 from core.errors import CoreError
-from core.verify.bisect.lowering import judge_lowering
+from core.verify.bisect.lowered import judge_lowering
 from core.verify.bisect.model import judge_model
 from core.verify.bisect.ops import judge_ops, op_targets
 from core.verify.bisect.report import Bisection, Fault, Outcome, Progress, Step
@@ -50,10 +51,13 @@ def bisect(
 ) -> Bisection:
     """Judge every stage of every phase and name what is at fault; the graphs are rewritten in place.
 
-    passes: what would run on this device, not yet ordered. level: "full" judges every site on every set of examples,
-    "sample" a third of them on the first. lowering: of the device, None for its default. asked: passes to run although
-    the device finds them unprofitable. progress: told what is being judged. Raises `CoreError` where the question
-    itself is wrong, not where an answer is.
+    - passes: what would run on this device, not yet ordered.
+    - level: "full" judges every site on every set of examples, "sample" a third of the sites on the first set.
+    - lowering: of the device, None for its default.
+    - asked: passes to run although the device finds them unprofitable.
+    - progress: told what is being judged.
+
+    Raises `CoreError` for a question that can't be asked, such as a lowering that the device does not have.
     """
     implemented = frozenset(implementation.op for implementation in device.ops)
     manager = PassManager(passes, enable=asked, capabilities=device.capabilities, implemented=implemented)
@@ -69,10 +73,8 @@ def bisect(
 
 
 def injected(passes: Sequence[Pass], wrong: Pass) -> tuple[Pass, ...]:
-    """Return the passes with one put in the place of that of its name, or after all others."""
-    if any(declared.name == wrong.name for declared in passes):
-        return tuple(wrong if declared.name == wrong.name else declared for declared in passes)
-    return (*passes, wrong)
+    """Return the passes with a wrong one in the place of the pass of that name, or after all others."""
+    return tuple({**{declared.name: declared for declared in passes}, wrong.name: wrong}.values())
 
 
 class _Phase:
@@ -103,18 +105,9 @@ class _Phase:
         choices = choose_implementations(module, self.device.ops)
         inputs = [list(bind(module, values, self.constants).values()) for values in self.inputs]
         self.progress(f"{self.graph.phase}: {len(choices)} canonical ops")
-        sample = self.level == "sample"
-        found = judge_ops(
-            self.graph.phase,
-            module,
-            choices,
-            self.device.ops,
-            inputs,
-            owner=self._device_owner,
-            sample=sample,
-        )
-        self.steps += found[0]
-        self.faults += found[1]
+        owner, sample = self.device.plugin.distribution, self.level == "sample"
+        found = judge_ops(self.graph.phase, module, choices, self.device.ops, inputs, owner=owner, sample=sample)
+        self._tell(*found)
         self.progress(f"{self.graph.phase}: lowering {self.lowering}")
         step, fault, outputs = judge_lowering(
             self.graph.phase,
@@ -123,24 +116,21 @@ class _Phase:
             self.device.lowerings.available[self.lowering],
             inputs,
             ops=op_targets(choices),
-            owner=self._device_owner,
+            owner=owner,
             progress=self.progress,
         )
-        self.steps.append(step)
-        self.faults += [fault] if fault is not None else []
+        self._tell([step], [fault])
         self.progress(f"{self.graph.phase}: the model itself")
-        step, fault = judge_model(self.graph, original, outputs, owner=self._device_owner)
-        self.steps.append(step)
-        self.faults += [fault] if fault is not None else []
+        step, fault = judge_model(self.graph, original, outputs, owner=owner)
+        self._tell([step], [fault])
 
-    @property
-    def _device_owner(self) -> str:
-        return self.device.plugin.distribution
+    def _tell(self, steps: Sequence[Step], faults: Sequence[Fault | None]) -> None:
+        self.steps += steps
+        self.faults += [fault for fault in faults if fault is not None]
 
     def _passes(self) -> None:
-        tokens = self._tokens()
-        reports = self.manager.run(self.module, tokens=tokens, constants=self.constants, check=self._check)
-        self._note(reports)
+        options: dict[str, Any] = {"tokens": self._tokens(), "constants": self.constants, "check": self._check}
+        self._note(self.manager.run(self.module, **options))
         before: list[fx.GraphModule] = []
 
         def prepare(module: fx.GraphModule) -> None:
@@ -148,7 +138,6 @@ class _Phase:
             put_back_unimplemented(module, self.device.ops)
             before.append(Snapshot(module).module())
 
-        options: dict[str, Any] = {"tokens": tokens, "constants": self.constants, "check": self._check}
         for staged in later_stages(self.manager.running, self.module, prepare):
             self.module = staged.module
             if before and staged.refused is None:
@@ -187,8 +176,7 @@ class _Phase:
         for report in reports:
             found = self.verifications.get(report.name)
             fault = self._fault(report, found)
-            self.faults += [fault] if fault is not None else []
-            self.steps.append(self._step(report, found, fault))
+            self._tell([self._step(report, found, fault)], [fault])
 
     def _fault(self, report: PassReport, found: Verification | None) -> Fault | None:
         site, ratio = "", float("inf")

@@ -23,8 +23,9 @@ def judge_model(
 ) -> tuple[Step, Fault | None]:
     """Judge what a lowered graph gave by the model's own function, both against an fp64 run of the graph as traced.
 
-    outputs: of the lowered graph, for the first sets of examples. Caches that the model writes are put back. Skipped
-    where the phase has no function.
+    Caches that the model writes are put back. Skipped where the phase has no function.
+
+    outputs: of the lowered graph, for the first sets of examples.
     """
 
     def step(outcome: Outcome, found: Comparison, note: str = "") -> Step:

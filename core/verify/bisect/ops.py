@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,14 @@ from core.common.passes.sites import site_name
 from core.compilation.implementations import ORIGINAL_NODES, OpChoice
 from core.compilation.rewrite.snapshot import Snapshot
 from core.verify.bisect.report import Fault, Step
-from core.verify.compare import Comparison
-from core.verify.execution import Copies, ReferenceMode, error_line, run_graph
+from core.verify.compare import Comparison, strides_problem
+from core.verify.execution import Copies, Place, ReferenceMode, Watcher, error_line, run_graph
 
 OpTargets = Mapping[str, Any]
 """Canonical ops (`torch._ops.OpOverload`) by the names of their nodes in a finished graph."""
+
+
+_AT_FAULT = "what follows was judged with the op's reference instead"
 
 
 @dataclass(slots=True)
@@ -29,14 +33,13 @@ class _Tally:
     """What was judged of one implementation."""
 
     implementation: OpImplementation
-    calls: int = 0
     sites: set[str] = field(default_factory=set)
     compared: Comparison = field(default_factory=Comparison)
     fault: Fault | None = None
 
 
 def op_targets(choices: Sequence[OpChoice]) -> OpTargets:
-    """Return by node name which canonical op a node is that runs an implementation, or the op's reference."""
+    """Return the canonical op of each node that runs an implementation of it, or its reference, by node name."""
     return {
         choice.node: declared_ops()[choice.op].overload for choice in choices if choice.implementation != ORIGINAL_NODES
     }
@@ -45,7 +48,7 @@ def op_targets(choices: Sequence[OpChoice]) -> OpTargets:
 def as_ops(module: fx.GraphModule, targets: OpTargets) -> fx.GraphModule:
     """Return a copy of a finished graph in which these nodes are their ops again.
 
-    It says what they write, and can be run in fp64.
+    The copy tells what the nodes write, and it can be run in fp64.
     """
     copy = Snapshot(module).module()
     for node in copy.graph.nodes:
@@ -66,26 +69,33 @@ def judge_ops(
 ) -> tuple[list[Step], list[Fault]]:
     """Judge every implementation in a finished graph, each call on what it gets when all else is right.
 
-    choices: what `choose_implementations` said. sample: a third of the calls of each implementation. An implementation
-    at fault gives way to the op's reference in the graph, all its calls.
+    An implementation at fault gives way to the op's reference in the graph, at all its calls.
+
+    - choices: what `choose_implementations` said.
+    - sample: judge a third of the calls of each implementation.
     """
     by_name = {(each.op, each.name): each for each in implementations}
     chosen = {each.node: each for each in choices if (each.op, each.implementation) in by_name}
-    tallies: dict[tuple[str, str], _Tally] = {}
-    watched = {}
-    for name, choice in chosen.items():
-        key = (choice.op, choice.implementation)
-        watched[name] = tally = tallies.setdefault(key, _Tally(by_name[key]))
-        tally.calls += 1
+    tallies = {
+        (each.op, each.implementation): _Tally(by_name[each.op, each.implementation]) for each in chosen.values()
+    }
+    watched = {name: tallies[each.op, each.implementation] for name, each in chosen.items()}
     judged = _third(watched) if sample else watched
     named = as_ops(module, op_targets(choices))
     for values in inputs if judged else ():
-        run_graph(named, values, watchers=[_Watch(phase, owner, judged)])
+        place = Place()
+        try:
+            run_graph(named, values, watchers=[place, _Watch(phase, owner, judged)])
+        except Exception as error:  # judging the lowering tells it in full
+            for tally in judged.values():
+                tally.compared.unjudged = f"the graph stops at {place}: {error_line(error)}"
+            break
     for node in module.graph.nodes:
         if node.name in watched and watched[node.name].fault is not None:
             node.target = declared_ops()[chosen[node.name].op].reference
     module.recompile()
-    steps = [_step(phase, owner, tally) for tally in tallies.values()]
+    calls = Counter(map(id, watched.values()))
+    steps = [_step(phase, owner, tally, calls[id(tally)]) for tally in tallies.values()]
     steps += _unimplemented(phase, owner, [each for each in choices if each.node not in chosen])
     return steps, [tally.fault for tally in tallies.values() if tally.fault is not None]
 
@@ -100,14 +110,14 @@ def _third(watched: Mapping[str, _Tally]) -> dict[str, _Tally]:
     return kept
 
 
-def _step(phase: str, owner: str, tally: _Tally) -> Step:
+def _step(phase: str, owner: str, tally: _Tally, calls: int) -> Step:
     return Step(
         phase=phase,
         kind="op",
         name=f"{tally.implementation.op} -> {tally.implementation.name}",
         owner=owner,
         outcome=tally.compared.outcome,
-        matched=tally.calls,
+        matched=calls,
         num_sites=len(tally.sites),
         num_values=tally.compared.num_values,
         worst_ratio=tally.compared.worst,
@@ -115,14 +125,8 @@ def _step(phase: str, owner: str, tally: _Tally) -> Step:
     )
 
 
-_AT_FAULT = "what follows was judged with the op's reference instead"
-
-
 def _unimplemented(phase: str, owner: str, choices: Sequence[OpChoice]) -> list[Step]:
-    counts: dict[str, int] = {}
-    for choice in choices:
-        name = f"{choice.op} -> {choice.implementation}"
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(f"{choice.op} -> {choice.implementation}" for choice in choices)
     note = "no implementation of the device applies: there is nothing to compare"
     return [
         Step(phase=phase, kind="op", name=name, owner=owner, outcome="skipped", matched=count, note=note)
@@ -130,7 +134,7 @@ def _unimplemented(phase: str, owner: str, choices: Sequence[OpChoice]) -> list[
     ]
 
 
-class _Watch:
+class _Watch(Watcher):
     """Runs implementation and reference where an op is about to run."""
 
     def __init__(self, phase: str, owner: str, watched: Mapping[str, _Tally]) -> None:
@@ -159,9 +163,6 @@ class _Watch:
                 op=op.qualified_name,
             )
 
-    def after(self, node: fx.Node, value: Any) -> None:
-        """Do nothing."""
-
     def _judge(self, tally: _Tally, op: CanonicalOp, arguments: Mapping[str, Any]) -> list[tuple[str, str, float]]:
         old = _call(op, op.reference, arguments)
         try:
@@ -175,7 +176,11 @@ class _Watch:
             with ReferenceMode():
                 return _call(op, op.reference, arguments, fp64=True)
 
-        return tally.compared.add(names, new, old, exact)
+        failed = tally.compared.add(names, new, old, exact)
+        for name, result, wanted in zip(names[:num_outputs], new, old, strict=False):
+            if not failed and (problem := strides_problem(result, wanted)):
+                failed = [tally.compared.fail(name, problem)]
+        return failed
 
 
 def _call(op: CanonicalOp, fn: Any, arguments: Mapping[str, Any], *, fp64: bool = False) -> list[Any]:

@@ -13,21 +13,22 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Something that breaks the numeric criterion, and where.
-
-    name, owner: a pass and its plugin, an implementation of `op`, or a lowering, of a device. site: module path, or
-    what stands for it. nodes: of the graph, the first one is at fault; empty where no place could be named. ratio:
-    error over its bound, infinite where no error was measured (a pass that raised, an index that differs).
-    """
+    """Something that breaks the numeric criterion, and where."""
 
     phase: str
     kind: Kind
+    #: Of the pass, the implementation or the lowering.
     name: str
+    #: The distribution that it comes from.
     owner: str
+    #: The module path, or what stands for it; "" where no place could be named.
     site: str
+    #: Nodes of the graph, the first of which is at fault; empty where no place could be named.
     nodes: tuple[str, ...]
     reason: str
+    #: The error over its bound; infinite where no error was measured (a pass that raised, an index that differs).
     ratio: float
+    #: The op of an implementation.
     op: str = ""
 
     def __str__(self) -> str:
@@ -49,28 +50,26 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One thing that was looked at.
-
-    outcome: "nothing" means that it ran and nothing of it was judged, "unjudged" that a part of it could not be, and
-    note says why. matched: sites that a pass rewrote, or calls of an op. num_sites: those judged apart. num_whole:
-    those that only a run of the whole graph judges. num_values: tensors judged. worst_ratio: error over bound.
-    """
+    """One thing that was looked at: a pass, an implementation, a lowering or the whole model."""
 
     phase: str
     kind: Kind
     name: str
     owner: str
+    #: "nothing": it ran, and nothing of it was judged. "unjudged": a part of it could not be judged.
     outcome: Outcome
+    #: Sites that a pass rewrote, or calls of an op.
     matched: int = 0
+    #: Of these, the ones judged apart.
     num_sites: int = 0
+    #: Of these, the ones that only a run of the whole graph judges.
     num_whole: int = 0
+    #: Tensors judged.
     num_values: int = 0
+    #: The largest error over its bound.
     worst_ratio: float = 0.0
+    #: What explains the outcome.
     note: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON-ready values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +102,8 @@ class Bisection:
         if self.num_values == 0:
             return "NOTHING WAS JUDGED: no value was compared, so nothing is known"
         worst = max(step.worst_ratio for step in self.steps)
-        left = f"; {len(self.open_questions)} steps could not be judged in full" if self.open_questions else ""
-        return f"within the criterion: {self.num_values} values judged, worst ratio {worst:.3g} (1 passes){left}"
+        rest = f"; {len(self.open_questions)} steps could not be judged in full" if self.open_questions else ""
+        return f"within the criterion: {self.num_values} values judged, worst ratio {worst:.3g} (1 passes){rest}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document's fields as JSON-ready values."""
@@ -113,5 +112,5 @@ class Bisection:
             "headline": self.headline(),
             "num_values": self.num_values,
             "faults": [fault.to_json() for fault in self.faults],
-            "steps": [step.to_json() for step in self.steps],
+            "steps": [asdict(step) for step in self.steps],
         }

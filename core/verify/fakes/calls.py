@@ -1,4 +1,4 @@
-"""Calls of an op that nobody has declared samples for, made from its schema: guesses, of which a kernel takes some."""
+"""Calls of an op without declared samples, guessed from its schema; a kernel takes some of them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ class NoValue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How to fill in a call. given: whether optional arguments and those with defaults get values of their own."""
+    """How to fill in a call."""
 
+    #: The shape of the n-th tensor.
     shape: Callable[[int], Shape]
+    #: The dtype of the n-th tensor.
     dtype: Callable[[int], torch.dtype]
     strided: bool
     numbers: tuple[int, float, bool]
+    #: Optional arguments, and those with defaults, get values of their own.
     given: bool
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from core.errors import UsageError, error_from_json
-from core.host.workers.pool import PersistentWorker, WorkerResult
+from core.host.workers.worker import PersistentWorker, WorkerResult
 
 FakeVerdict = Literal["agrees", "lies", "no fake", "not called"]
 
@@ -24,34 +23,36 @@ _DETAIL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """One thing that a fake or a schema says and a kernel does not keep. call: kinds and values of the arguments."""
+    """One thing that a fake or a schema says of a kernel and that is not so."""
 
+    #: Kinds and values of the arguments.
     call: str
     what: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCheck:
-    """What became of one op. calls: how many were compared. lies: each kind of difference once, with its first call.
-
-    declared: whether a plugin declares the calls as samples; else they were guessed from the schema. reason: why
-    nothing or not everything could be compared; "" where there is nothing to say.
-    """
+    """What became of one op."""
 
     op: str
     schema: str
     verdict: FakeVerdict
+    #: A plugin declares the calls as samples; else they were guessed from the schema.
     declared: bool
+    #: How many calls were compared.
     calls: int = 0
+    #: Each kind of difference once, with its first call.
     lies: tuple[Lie, ...] = ()
+    #: Why nothing, or not everything, could be compared; "" where everything was.
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryCheck:
-    """The ops of a library, in order of name, checked on a device. device: in words."""
+    """The ops of a library, in order of name, checked on a device."""
 
     library: str
+    #: In words.
     device: str
     ops: tuple[OpCheck, ...]
 
@@ -59,21 +60,19 @@ class LibraryCheck:
 def check_library(library: str, device: str, *, timeout_s: float) -> LibraryCheck:
     """Compare the fake of each op that a library registers with its kernel.
 
-    library: an importable module, a .so or .py file, or a namespace of ops that are registered already. device: the
-    device's name; its plugin's fakes are applied first, and its samples are the calls where it declares any. timeout_s:
-    seconds that one call may take. Raises `UsageError` for a library that can't be loaded or registers no op, and what
-    `select_device` raises for the device. The kernels run in an empty folder, which is removed with all they left.
+    - library: an importable module, a .so or .py file, or a namespace of ops that are registered already.
+    - device: a device's name. Its plugin's fakes are applied first; where it declares samples, these are the calls.
+    - timeout_s: seconds that one call may take.
+
+    The kernels run in an empty folder, which is removed with all that they wrote there. Raises `UsageError` for a
+    library that can't be loaded or registers no op, and what `select_device` raises for the device.
     """
     with tempfile.TemporaryDirectory(prefix="core-fakes-", ignore_cleanup_errors=True) as folder:
-        argument = json.dumps({"library": library, "device": device, "folder": folder})
-        return _checked(argument, library, timeout_s)
-
-
-def _checked(argument: str, library: str, timeout_s: float) -> LibraryCheck:
-    with PersistentWorker("core.verify.fakes.worker", argument) as worker:
-        opened = _open(worker, library, timeout_s)
-        ops = tuple(_Check(worker, timeout_s, each).run() for each in opened["ops"])
-        return LibraryCheck(library=library, device=opened["device"], ops=ops)
+        given = {"library": library, "device": device, "folder": folder}
+        with PersistentWorker("core.verify.fakes.worker", given) as worker:
+            opened = _open(worker, library, timeout_s)
+            ops = tuple(_Check(worker, timeout_s, each).run() for each in opened["ops"])
+            return LibraryCheck(library=library, device=opened["device"], ops=ops)
 
 
 def _open(worker: PersistentWorker, library: str, timeout_s: float) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def _problem(result: WorkerResult) -> str:
 
 
 class _Check:
-    """The check of one op: its calls one after the other, until enough were compared or none are left."""
+    """The check of one op: its calls one after the other, until enough were compared or there are no more."""
 
     def __init__(self, worker: PersistentWorker, timeout_s: float, described: dict[str, Any]) -> None:
         self._worker, self._timeout_s = worker, timeout_s

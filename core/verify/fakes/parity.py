@@ -1,4 +1,4 @@
-"""One call of an op on real and on fake tensors: what the fake kernel or the schema says of it that is not so."""
+"""One call of an op on real and on fake tensors: how they differ from each other and from the schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core.verify.execution import Copies, error_line
 from core.verify.fakes.memory import memory, overlap, same_bits, whole
 
 Sharing = tuple[frozenset[tuple[int, str]], frozenset[tuple[int, int]]]
-"""Which result has memory in common with which argument, and which results with each other."""
+"""Pairs of a result and an argument that share memory, and pairs of results that do."""
 
 
 class CallRefused(Exception):
@@ -27,9 +27,11 @@ class CallRefused(Exception):
 def compare(op: OpOverload, kwargs: Mapping[str, Any], synchronize: Callable[[], None] = lambda: None) -> list[str]:
     """Run an op on real tensors and on fake ones and return the differences, one line each.
 
-    kwargs: every argument by its name in the schema; they are left as they are. synchronize: waits for the device.
     Compared are number, shape, dtype, strides and device of the results, which arguments are written, and what shares
     memory. Raises `CallRefused` if the real kernel raises.
+
+    - kwargs: every argument by its name in the schema; nothing is written into them.
+    - synchronize: waits for the device.
     """
     copies = Copies()
     after = {name: pytree.tree_map(copies.of, value) for name, value in kwargs.items()}
@@ -68,7 +70,7 @@ def leaves(result: Any) -> list[Any]:
 
 
 def sharing(results: Sequence[Any], arguments: Mapping[str, Any]) -> Sharing:
-    """Return what of a call's results shares memory with its arguments or with other results."""
+    """Return which results of a call share memory with arguments or with each other."""
     tensors = [(number, result) for number, result in enumerate(results) if isinstance(result, Tensor)]
     given = [(name, leaf) for name, value in arguments.items() for leaf in pytree.tree_leaves(value)]
     with_arguments = frozenset(
@@ -91,8 +93,9 @@ def alias_problems(
 ) -> list[str]:
     """Say where results share memory against the schema, or otherwise than the fake's do.
 
-    declared: result and argument that may share. fake_decides: results may share memory with each other as the fake's
-    do, which no schema can say; otherwise they may not.
+    - declared: pairs of a result and an argument that may share.
+    - fake_decides: results may share memory with each other where the fake's results do, which no schema can say;
+      otherwise no results may.
     """
     problems = [f"result {n} shares memory with argument {name!r}" for n, name in sorted(real[0] - set(declared))]
     problems += [

@@ -1,21 +1,18 @@
-"""Calls the ops of one library, real and fake, for `core fakes --check`: a kernel's crash or hang stays in here.
+"""The worker that calls the ops of one library, real and fake, for `core fakes --check`: one request a call.
 
-`python -m core.verify.fakes.worker '{"library": ..., "device": ...}'`, then one request a call.
+A kernel's crash or hang stays in its process.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from core.host.workers.channel import serve_requests
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -26,33 +23,32 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Library:
-    """The library and the device, as loaded. calls: op -> the calls made for it so far, and the ones to come."""
+    """The library and the device, as loaded."""
 
     device: Device
     ops: list[str]
+    #: For each op the calls made so far, and the ones to come.
     calls: dict[str, tuple[list[dict[str, Any]], Iterator[dict[str, Any]]]] = field(default_factory=dict)
 
 
 @functools.cache
-def _opened() -> _Library:
+def _opened(name: str, device_name: str, folder: str) -> _Library:
     """Load the library, then open the device, whose plugin's fakes are applied to what is there."""
     from core.host.selection import select_device
 
-    asked = json.loads(sys.argv[1])
-    name = asked["library"]
     try:
         ops = _load(name)
     except ImportError:
         # It may be what the device's own backend registers; without the device, its error says more than this one.
-        device = select_device(asked["device"])
+        device = select_device(device_name)
         ops = _namespace(name)
         if not ops:
             raise
     else:
-        device = select_device(asked["device"])
+        device = select_device(device_name)
     _warm_up()
     # What relative paths name is loaded by now. Kernels that are called with guessed names write files under them.
-    os.chdir(asked["folder"])
+    os.chdir(folder)
     return _Library(device, ops)
 
 
@@ -119,10 +115,9 @@ def _overload(name: str) -> OpOverload | None:
     return find_overload(name if "." in name.partition("::")[2] else f"{name}.default")
 
 
-def _describe() -> dict[str, object]:
+def _describe(library: _Library) -> dict[str, object]:
     from core.common.fakes import has_fake
 
-    library = _opened()
     ops = []
     for name in library.ops:
         overload = _overload(name)
@@ -138,12 +133,11 @@ def _describe() -> dict[str, object]:
     return {"device": str(library.device), "ops": ops}
 
 
-def _call(name: str, index: int, *, run: bool) -> dict[str, object]:
+def _call(library: _Library, name: str, index: int, *, run: bool) -> dict[str, object]:
     """Compare the op's index-th call, or only describe it. "end": there are no more."""
     from core.verify.fakes.calls import NoValue, call_text
     from core.verify.fakes.parity import CallRefused, compare
 
-    library = _opened()
     overload = _overload(name)
     assert overload is not None
     try:
@@ -194,23 +188,23 @@ def _declared(library: _Library, name: str) -> FakeOp | None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, object]:
-    """Answer a request: {"do": "open"}, or {"do": "call" or "describe", "op": name, "index": number of the call}."""
+    """Answer a request: {"do": "open"}, or {"do": "call" or "describe", "op": name, "index": number of the call}.
+
+    Each request holds `library`, `device` and `folder` as well, where the kernels run.
+    """
     from core.errors import CoreError, broken_extension, error_json
 
     try:
+        library = _opened(request["library"], request["device"], request["folder"])
         if request["do"] == "open":
-            return _describe()
-        return _call(request["op"], request["index"], run=request["do"] == "call")
+            return _describe(library)
+        return _call(library, request["op"], request["index"], run=request["do"] == "call")
     except CoreError as error:
         return {"error": error_json(error)}
     except Exception as error:
         if request["do"] != "open":
             raise
-        unloadable = broken_extension(f"device {json.loads(sys.argv[1])['device']!r}", error)
+        unloadable = broken_extension(f"device {request['device']!r}", error)
         if unloadable is not None:
             return {"error": error_json(unloadable)}
         return {"failure": " ".join(f"{type(error).__name__}: {error}".split())}
-
-
-if __name__ == "__main__":
-    serve_requests(answer)

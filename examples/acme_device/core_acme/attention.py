@@ -24,22 +24,26 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 class _Groups(NamedTuple):
-    """Queries that share a sequence, Q in each of B groups. rows: (B, Q) into the tokens; positions: (B, Q).
+    """Queries that share a sequence, Q in each of B groups."""
 
-    blocks: (B, M) of the group's sequence; lens: (B,) of that sequence.
-    """
-
+    #: (B, Q), indices of tokens.
     rows: Tensor
+    #: (B, Q), places in the sequence.
     positions: Tensor
+    #: (B, M), of the group's sequence.
     blocks: Tensor
+    #: (B,), of the group's sequence.
     lens: Tensor
 
 
 class _Part(NamedTuple):
-    """A softmax over some positions: values (B, K, G, Q, V) and denominator (B, K, G, Q, 1), over `exp(top)`."""
+    """A softmax over some positions, both sides of the quotient divided by `exp(top)`."""
 
+    #: (B, K, G, Q, V), the sum of weighted values.
     out: Tensor
+    #: (B, K, G, Q, 1), the sum of weights.
     total: Tensor
+    #: (B, K, G, Q, 1), the largest score.
     top: Tensor
 
 

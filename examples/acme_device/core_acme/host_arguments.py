@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from core.common.conformance import HostArgumentExample
+from core.common.graphs.recorder import Recording
+from core.common.graphs.tape import Call
 from core.errors import CaptureError, UsageError
 
 
@@ -72,8 +74,21 @@ class HostArgument:
             container[place] = value if isinstance(value, int) else list(value)
 
 
-def bind(op: Any, args: list[Any], kwargs: dict[str, Any], host: dict[str, HostArgument]) -> None:
-    """Note the places of the host-side arguments of one call about to be recorded, under their names in `host`."""
+class HostRecording(Recording):
+    """A recording that also notes where its tape holds host-side arguments: in `host`, by name."""
+
+    def __init__(self) -> None:
+        self.host: dict[str, HostArgument] = {}
+        super().__init__()
+
+    def recorded(self, call: Call) -> None:
+        """Note the places of the host-side arguments of one call."""
+        _bind(call, self.host)
+
+
+def _bind(call: Call, host: dict[str, HostArgument]) -> None:
+    op: Any = call.op
+    args, kwargs = call.args, call.kwargs
     names = HOST_ARGUMENTS.get(op)
     if names is None:
         return
@@ -92,7 +107,7 @@ def refuse_other_value(where: object, name: str, earlier: object, value: object)
     """Raise `CaptureError` where two calls of one name got different values: an update by name cannot renew both."""
     if earlier != value:
         raise CaptureError(
-            f"acme: capture of {where}",
+            f"capture of {where}",
             found=f"the host-side argument {name!r} is {value} here and {earlier} in an earlier call, and one update "
             "reaches both",
             remedy="give all calls under one key the same value",
@@ -103,7 +118,7 @@ def check(where: object, host: Mapping[str, HostArgument], step: Mapping[str, An
     """Raise `UsageError` unless `step` names exactly these host-side arguments, each with a value that fits."""
     if step.keys() != host.keys():
         raise UsageError(
-            f"acme: update of {where} with {sorted(step)}",
+            f"update of {where} with {sorted(step)}",
             found=f"its host-side arguments are: {', '.join(sorted(host)) or 'none'}",
             remedy="name exactly these",
         )
@@ -111,7 +126,7 @@ def check(where: object, host: Mapping[str, HostArgument], step: Mapping[str, An
         reason = host[name].refuse(value)
         if reason is not None:
             raise UsageError(
-                f"acme: update of {where}, host-side argument {name!r}",
+                f"update of {where}, host-side argument {name!r}",
                 found=reason,
                 remedy="give a value of the captured type and length",
             )

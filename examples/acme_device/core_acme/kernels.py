@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from core.common.ops.declaration import CanonicalOp
@@ -39,7 +40,21 @@ def kernel_of(op: CanonicalOp, namespace: str = "acme") -> Callable[[Kernel], to
 
 
 @kernel_of(RMS_NORM)
-def rms_norm(
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
+    """Normalise rows in fp32."""
+    return _normed(x, weight, eps, **options)
+
+
+@kernel_of(ADD_RMS_NORM)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Add, round the sum to the common dtype, and normalise it."""
+    total = x + residual
+    return _normed(total, weight, eps, **options), total
+
+
+def _normed(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -51,29 +66,6 @@ def rms_norm(
     out_dtype: Dtype = None,
 ) -> Tensor:
     """Normalise rows in fp32; compute_dtype is not read, since what is narrower may be computed wider."""
-    return _normed(x, weight, eps, offset, (normed_dtype, weight_dtype, out_dtype))
-
-
-@kernel_of(ADD_RMS_NORM)
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    compute_dtype: Dtype = None,
-    normed_dtype: Dtype = None,
-    weight_dtype: Dtype = None,
-    out_dtype: Dtype = None,
-) -> tuple[Tensor, Tensor]:
-    """Add, round the sum to the common dtype, and normalise it."""
-    total = x + residual
-    return _normed(total, weight, eps, offset, (normed_dtype, weight_dtype, out_dtype)), total
-
-
-def _normed(x: Tensor, weight: Tensor | None, eps: float, offset: float, dtypes: tuple[Dtype, Dtype, Dtype]) -> Tensor:
-    normed_dtype, weight_dtype, out_dtype = dtypes
     wide, size = x.float(), x.shape[-1]
     # sqrt(n) / sqrt(sum + n * eps): the sum need not wait for a division.
     normed = wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + size * eps) * math.sqrt(size))

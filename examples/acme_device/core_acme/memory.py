@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from core.device import MemoryInfo
 
 if TYPE_CHECKING:
-    from core_acme.tape import Tape
+    from core.common.graphs.tape import Tape
 
 TOTAL_BYTES = 16 * 2**30
 

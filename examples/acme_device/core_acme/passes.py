@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, near_miss, view
 from torch import Tensor, fx, nn
 
 NAME = "acme_softcap"
@@ -47,11 +47,6 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     )
 
 
-def fuse_softcap(context: PassContext) -> PassResult:
-    """Fuse every soft cap to Acme's kernel; no bit changes."""
-    return fuse(context, find)
-
-
 class CappedHead(nn.Module):
     """A head whose logits are capped, in one of the two spellings that models use."""
 
@@ -77,4 +72,5 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 
 def declarations() -> tuple[Pass, ...]:
     """Return the passes of this plugin."""
-    return (Pass(name=NAME, run=fuse_softcap, examples=examples, owner="acme"),)
+    does = "Fuse every soft cap to Acme's kernel; no bit changes."
+    return (Pass(name=NAME, does=does, find=find, examples=examples, owner="acme"),)

@@ -9,30 +9,36 @@ from typing import Any, ClassVar
 
 import torch
 from core.common.graphs.backend import WHOLE, BoundCallable, Callback, GraphKey
+from core.common.graphs.recorder import refuse_while_recording
+from core.common.graphs.tape import Tape, identify, poison
 from core.errors import CaptureError
 
 from core_acme import host_arguments
+from core_acme.host_arguments import HostArgument, HostRecording
 from core_acme.memory import CARD
-from core_acme.recorder import Recording, refuse_while_recording
-from core_acme.tape import Tape, identify, poison
 
 
 @dataclass(slots=True, eq=False)
 class _Program:
-    """What all parts of one key share. given: what each part gave away, valid until another key is replayed."""
+    """What all parts of one key share."""
 
     parts: list[GraphKey] = field(default_factory=list)
+    #: What each part gave away, valid until another key is replayed.
     given: dict[GraphKey, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class _Graph:
-    """One tape. ready: its host-side arguments have values for the next replay; recorded: these are the recording's."""
+    """One tape."""
 
     tape: Tape
     program: _Program
     outputs: tuple[torch.Tensor, ...] = ()
+    #: Its host-side arguments, by name.
+    host: dict[str, HostArgument] = field(default_factory=dict)
+    #: Whether its host-side arguments have values for the next replay.
     ready: bool = True
+    #: Whether these values are still those of the recording.
     recorded: bool = True
 
 
@@ -43,7 +49,7 @@ class RecordingBackend:
     where a device would have let the other graph use it.
     """
 
-    recording: ClassVar[type[Recording]] = Recording
+    recording: ClassVar[type[HostRecording]] = HostRecording
     """What captures with; a subclass may record in another way."""
 
     def __init__(self) -> None:
@@ -51,19 +57,19 @@ class RecordingBackend:
         self._programs: dict[GraphKey, _Program] = {}
         self._replayed: _Program | None = None
         self._in_session = False
-        self._recording: Recording | None = None
+        self._recording: HostRecording | None = None
 
     @contextmanager
     def capture_session(self) -> Iterator[None]:
         """Allow captures; a device would set up its memory pool and its stream here."""
         if self._in_session:
-            raise CaptureError("acme: a capture session", found="one is open already", remedy="close it first")
+            raise CaptureError("a capture session", found="one is open already", remedy="close it first")
         self._in_session = True
         try:
             yield
             if self._recording is not None:
                 raise CaptureError(
-                    "acme: the end of a capture session",
+                    "the end of a capture session",
                     found="a segment is still being recorded, and was abandoned",
                     remedy="leave every segment before the session",
                 )
@@ -71,7 +77,7 @@ class RecordingBackend:
             self._abandon()
             self._in_session = False
             for graph in self._graphs.values():
-                graph.ready = graph.ready and not (graph.recorded and graph.tape.host)
+                graph.ready = graph.ready and not (graph.recorded and graph.host)
                 graph.recorded = False
 
     @contextmanager
@@ -87,7 +93,7 @@ class RecordingBackend:
         try:
             yield
             tape = recording.finish()
-            self._check_parts(key, tape)
+            self._check_parts(key, recording.host)
         except BaseException as error:
             recording.abandon()
             if isinstance(error, CaptureError):
@@ -98,6 +104,7 @@ class RecordingBackend:
                 self._recording = None
         CARD.add(tape)
         self._keep(key, tape)
+        self._graphs[key].host = recording.host
 
     def capture_one(
         self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, torch.Tensor], after_warmup: Callback
@@ -121,7 +128,7 @@ class RecordingBackend:
 
     def host_arguments(self, key: GraphKey) -> frozenset[str]:
         """Return the names of the host-side arguments in the calls recorded under `key`; a whole key has its parts'."""
-        return frozenset(name for graph in self._found(key, "host-side arguments") for name in graph.tape.host)
+        return frozenset(name for graph in self._found(key, "host-side arguments") for name in graph.host)
 
     def update(self, key: GraphKey, step: Mapping[str, Any]) -> None:
         """Give the host-side arguments of `key` their values for the next replay; all are set, or none.
@@ -130,9 +137,9 @@ class RecordingBackend:
         captured, and for values of another type or length.
         """
         graphs = self._found(key, "update")
-        host_arguments.check(key, {name: it for graph in graphs for name, it in graph.tape.host.items()}, step)
+        host_arguments.check(key, {name: it for graph in graphs for name, it in graph.host.items()}, step)
         for graph in graphs:
-            for name, argument in graph.tape.host.items():
+            for name, argument in graph.host.items():
                 argument.set(step[name])
             graph.ready, graph.recorded = True, False
 
@@ -148,15 +155,15 @@ class RecordingBackend:
         refuse_while_recording("a replay")
         if not graph.ready:
             raise CaptureError(
-                f"acme: replay of {key}",
-                found=f"{', '.join(sorted(graph.tape.host))}: not renewed since the last replay",
+                f"replay of {key}",
+                found=f"{', '.join(sorted(graph.host))}: not renewed since the last replay",
                 remedy="call update() before each replay",
             )
         # Inference mode, not no_grad: static buffers made under inference_mode may be written in no other.
         with torch.inference_mode():
             if graph.program is not self._replayed:
                 self._expire(graph.program)
-            graph.ready = not graph.tape.host
+            graph.ready = not graph.host
             graph.tape.replay()
         return graph.outputs
 
@@ -175,16 +182,16 @@ class RecordingBackend:
         refuse_while_recording(f"capture of {key}")
         if not self._in_session:
             raise CaptureError(
-                f"acme: capture of {key}", found="no capture session is open", remedy="capture inside capture_session()"
+                f"capture of {key}", found="no capture session is open", remedy="capture inside capture_session()"
             )
 
-    def _check_parts(self, key: GraphKey, tape: Tape) -> None:
+    def _check_parts(self, key: GraphKey, host: Mapping[str, HostArgument]) -> None:
         """Refuse a part whose host-side arguments differ from an earlier part's: one update of the key reaches both."""
         program = self._programs.get(key._replace(part=WHOLE), _Program())
         for part in (part for part in program.parts if part.part < key.part):
-            for name, argument in self._graphs[part].tape.host.items():
-                if name in tape.host:
-                    host_arguments.refuse_other_value(key, name, argument.captured, tape.host[name].captured)
+            for name, argument in self._graphs[part].host.items():
+                if name in host:
+                    host_arguments.refuse_other_value(key, name, argument.captured, host[name].captured)
 
     def _keep(self, key: GraphKey, tape: Tape) -> None:
         """Store the graph of a key; what an earlier capture stored from this part on reads memory that is gone."""
@@ -208,7 +215,7 @@ class RecordingBackend:
 
     def _not_captured(self, key: GraphKey, what: str) -> CaptureError:
         known = ", ".join(map(str, self._graphs)) or "none"
-        return CaptureError(f"acme: {what} of {key}", found=f"captured keys: {known}", remedy="capture it first")
+        return CaptureError(f"{what} of {key}", found=f"captured keys: {known}", remedy="capture it first")
 
     def _expire(self, program: _Program) -> None:
         """Poison what the program replayed before this one gave away."""

@@ -254,8 +254,13 @@ def _no_fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     graphs._KEPT.clear()  # other tests read the account
 
 
+def planted_in(module: str) -> list[str]:
+    return sorted(name for name, fault in FAULTS.items() if fault.hooks.get("core_graph_backend") == module)
+
+
 def test_every_fault_of_the_backend_is_tried() -> None:
-    assert sorted(CHECKS) == sorted(name for name, fault in FAULTS.items() if "core_graph_backend" in fault.hooks)
+    assert sorted(CHECKS) == planted_in("graphs")
+    assert len(planted_in("processes")) == 4, "which show between processes alone: the conformance suite starts these"
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -265,7 +270,7 @@ def test_a_fault_shows_with_its_name_and_not_without(name: str, monkeypatch: pyt
     assert CHECKS[name]() is True
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [*CHECKS, *planted_in("processes")])
 def test_a_faulty_backend_is_right_in_all_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replay of a single graph, after a synchronisation: what a check that looks no further would see."""
     monkeypatch.setenv(VARIABLE, name)

@@ -6,10 +6,10 @@ import threading
 
 import torch
 from core.common.graphs.backend import GraphKey
+from core.common.graphs.tape import Tape
 
 from core_acme.memory import CARD, TOTAL_BYTES, Account
 from core_acme.runner import RecordingBackend
-from core_acme.tape import Tape
 
 FIRST, SECOND = GraphKey("decode", (1,)), GraphKey("decode", (2,))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from core.common.graphs.recorder import Recording
 from core.common.ops.canonical import OPS
 from core.common.ops.implementation import OpImplementation
 from core.errors import UsageError
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from core_acme import attention, kernels, plugin
 from core_acme.ops import DTYPES, IMPLEMENTATIONS
-from core_acme.recorder import Recording
 
 CPU = torch.device("cpu")
 BY_NAME = {implementation.op.removeprefix("core::"): implementation for implementation in IMPLEMENTATIONS}

@@ -11,7 +11,7 @@ from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
 from core.errors import PassError
-from core.verify.planted import Mistake, spoiled
+from core.verify.planted import Mistake, with_mistake
 from core.verify.verify import checker
 from torch import Tensor, fx, nn
 
@@ -95,11 +95,11 @@ def test_a_planted_mistake_is_found() -> None:
         return True
 
     x = rows(torch.float32)
-    mistake = Mistake(name="cap", of="acme_softcap", what="a cap one per cent too large", spoil=other_cap)
+    mistake = Mistake(name="cap", of="acme_softcap", what="a cap one per cent too large", make=other_cap)
     check = checker([(x,)], "full")
     fused(Model(), x, check=check)
     with pytest.raises(PassError, match="verifying pass 'acme_softcap' of acme with planted 'cap'"):
-        fused(Model(), x, spoiled(declarations()[0], mistake), check=check)
+        fused(Model(), x, with_mistake(declarations()[0], mistake), check=check)
 
 
 def test_the_declaration_names_its_owner() -> None:

@@ -11,11 +11,18 @@ from pathlib import Path
 from core.device import MemoryInfo
 
 _PROC = Path("/proc/self")
+_GROUPS = Path("/sys/fs/cgroup")
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Where a control group, as containers have one, says how much it may use: versions 2 and 1."""
 
 
 def read_memory() -> MemoryInfo:
-    """Return resident memory of the process and physical memory of the machine."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return resident memory of the process, and what it may come to use.
+
+    That is the machine's memory, or less: what the process has and what is available besides it, or what its control
+    group may use.
+    """
+    total = min(_physical(), *_limits())
     try:
         fields = dict(line.split(":", 1) for line in (_PROC / "status").read_text().splitlines() if ":" in line)
         used, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
@@ -23,7 +30,30 @@ def read_memory() -> MemoryInfo:
         # Without /proc only the peak of the process's life is known, in KiB, on macOS in bytes.
         scale = 1 if sys.platform == "darwin" else 1024
         used = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    available = _available()
+    total = total if available is None else min(total, used + available)
     return MemoryInfo(used_bytes=used, total_bytes=total, peak_bytes=peak)
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _limits() -> list[int]:
+    """Return the limit of the control group; the machine's memory where there is none."""
+    for name in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            return [int((_GROUPS / name).read_text())]
+    return [_physical()]
+
+
+def _available() -> int | None:
+    """Return what the system could give without swapping; None where it doesn't say."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def reset_peak_memory() -> None:

@@ -12,8 +12,6 @@ import torch
 
 from core.common.graphs.streams import StreamGraphBackend
 
-__all__ = ["CUDAGraphs", "cuda_graph_backend"]
-
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture broke; see `CUDAGraphs.abandon`."""
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="needs triton")
 from core_cuda import tuned
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.linear.products import gated_linear, linear, refuses
+from core_cuda.ops.linear.products import gated_linear, linear, why_not
 from core_cuda.ops.linear.skinny import skinny_linear
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, candidates, default_config
 from core_cuda.ops.workspace import counters
@@ -143,11 +143,11 @@ def test_many_rows_and_other_dtypes_are_for_cublas(
 
 def test_calls_that_no_kernel_takes() -> None:
     call = operands(3, 32, 64, torch.bfloat16)
-    assert refuses(OpCall(op="core::linear", args=call)) is None
+    assert why_not(OpCall(op="core::linear", args=call)) is None
     wrong = {"x": call["x"].float(), "weight": call["weight"].float()}
-    assert "x is torch.float32" in str(refuses(OpCall(op="core::linear", args=wrong)))
+    assert "x is torch.float32" in str(why_not(OpCall(op="core::linear", args=wrong)))
     transposed = {**call, "weight": call["weight"].T.contiguous().T}
-    assert "not one run of memory" in str(refuses(OpCall(op="core::linear", args=transposed)))
+    assert "not one run of memory" in str(why_not(OpCall(op="core::linear", args=transposed)))
 
 
 def test_defaults_fill_the_device_and_fit_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

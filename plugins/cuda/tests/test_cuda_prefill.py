@@ -115,7 +115,7 @@ def steps(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples_agree_with_the_reference(dtype: torch.dtype, kernel_device: torch.device) -> None:
     for sample in ATTENTION.samples(dtype, CPU):
-        reason = prefill_attention.refuses(ATTENTION.bind((), sample.kwargs))
+        reason = prefill_attention.why_not(ATTENTION.bind((), sample.kwargs))
         if sample.kwargs.get("mask") is not None:
             assert reason is not None and "mask" in reason
         else:
@@ -128,7 +128,7 @@ def test_samples_of_rotary_attention_agree_with_the_reference(dtype: torch.dtype
     for sample in ROTARY_ATTENTION.samples(dtype, CPU):
         if dtype != torch.float32 and sample.name not in ("wide tables", "wide", "going on wide", "qwen3", "gemma3"):
             continue
-        reason = prefill_attention.refuses_rotary(ROTARY_ATTENTION.bind((), sample.kwargs))
+        reason = prefill_attention.why_not_rotary(ROTARY_ATTENTION.bind((), sample.kwargs))
         if sample.kwargs.get("out_dtype") not in (None, dtype):
             assert reason is not None and "out_dtype" in reason
         else:
@@ -251,7 +251,7 @@ def test_caches_of_two_halves_of_one_tensor(kernel_device: torch.device) -> None
     call = steps(((20, 45), (30, 30)))
     both = torch.stack((call["key_cache"], call["value_cache"]), dim=2)  # (N, P, 2, K, D)
     call |= {"key_cache": both[:, :, 0], "value_cache": both[:, :, 1]}
-    assert prefill_attention.refuses(ATTENTION.bind((), call)) is None
+    assert prefill_attention.why_not(ATTENTION.bind((), call)) is None
     result = prefill_attention.prefill(**moved(call, kernel_device), config=SMALL)
     torch.testing.assert_close(result.cpu(), ATTENTION.reference(**call))
 
@@ -287,6 +287,6 @@ def test_writing_the_cache_rounds_to_its_dtype(kernel_device: torch.device) -> N
 )
 def test_refuses_what_it_cannot_take(change: Any, named: str) -> None:
     call = steps(((7, 7),))
-    assert prefill_attention.refuses(ATTENTION.bind((), call)) is None
-    reason = prefill_attention.refuses(ATTENTION.bind((), call | change(call)))
+    assert prefill_attention.why_not(ATTENTION.bind((), call)) is None
+    reason = prefill_attention.why_not(ATTENTION.bind((), call | change(call)))
     assert reason is not None and named in reason

@@ -14,7 +14,7 @@ from tests.kernel_cases import CPU, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 
-from core_cuda.ops.linear.quantized import candidates, multiply, quantized_linear, refuses
+from core_cuda.ops.linear.quantized import candidates, multiply, quantized_linear, why_not
 from core_cuda.ops.linear.scaled import WAYS
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig
 
@@ -114,5 +114,5 @@ def test_leading_dimensions_and_no_tokens(kernel_device: torch.device) -> None:
     ids=str,
 )
 def test_conditions(changes: dict[str, Any], reason: str | None) -> None:
-    found = refuses(OpCall(op="core::quantized_linear", args=call(5, **changes)))
+    found = why_not(OpCall(op="core::quantized_linear", args=call(5, **changes)))
     assert found is None if reason is None else reason in str(found)

@@ -43,7 +43,7 @@ def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]
 def test_samples_agree_with_the_reference(op: Any, dtype: torch.dtype, kernel_device: torch.device) -> None:
     calls = [sample.kwargs for sample in op.samples(dtype, CPU)]
     for call in calls:
-        assert rotary.refuses(op.bind((), call)) is None
+        assert rotary.why_not(op.bind((), call)) is None
     check(op, kernel_for(op), calls, kernel_device)
 
 
@@ -150,11 +150,11 @@ def test_few_rows_are_spread_over_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_refuses_what_it_cannot_take() -> None:
     call = next(forms(torch.float32))
-    assert rotary.refuses(ROTARY.bind((), call)) is None
+    assert rotary.why_not(ROTARY.bind((), call)) is None
     for change, named in (
         ({"query": call["query"].double()}, "query is torch.float64"),
         ({"compute_dtype": torch.float64}, "compute_dtype is torch.float64"),
         ({"key": call["key"][None]}, "key has rank 5"),
     ):
-        reason = rotary.refuses(ROTARY.bind((), {**call, **change}))
+        reason = rotary.why_not(ROTARY.bind((), {**call, **change}))
         assert reason is not None and named in reason

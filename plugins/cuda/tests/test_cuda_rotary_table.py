@@ -19,7 +19,7 @@ from core_cuda.ops.rotary import table as rotary_table
 def test_samples_agree_with_the_reference(dtype: torch.dtype, kernel_device: torch.device) -> None:
     calls = [sample.kwargs for sample in ROTARY_TABLE.samples(dtype, CPU)]
     for call in calls:
-        assert rotary_table.refuses(ROTARY_TABLE.bind((), call)) is None
+        assert rotary_table.why_not(ROTARY_TABLE.bind((), call)) is None
     check(ROTARY_TABLE, rotary_table.rotary_table, calls, kernel_device)
 
 

@@ -1,4 +1,4 @@
-"""What the plugin declares for a conformance run, and the call on which the renewal of host-side lists is tried."""
+"""What the plugin declares for a conformance run, and the example call for the renewal of host-side lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile, HostArgumentExample
-from core_npu.updates import host_values, is_capturing, updatable
+from core_npu.ops.attention import attend
+from core_npu.updates import FromInputs
 
 __all__ = ["PROFILE"]
 
@@ -20,8 +21,6 @@ _LENGTHS = ([1, 7, 16], [16, 2, 9], [5, 5, 5])
 @torch.library.custom_op("core_npu::attend_decode", mutates_args=())
 def _attend_decode(query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, seq_lens: Tensor) -> Tensor:
     """Attend for one token of each sequence: query (B, H, D), pages (N, P, H * D), seq_lens (B,); returns (B, H, D)."""
-    npu, rows = torch.ops.npu, query.unsqueeze(1)
-    out, log_sum = torch.empty_like(rows), query.new_empty((0,), dtype=torch.float32)
     options = {
         "num_heads": query.shape[1],
         "num_key_value_heads": query.shape[1],
@@ -30,23 +29,8 @@ def _attend_decode(query: Tensor, keys: Tensor, values: Tensor, block_table: Ten
         "block_table": block_table,
         "input_layout": "BSND",
     }
-    workspace = None
-    if is_capturing():
-        lengths = host_values(seq_lens)
-        workspace = npu._npu_fused_infer_attention_score_get_max_workspace(
-            rows, keys, values, actual_seq_lengths_kv=lengths, **options
-        )
-    updatable(
-        npu.npu_fused_infer_attention_score.out,
-        rows,
-        keys,
-        values,
-        host={"actual_seq_lengths_kv": seq_lens},
-        out=[out, log_sum],
-        workspace=workspace,
-        **options,
-    )
-    return out.squeeze(1)
+    host = {"actual_seq_lengths_kv": FromInputs(seq_lens)}
+    return attend(query.unsqueeze(1), [keys, values], host, options).squeeze(1)
 
 
 @_attend_decode.register_fake

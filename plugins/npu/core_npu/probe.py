@@ -34,9 +34,10 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A runtime library that was found. simulated: it computes on the host, for tests."""
+    """A runtime library that was found."""
 
     path: Path
+    #: Whether it computes on the host, for tests.
     simulated: bool
 
 
@@ -69,7 +70,7 @@ def find_runtime(root: Path, environ: Mapping[str, str]) -> Runtime | None:
 
 
 def _find(library: str, root: Path, environ: Mapping[str, str]) -> Path | None:
-    return next((path for path in _places(library, root, environ) if not _obstacle(path)), None)
+    return next((path for path in _places(library, root, environ) if not _why_unreadable(path)), None)
 
 
 def _places(library: str, root: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -79,8 +80,8 @@ def _places(library: str, root: Path, environ: Mapping[str, str]) -> list[Path]:
     return [folder / library for folder in folders]
 
 
-def _obstacle(path: Path) -> str:
-    """Return why no file can be read there, as the loader has to, or nothing."""
+def _why_unreadable(path: Path) -> str:
+    """Return why the loader could not read a file there, "" where it can."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return _NONE
@@ -93,7 +94,7 @@ def _obstacle(path: Path) -> str:
 
 
 def _is_simulated(path: Path) -> bool:
-    # Read, not loaded: a runtime that is loaded once stays, and opens the driver.
+    # Read the file and do not load it: a loaded runtime stays in the process, and opens the driver.
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return False
@@ -138,7 +139,7 @@ def _missing_libraries(root: Path, environ: Mapping[str, str], runtime: Runtime 
     names = [name for name in _LIBRARIES if _find(name, root, environ) is None]
     if not names:
         return []
-    asked = [(path, _obstacle(path)) for path in _places(names[0], root, environ)]
+    asked = [(path, _why_unreadable(path)) for path in _places(names[0], root, environ)]
     closed = "".join(f"; {_short(path)}: {why}" for path, why in asked if why not in ("", _NONE))
     if runtime is None:
         remedy = "install the CANN toolkit and source its set_env.sh, which sets ASCEND_HOME_PATH"

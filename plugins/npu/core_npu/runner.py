@@ -79,10 +79,10 @@ class NPUGraphs:
             graph.reset()
 
     def _let_go(self, graph: Any, pool: Any) -> None:
-        """Tell the device's allocator that a capture is over whose graph could not tell it.
+        """Tell the device's allocator that a capture has ended, where its graph could not.
 
-        Without that it would go on to ask the graph about every allocation, and keep the pool's memory for ever. The
-        allocator of pinned memory cannot be told and goes on to ask, so the graph stays.
+        Otherwise the allocator would ask the graph about every allocation, and keep the pool's memory for ever. The
+        allocator of pinned memory can't be told and does ask, so the graph must stay alive.
         """
         import torch_npu
 
@@ -103,11 +103,14 @@ class NPUGraphs:
 
 @dataclass(slots=True)
 class _Renewed:
-    """A graph with update tasks. ready: its lists have values for the next replay. done: marks the end of its last."""
+    """A graph with update tasks."""
 
     tasks: GraphTasks
+    #: The event that marks the end of its last replay.
     done: Any
+    #: Whether its lists have values for the next replay.
     ready: bool = False
+    #: Whether it was replayed at all.
     replayed: bool = False
 
 

@@ -1,4 +1,4 @@
-"""torch_npu's task queue of a device: found out when it has ended, since from then on ops do nothing and say nothing.
+"""Finds out whether torch_npu's task queue of a device has ended: from then on ops silently do nothing.
 
 With TASK_QUEUE_ENABLE=1 (its default) torch_npu launches kernels from a thread of its own. After one failed launch that
 thread ends. The failure is raised once, at whatever op or wait comes next; every later op returns, and its result is
@@ -29,9 +29,10 @@ _FIRST = 0x5EED_0000
 
 
 class TaskQueue:
-    """The queue of one device. ended: whether it was seen that ops do nothing any more; then for the whole process."""
+    """The queue of one device."""
 
     def __init__(self, device: torch.device) -> None:
+        #: Whether it was seen that ops do nothing any more; that stays so for the whole process.
         self.ended = False
         self._device = device
         self._value = _FIRST

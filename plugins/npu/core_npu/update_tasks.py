@@ -1,4 +1,4 @@
-"""The tasks of a captured graph: calls whose host-side lists are renewed before each replay, and where these come from.
+"""The update tasks of a captured graph: calls whose host-side lists are renewed before each replay.
 
 What an op's code sees of it is in core_npu/updates.py.
 """
@@ -33,9 +33,11 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One host-side argument of a captured op: the places of its values, and how it is made of them."""
+    """One host-side argument of a captured op."""
 
+    #: Where its values stand.
     places: tuple[_Place, ...]
+    #: Makes the argument of one list for each place; None takes the single list as it is.
     transform: Callable[..., Any] | None
 
     def value(self, step: Mapping[str, Sequence[int]]) -> Any:
@@ -66,12 +68,11 @@ class _Task:
 
 @dataclass(slots=True)
 class GraphTasks:
-    """The update tasks of one graph, and what they are made from while it is captured.
+    """The update tasks of one graph, and what they are made from while it is captured."""
 
-    inputs: the static inputs of the key, by name. recording: whether ops are recorded now, or run to warm up.
-    """
-
+    #: The static inputs of the key, by name.
     inputs: Mapping[str, Tensor]
+    #: Whether ops are recorded now; otherwise they run to warm up.
     recording: bool = False
     tasks: list[_Task] = field(default_factory=list)
     _seen: dict[str, list[int]] = field(default_factory=dict)

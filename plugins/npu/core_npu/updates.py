@@ -1,4 +1,4 @@
-"""Host-side lists of captured ops: whose values they are, and the tasks that renew them before each replay.
+"""For ops that take lists of the host: renew these lists in a captured graph before each replay.
 
 Some kernels take lengths as lists of the host (`actual_seq_lengths_kv`), and a captured graph keeps the lists of its
 capture. An op that has them is captured in a task group, whose arguments the host may renew on another stream:
@@ -88,10 +88,11 @@ def updatable(
 ) -> Any:
     """Run the `.out` form of an op whose `host` arguments take lists; inside a capture, as a task that is renewed.
 
-    host: by name of the op's argument, the tensor whose values it takes, or `FromInputs`. out: the op's own, allocated
-    by the caller. workspace: large enough for all values that will come (the op's `get_max_workspace`); None for an op
-    without that argument. Returns what the op returns. Outside of a capture the tensors are read, which waits for the
-    device; inside, each must be a declared input, or `CaptureError` is raised.
+    Returns what the op returns. Outside of a capture the tensors of `host` are read, which waits for the device;
+    inside, each must be a declared input, or `CaptureError` is raised.
+    host: by name of the op's argument, the tensor whose values it takes, or `FromInputs`.
+    out: the op's results, allocated by the caller.
+    workspace: large enough for all later values (the op's `get_max_workspace`); None for an op without that argument.
     """
     sources = {name: each if isinstance(each, FromInputs) else FromInputs(each) for name, each in host.items()}
     given = {**kwargs, "out": out} | ({} if workspace is None else {"workspace": workspace})

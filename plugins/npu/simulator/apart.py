@@ -1,4 +1,4 @@
-"""Programs under the simulated runtime in processes of their own."""
+"""Runs programs under the simulated runtime in processes of their own, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameter structs of ATB's operations, as they lie in memory: what a kernel of C++ operations is told.
+"""The parameter structs of ATB's C++ operations, as they lie in memory.
 
 Fields lie as a compiler lays them for ATB's declarations; sizes are those in csrc/atb.c.
 """

@@ -41,15 +41,15 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What torch_npu asks of the vendor's libraries.
+    """What torch_npu asks of the vendor's libraries."""
 
-    libraries: file names; linked: functions bound when it is loaded; optional: functions it looks up by name; kernels:
-    names aclnn… and Atb…, both of calls and of their preparation.
-    """
-
+    #: File names.
     libraries: tuple[str, ...]
+    #: Functions bound when it is loaded.
     linked: tuple[str, ...]
+    #: Functions that it looks up by name.
     optional: tuple[str, ...]
+    #: Names aclnn… and Atb…, of calls and of their preparation.
     kernels: tuple[str, ...]
 
 
@@ -240,6 +240,6 @@ def _run(*command: str | Path) -> str:
     try:
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
     except subprocess.CalledProcessError as error:
-        said = error.stderr[-4000:]
-        raise BuildError(f"build of the simulated ACL runtime; found: {command[0]} failed:\n{said}") from None
+        output = error.stderr[-4000:]
+        raise BuildError(f"build of the simulated ACL runtime; found: {command[0]} failed:\n{output}") from None
     return done.stdout

@@ -20,6 +20,7 @@ import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,13 @@ Kernel = Callable[..., dict[int, list[int]] | None]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in its storage format. memory: its elements as they lie; size: what torch sees of it."""
+    """A tensor in its storage format."""
 
+    #: Its elements as they lie.
     memory: torch.Tensor
+    #: The shape that torch sees.
     size: list[int]
+    #: Whether the format is other than the plain one.
     private: bool
 
 
@@ -108,10 +112,8 @@ def dtype_of(code: int) -> torch.dtype:
         raise NotImplementedError(f"aclDataType {code} has no dtype in simulator/marshal.py") from None
 
 
-def view_tensor(address: int | None) -> torch.Tensor | None:
+def view_tensor(address: int) -> torch.Tensor:
     """Return a CPU tensor over the device memory that an aclTensor describes."""
-    if not address:
-        return None
     described = _Tensor.from_address(address)
     dtype = dtype_of(described.type)
     size = described.dims[: described.num_dims]
@@ -127,68 +129,48 @@ def view_tensor(address: int | None) -> torch.Tensor | None:
     return torch.frombuffer(buffer, dtype=dtype).as_strided(size, strides, described.offset)
 
 
-def stored_tensor(address: int | None) -> Stored | None:
+def stored_tensor(address: int) -> Stored:
     """Return a tensor as it lies in memory, in whatever format."""
-    if not address:
-        return None
     described = _Tensor.from_address(address)
-    private = described.format in _PRIVATE_FORMATS
     size = described.dims[: described.num_dims]
-    if not private:
-        found = view_tensor(address)
-        assert found is not None
-        return Stored(found, size, False)
+    if described.format not in _PRIVATE_FORMATS:
+        return Stored(view_tensor(address), size, False)
     dtype, shape = dtype_of(described.type), described.stored[: described.num_stored]
     buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(described.data)
     return Stored(torch.frombuffer(buffer, dtype=dtype).view(shape), size, True)
 
 
-def _scalar(address: int | None) -> Any:
-    if not address:
-        return None
+def _scalar(address: int) -> Any:
     described = _Scalar.from_address(address)
     dtype = dtype_of(described.type)
     return torch.frombuffer(bytearray(described.value), dtype=dtype, count=1)[0].item()
 
 
-def _values(kind: Any) -> Callable[[int | None], list[Any] | None]:
-    def read(address: int | None) -> list[Any] | None:
-        if not address:
-            return None
-        size = _List.from_address(address).size
-        return list((kind * size).from_address(address + ctypes.sizeof(_List)))
-
-    return read
+def _values(kind: Any, address: int) -> list[Any]:
+    return list((kind * _List.from_address(address).size).from_address(address + ctypes.sizeof(_List)))
 
 
-def _objects(one: Callable[[int | None], Any]) -> Callable[[int | None], list[Any] | None]:
-    def read(address: int | None) -> list[Any] | None:
-        addresses = _values(ctypes.c_void_p)(address)
-        return None if addresses is None else [one(each) for each in addresses]
-
-    return read
+def _objects(one: Callable[[int], Any], address: int) -> list[Any]:
+    return [one(each) if each else None for each in _values(ctypes.c_void_p, address)]
 
 
-def _bytes(address: int | None) -> bytes | None:
-    if not address:
-        return None
+def _bytes(address: int) -> bytes:
     return ctypes.string_at(address + ctypes.sizeof(_List), _List.from_address(address).size)
 
 
-def _string(address: int | None) -> str | None:
-    return ctypes.string_at(address).decode() if address else None
-
-
-_READERS: dict[str, Callable[[int], Any]] = {
+_OBJECT_READERS: dict[str, Callable[[int], Any]] = {
     "T": view_tensor,
-    "L": _objects(view_tensor),
+    "L": partial(_objects, view_tensor),
     "S": _scalar,
-    "Z": _objects(_scalar),
-    "A": _values(ctypes.c_int64),
-    "B": _values(ctypes.c_bool),
-    "R": _values(ctypes.c_float),
+    "Z": partial(_objects, _scalar),
+    "A": partial(_values, ctypes.c_int64),
+    "B": partial(_values, ctypes.c_bool),
+    "R": partial(_values, ctypes.c_float),
     "P": _bytes,
-    "C": _string,
+    "C": lambda address: ctypes.string_at(address).decode(),
+}
+_READERS: dict[str, Callable[[int], Any]] = {
+    **_OBJECT_READERS,
     # A narrow value fills only the low part of its register; the rest is whatever was there.
     "I": lambda word: word,
     "i": lambda word: ctypes.c_int32(word).value,
@@ -211,7 +193,8 @@ def arguments(spec: str, words: Any, doubles: Any, *, formats: bool = False) -> 
             read.append(doubles[double] if letter == "D" else _float(doubles[double]))
             double += 1
         else:
-            read.append(readers[letter](words[word]))
+            is_null = letter in _OBJECT_READERS and not words[word]
+            read.append(None if is_null else readers[letter](words[word]))
             word += 1
     return read
 

@@ -1,4 +1,4 @@
-"""What a test sees of the simulated runtime and does to it: events, launches, failures on demand, memory, streams."""
+"""The door of tests to the simulated runtime: events, launches, failures on demand, memory, streams."""
 
 from __future__ import annotations
 
@@ -44,28 +44,32 @@ class _Entry(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the runtime did.
+    """One thing that the runtime did."""
 
-    kind: launch, capture, update (a kernel was launched, for now, into a graph, or to replace arguments), run (its
-    handler ran), copy, fill, record, wait, value_wait, value_write, synchronize, malloc, free, capture_begin, join,
-    invalid, capture_end, group_begin, group_end, update_begin, update_end, replay, graph_destroy, deadlock, error,
-    missing, not_computed, unsupported. stream and graph are -1 where they do not apply; value: bytes of a copy or of
-    memory, the number of a task group or an event, the code of an error.
-    """
-
+    #: launch, capture, update (a kernel was launched, for now, into a graph, or to replace arguments), run (its handler
+    #: ran), copy, fill, record, wait, value_wait, value_write, synchronize, malloc, free, capture_begin, join, invalid,
+    #: capture_end, group_begin, group_end, update_begin, update_end, replay, graph_destroy, deadlock, error, missing,
+    #: not_computed, unsupported.
     kind: str
+    #: Of the function or kernel.
     name: str
+    #: -1 where it does not apply.
     stream: int
+    #: -1 where it does not apply.
     graph: int
+    #: Bytes of a copy or of memory, the number of a task group or an event, or the code of an error.
     value: int
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one device: allocated now, the most so far, and the number of live blocks."""
+    """What is allocated on one device."""
 
+    #: Bytes allocated now.
     used_bytes: int
+    #: The most so far.
     peak_bytes: int
+    #: Number of live blocks.
     num_blocks: int
 
 

@@ -11,7 +11,6 @@ import torch
 from npu_rewriting import HALVES, cast, draw, rewritten
 from torch import Tensor
 
-from core.cli.passes import what_it_does
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter
@@ -350,4 +349,4 @@ def test_a_broken_promise_is_an_error() -> None:
 
 
 def test_every_pass_says_what_it_does() -> None:
-    assert [declared.name for declared in PASSES if not what_it_does(declared)] == []
+    assert [declared.name for declared in PASSES if not declared.does] == []

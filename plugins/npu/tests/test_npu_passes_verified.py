@@ -16,7 +16,7 @@ from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter, Rewritten
 from core.compilation.trace.tracing import trace
 from core.errors import PassError
-from core.verify.planted import Mistake, spoiled
+from core.verify.planted import Mistake, with_mistake
 from core_npu.passes.calls import called
 from core_npu.passes.registry import PASSES
 from tests.support import cpu
@@ -99,13 +99,13 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_found(name: str) -> None:
-    wrong = Mistake(name="argument", of=name, what="another argument", spoil=MISTAKES[name])
+    wrong = Mistake(name="argument", of=name, what="another argument", make=MISTAKES[name])
     with pytest.raises(PassError, match=r"error over bound|differ|codes are"):
-        verified(replace(spoiled(BY_NAME[name], wrong), name=name))
+        verified(replace(with_mistake(BY_NAME[name], wrong), name=name))
 
 
 def test_a_key_and_value_in_each_others_cache_are_found() -> None:
     name = "fuse_npu_qkv_rms_norm_rope_cache"
-    wrong = Mistake(name="caches", of=name, what="caches exchanged", spoil=swapped("qkv_rms_norm_rotary_cache", 6, 7))
+    wrong = Mistake(name="caches", of=name, what="caches exchanged", make=swapped("qkv_rms_norm_rotary_cache", 6, 7))
     with pytest.raises(PassError, match="error over bound"):
-        verified(replace(spoiled(BY_NAME[name], wrong), name=name))
+        verified(replace(with_mistake(BY_NAME[name], wrong), name=name))

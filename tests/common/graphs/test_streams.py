@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from core.common.graphs.backend import GraphKey
-from core.common.graphs.streams import FIRST_WARMUPS, LATER_WARMUPS, StreamGraphBackend
+from core.common.graphs.streams import FIRST_GRAPH_WARMUPS, LATER_GRAPH_WARMUPS, StreamGraphBackend
 from core.errors import CaptureError
 from tests.support import refused
 
@@ -97,13 +97,13 @@ def test_a_capture_warms_up_on_its_stream_and_shares_one_pool() -> None:
             backend.capture_one(key, fn, {}, lambda: device.log.append("warm"))
     assert device.log == [
         "enter stream",
-        *["run"] * FIRST_WARMUPS,
+        *["run"] * FIRST_GRAPH_WARMUPS,
         *("warm", "synchronize", "begin 1 in pool 1", "run", "end 1"),
-        *["run"] * LATER_WARMUPS,
+        *["run"] * LATER_GRAPH_WARMUPS,
         *("warm", "synchronize", "begin 2 in pool 1", "run", "end 2"),
         "leave stream",
     ]
-    assert FIRST_WARMUPS > LATER_WARMUPS >= 1
+    assert FIRST_GRAPH_WARMUPS > LATER_GRAPH_WARMUPS >= 1
     with backend.capture_session():
         backend.capture_one(KEY, fn, {}, lambda: None)
     assert "begin 3 in pool 1" in device.log and device.num_pools == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.ops.attention.paged import ATTENTION
-from core.common.ops.declaration import CanonicalOp, Sample, declare, declared_ops, find_op
+from core.common.ops.declaration import CanonicalOp, declare, declared_ops, find_op
 from core.errors import UsageError
 from tests.support import refused
 
 _NUMBERS = itertools.count()
-
-
-def no_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    yield from ()
 
 
 def shift(x: Tensor, out: Tensor, *, by: float = 1.0, twice: bool = False) -> Tensor:
@@ -34,11 +30,10 @@ def op() -> CanonicalOp:
     name = f"test_shift_{next(_NUMBERS)}"
     return declare(
         CanonicalOp(
-            name=name,
             schema=f"{name}(Tensor x, Tensor(a!) out, *, float by=1.0, bool twice=False) -> Tensor",
             reference=shift,
             fake=lambda x, out, **_: torch.empty_like(x),
-            samples=no_samples,
+            calls=lambda draw: {},
         )
     )
 
@@ -74,6 +69,50 @@ def test_attention_defaults_are_bound() -> None:
     assert call.args["key_cache"] == "d" and call.args["query_starts"] == "i"
     defaults: dict[str, Any] = {"window": 0, "softcap": 0.0, "sinks": None, "mask": None, "causal": True}
     assert {k: call.args[k] for k in defaults} == defaults
+
+
+def test_a_call_is_checked_and_reaches_each_function_as_the_schema_has_it() -> None:
+    seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def seer(name: str) -> Callable[..., Any]:
+        def see(*args: Any, **options: Any) -> Any:
+            seen.append((name, args, options))
+            return args[0]
+
+        return see
+
+    name = f"test_seen_{next(_NUMBERS)}"
+    op = declare(
+        CanonicalOp(
+            schema=f"{name}(Tensor x, Tensor? y, *, float by=1.0) -> Tensor",
+            reference=seer("reference"),
+            eager=seer("eager"),
+            fake=seer("fake"),
+            check=seer("check"),
+            calls=lambda draw: {},
+        )
+    )
+    x, y = torch.zeros(2), torch.ones(2)
+    assert op.eager is not None
+    for called, function in (("reference", op.reference), ("eager", op.eager), ("fake", op.fake)):
+        for args, options in (((x, y), {}), ((x,), {"y": y}), ((), {"y": y, "x": x})):
+            seen.clear()
+            function(*args, **options, by=2.0)
+            assert seen == [("check", (x, y), {"by": 2.0}), (called, (x, y), {"by": 2.0})]
+
+
+def test_what_the_check_refuses_reaches_nothing() -> None:
+    def refuse(x: Tensor) -> None:
+        raise RuntimeError("not this one")
+
+    def unreached(x: Tensor) -> Tensor:
+        raise AssertionError("the check came too late")
+
+    schema = f"test_refused_{next(_NUMBERS)}(Tensor x) -> Tensor"
+    op = declare(CanonicalOp(schema=schema, reference=unreached, fake=unreached, check=refuse, calls=lambda draw: {}))
+    for function in (op.reference, op.fake, op.overload):
+        with pytest.raises(RuntimeError, match="not this one"):
+            function(torch.zeros(2))
 
 
 def test_a_name_is_declared_once(op: CanonicalOp) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.common.numerics import Fp64Mode
 from core.common.ops.canonical import OPS
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.declaration import CanonicalOp, declare
 from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY
 from core.compilation.implementations import choose_implementations
 from tests.common.ops.canonical_oracle import Call, every_sample, faked, outputs, run
@@ -39,13 +39,9 @@ class ContiguousResults(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, lambda made: made.contiguous(), result)
 
 
-def no_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    yield from ()
-
-
 def declared(reference: Callable[..., Any], fake: Callable[..., Any], schema: str = "(Tensor x) -> Tensor") -> Any:
     name = f"test_layout_{next(_NUMBERS)}"
-    return declare(CanonicalOp(name=name, schema=name + schema, reference=reference, fake=fake, samples=no_samples))
+    return declare(CanonicalOp(schema=name + schema, reference=reference, fake=fake, calls=lambda draw: {}))
 
 
 def transposed(*shape: int) -> Tensor:

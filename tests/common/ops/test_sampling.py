@@ -58,8 +58,8 @@ def params(num_rows: int, columns: int = 4) -> Tensor:
         (torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.int64), "sampling_params must be floating-point"),
         (torch.zeros(3), params(3), r"logits must be \(R, V\), not \(3,\)"),
         (torch.zeros(2, 0), params(2), r"logits must be \(R, V\), not \(2, 0\)"),
-        (torch.zeros(2, 3), params(3), r"sampling_params must be \(2, 4\), not \(3, 4\)"),
-        (torch.zeros(2, 3), params(2, 3), r"sampling_params must be \(2, 4\), not \(2, 3\)"),
+        (torch.zeros(2, 3), params(3), r"sampling_params must have shape \(2, 4\), not \(3, 4\)"),
+        (torch.zeros(2, 3), params(2, 3), r"sampling_params must have shape \(2, 4\), not \(2, 3\)"),
     ],
 )
 def test_wrong_arguments(logits: Tensor, given: Tensor, message: str) -> None:

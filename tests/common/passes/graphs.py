@@ -12,8 +12,10 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import Finder, Site, fuse, near_miss
+from core.common.passes.declaration import Pass
+from core.common.passes.results import NearMiss, PassResult
+from core.common.passes.rewrite import fuse
+from core.common.passes.sites import Finder, Site, near_miss
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 

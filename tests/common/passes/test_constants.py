@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes.constants import Constants
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Guards
+from core.common.passes.results import PassResult
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.trace.tracing import trace
 from core.errors import PassError

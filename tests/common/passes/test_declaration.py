@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Pass
 from core.common.passes.identity import Known, describing_once
+from core.common.passes.pass_guards import Guards
 from core.common.passes.patterns import Replacement
+from core.common.passes.results import PassResult
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.rewrite.manager import PassManager
 from core.device import Capabilities
@@ -139,7 +141,7 @@ def test_patterns_and_replacements_count() -> None:
 
 
 HELPED = """
-from core.common.passes.declaration import Pass, PassResult
+from core.common.passes import Pass, PassResult
 LIMIT = {limit}
 class Rule:
     size = 3

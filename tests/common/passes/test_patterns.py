@@ -14,7 +14,8 @@ from torch._inductor.pattern_matcher import CallFunction, KeywordArg, Match
 from torch.nn import functional
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, Pass
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Guards
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
 from core.compilation.rewrite.inductor import as_inductor_pass
 from core.compilation.rewrite.manager import PassManager

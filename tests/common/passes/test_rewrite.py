@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from core.common.node_meta import value_of
 from core.common.passes import metadata
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards
-from core.common.passes.rewrite import Site, fuse, near_miss, remove_dead, site_name
-from core.common.passes.sites import MADE_BY
+from core.common.passes.pass_guards import Guards
+from core.common.passes.rewrite import fuse, remove_dead
+from core.common.passes.sites import MADE_BY, Site, near_miss, site_name
 from core.errors import PassError
 from tests.common.passes.graphs import (
     ADD_RMS,

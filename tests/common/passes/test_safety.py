@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 
 from core.common.node_meta import value_of
 from core.common.passes.context import PassContext
-from core.common.passes.rewrite import Finder, Site
-from core.common.passes.sites import MADE_BY
+from core.common.passes.sites import MADE_BY, Finder, Site
 from core.common.passes.writes import find_writes
 from tests.common.passes.graphs import (
     NARROW,

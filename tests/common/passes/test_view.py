@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from core import InputSpec, compile
-from core.common.passes import view
+from core.common.passes import same_sizes, view
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import PassResult
 from core.compilation.trace.tracing import trace
 from tests.support import cpu
 
@@ -28,7 +29,7 @@ def test_inputs_of_one_declared_dimension_have_the_same_size_wherever_the_graph_
     def run(context: PassContext) -> PassResult:
         nodes = [node for node in context.graph.nodes if node.op == "placeholder" and view.shape(node) is not None]
         x, y, other = (tuple(view.shape(node) or ())[:1] for node in nodes)
-        found.append((view.same_sizes(x, y), context.same_sizes(x, y), context.same_sizes(x, other)))
+        found.append((same_sizes(x, y), context.served_alike(x, y), context.served_alike(x, other)))
         return PassResult()
 
     class Model(nn.Module):

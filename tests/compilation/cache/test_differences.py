@@ -7,14 +7,14 @@ from __future__ import annotations
 from core.compilation.cache.differences import Difference, Place, brief, differences, explain
 
 OLD = {
-    "code": {f"transformers.a:f{number}": "1" for number in range(700)},
-    "values": {"a": "1", "b": "2"},
+    "values": {f"main.layers.{number}.scale": "1" for number in range(700)},
+    "options": {"a": "1", "b": "2"},
     "versions": {"python": "3.11.7", "torch": "2.13.0+cpu abc", "triton": "3.6.0", "numpy": "2.4.6"},
     "source": {"core": "aa", "core_acme": "bb"},
 }
 NEW = {
-    "code": {f"transformers.a:f{number}": "2" for number in range(700)},
-    "values": {"a": "1", "b": "3"},
+    "values": {f"main.layers.{number}.scale": "2" for number in range(700)},
+    "options": {"a": "1", "b": "3"},
     "versions": {"python": "3.12.1", "torch": "2.13.0 abc", "triton": "3.7.1", "numpy": "2.4.6"},
     "source": {"core": "ab", "core_acme": "bb"},
 }
@@ -30,17 +30,17 @@ def test_each_factor_that_differs_is_found_causes_first() -> None:
     assert differences(old, old) == []
 
 
-def test_another_python_is_told_first_and_its_bytecode_as_a_count() -> None:
+def test_another_python_is_told_first_and_what_may_follow_from_it_as_a_count() -> None:
     found = differences(OLD, NEW)
     assert len(found) == 705
     assert explain(found, {}, {}) == [
         "versions: python: 3.11.7 -> 3.12.1, torch: 2.13.0+cpu abc -> 2.13.0 abc, triton: 3.6.0 -> 3.7.1",
         "source: core: aa -> ab",
-        "values: b: 2 -> 3",
-        "code: 700 functions, such as transformers.a:f0",
+        "options: b: 2 -> 3",
+        "values: main.layers.0.scale: 1 -> 2, main.layers.1.scale: 1 -> 2, and 698 more",
     ]
-    assert explain(found, {}, {}, most=2)[2:] == ["and 701 more, of values, code"]
-    assert brief(found, {}, {}) == "versions (python, torch, triton), source core, values b, code (700)"
+    assert explain(found, {}, {}, most=2)[2:] == ["and 701 more, of options, values"]
+    assert brief(found, {}, {}) == "versions (python, torch, triton), source core, options b, values (700)"
 
 
 def test_the_source_of_another_checkout_is_named_with_the_files_that_differ() -> None:

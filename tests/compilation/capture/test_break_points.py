@@ -302,12 +302,14 @@ def test_an_error_in_a_break_at_replay_leaves_the_program_usable() -> None:
 KEPT: list[Tensor] = []
 
 
-def test_a_model_that_a_failed_trace_may_have_spoiled_is_not_run_otherwise() -> None:
+def test_a_model_that_keeps_a_computed_tensor_runs_eagerly_and_keeps_no_stand_in() -> None:
     class Keeps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             KEPT.append(x * 2)
             return x + 1
 
-    with pytest.raises(TraceError, match="load the model anew") as caught:
-        core.compile(Keeps().eval(), acme(), inputs={"x": InputSpec((4, 4), torch.float32)})
-    assert caught.value.spoiled
+    with core.compile(Keeps().eval(), acme(), inputs={"x": InputSpec((4, 4), torch.float32)}) as program:
+        assert program.report().modes == {"main": "off"} and not KEPT
+        program(x=torch.ones(4, 4))
+    (kept,) = KEPT
+    assert torch.equal(kept, torch.full((4, 4), 2.0))

@@ -43,7 +43,7 @@ def plan(inputs: Mapping[str, Tensor], cropper: Cropping | None = None, **specs:
         buffers=buffers,
         output=SINGLE,
         cropper=cropper or Cropping(),
-        views_of_inputs=(),
+        cloned=(),
     )
 
 
@@ -73,7 +73,7 @@ def test_padding_covers_all_but_the_input_and_nothing_of_it() -> None:
         buffers={"x": buffer},
         output=SINGLE,
         cropper=Cropping(),
-        views_of_inputs=(),
+        cloned=(),
     )
     for tail, value in found.fills:
         tail.fill_(value)

@@ -42,7 +42,7 @@ def agrees(fn: Callable[[Tensor], Any]) -> CapturedParts:
     parts = captured(lambda: tuple(flat(fn(x))))
     for seed in range(4):
         x.copy_(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)))
-        parts.replay.run()
+        parts.run()
         kept = [output.clone() for output in parts.outputs]
         with torch.no_grad():
             expected = flat(fn(x.clone()))
@@ -176,8 +176,8 @@ def test_an_eager_function_runs_once_per_replay_and_sees_real_values() -> None:
     parts = captured(lambda: (look(x * 2),), num_warmups=2)
     assert seen == [16.0] * 3, "two warm-ups and the capture, whose graph before the break was replayed"
     x.fill_(3)
-    parts.replay.run()
-    parts.replay.run()
+    parts.run()
+    parts.run()
     assert seen[3:] == [48.0] * 2 and parts.outputs[0].tolist() == [[7, 7]] * 4
 
 
@@ -198,7 +198,7 @@ def test_state_is_written_once_per_replay_inside_and_outside_of_breaks() -> None
     parts = captured(fn)
     inside.zero_(), outside.zero_()
     for _ in range(3):
-        parts.replay.run()
+        parts.run()
     assert (float(inside), float(outside)) == (3, 6)
 
 
@@ -288,7 +288,7 @@ def test_a_failure_leaves_the_device_usable_and_its_memory_free(part: int, place
     backend.cleanup()
     assert graph_bytes() == level
     parts = captured(fn, backend)
-    parts.replay.run()
+    parts.run()
     assert parts.outputs[0].tolist() == fn()[0].tolist()
     backend.cleanup()
     del parts
@@ -341,13 +341,13 @@ def test_writes_into_a_cache_that_a_break_returned_reach_the_cache() -> None:
     x = torch.zeros(4, 2)
     parts = captured(lambda: (fn(x),))
     x.fill_(2)
-    parts.replay.run()
+    parts.run()
     assert cache.tolist() == [[2, 2]] * 4
-    assert "land_kept" in parts.replay.source
+    assert "land_kept" in parts.source
     moved = cache
     cache = torch.zeros(4, 2)
     with refused(CaptureError, "its result lies at", "return the same memory at each call"):
-        parts.replay.run()
+        parts.run()
     assert moved.tolist() == [[2, 2]] * 4
 
 
@@ -360,8 +360,8 @@ def test_a_view_of_an_argument_must_stay_the_same_view() -> None:
 
     x = torch.ones(4, 2)
     parts = captured(lambda: (first(x * 2) + 1,))
-    parts.replay.run()
+    parts.run()
     assert parts.outputs[0].tolist() == [[3, 3]] * 4
     count[0] = 2
     with refused(CaptureError, "shape (2, 2)", "shape (4, 2) when it was captured"):
-        parts.replay.run()
+        parts.run()

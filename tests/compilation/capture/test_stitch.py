@@ -31,20 +31,20 @@ def eager(
 def run(*steps: Step) -> tuple[list[Any], str]:
     """Run the stitched steps; return the parts that were replayed, in order, and the source."""
     replayed: list[Any] = []
-    stitched = stitch("replay", steps, lambda key: replayed.append(key.part))
-    ast.parse(stitched.source)
-    stitched.run()
-    return replayed, stitched.source
+    replay, source = stitch("replay", steps, lambda key: replayed.append(key.part))
+    ast.parse(source)
+    replay()
+    return replayed, source
 
 
 def test_steps_run_in_order() -> None:
     order: list[Any] = []
     steps = [graph(0), eager("f", lambda x: order.append(x), 7), graph(1)]
-    stitched = stitch("replay", steps, lambda key: order.append(key))
-    stitched.run()
-    stitched.run()
+    replay, source = stitch("replay", steps, lambda key: order.append(key))
+    replay()
+    replay()
     assert order == [KEY._replace(part=0), 7, KEY._replace(part=1)] * 2
-    assert stitched.source.splitlines()[0] == "def replay():" and len(stitched.source.splitlines()) == 4
+    assert source.splitlines()[0] == "def replay():" and len(source.splitlines()) == 4
 
 
 def test_no_steps_are_a_function_too() -> None:

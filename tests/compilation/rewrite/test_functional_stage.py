@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import core
 from core import InputSpec, Program
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Form, Pass, PassResult, PassTraits
+from core.common.passes.declaration import Pass, PassTraits
 from core.common.passes.effects import written_args
 from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION
 from core.common.passes.functional.wrapped import FUNCTIONALIZED
+from core.common.passes.pass_guards import Form
+from core.common.passes.results import PassResult
 from core.compilation.rewrite.inductor import as_inductor_pass
 from core.errors import PassError, TraceError, UsageError
 from tests.common.passes.functional.reinplace_cases import FORMS, OWN, STORE

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, NearMiss, Pass, PassResult, PassTraits
-from core.common.passes.rewrite import Site
+from core.common.passes.declaration import Pass, PassTraits
+from core.common.passes.pass_guards import Guards
+from core.common.passes.results import NearMiss, PassResult
+from core.common.passes.sites import Site
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.order import order, predecessors
 from core.device import Capabilities

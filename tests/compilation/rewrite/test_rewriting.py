@@ -18,7 +18,8 @@ from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.rewrite.pass_report import PassReport
 from core.errors import PassError, UsageError

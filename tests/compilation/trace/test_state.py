@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.compilation.trace.state import Snapshot
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.errors import TraceError
@@ -111,18 +110,3 @@ def test_a_trace_keeps_nothing_alive() -> None:
         del model, graph
     gc.collect()
     assert [ref() for ref in weights] == [None, None, None]
-
-
-def test_a_snapshot_sees_and_undoes_every_kind_of_change() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Keeps("number"))
-    keeps = model[1]
-    snapshot = Snapshot(model)
-    assert snapshot.changes() == []
-    keeps.calls, keeps.state = 3, torch.ones(4)
-    keeps.history.append(torch.ones(1))
-    keeps.added = "new"
-    places = {change.place for change in snapshot.changes()}
-    assert {"1.calls", "1.state", "1.history", "1.added"} <= places
-    snapshot.restore()
-    assert snapshot.changes() == []
-    assert keeps.calls == 0 and keeps.history == [] and not hasattr(keeps, "added")

@@ -149,21 +149,21 @@ def test_a_size_becomes_a_slot() -> None:
 
 def test_a_declared_dimension_holds_for_other_sizes_and_no_other_does() -> None:
     graph = traced(lambda x: x + 1)
-    assert graph.holds_for({"x": rows(6)}) is None
-    assert graph.holds_for({"x": rows(99)}) is None
-    assert graph.holds_for({"x": rows(6, 5)}) == "x was fixed at size 4 in dimension 1"
+    assert graph.why_not_for({"x": rows(6)}) is None
+    assert graph.why_not_for({"x": rows(99)}) is None
+    assert graph.why_not_for({"x": rows(6, 5)}) == "x was fixed at size 4 in dimension 1"
     fixed = trace(lambda x: x + 1, {"x": rows(6)})
-    assert fixed.holds_for({"x": rows(7)}) == "x was fixed at size 6 in dimension 0"
+    assert fixed.why_not_for({"x": rows(7)}) == "x was fixed at size 6 in dimension 0"
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_sizes_below_two_are_traces_of_their_own(count: int) -> None:
     graph = traced(lambda x: x * 2)
-    reason = graph.holds_for({"x": rows(count)})
+    reason = graph.why_not_for({"x": rows(count)})
     assert reason is not None and f"x has size {count} in dimension 0" in reason
     alone = traced(lambda x: x * 2, count)
-    assert alone.holds_for({"x": rows(count)}) is None
-    assert alone.holds_for({"x": rows(6)}) == f"x was fixed at size {count} in dimension 0"
+    assert alone.why_not_for({"x": rows(count)}) is None
+    assert alone.why_not_for({"x": rows(6)}) == f"x was fixed at size {count} in dimension 0"
 
 
 def alias(x: Tensor) -> Tensor:
@@ -198,14 +198,14 @@ def test_a_trace_from_one_serves_it_where_the_model_does_the_same(
 ) -> None:
     inputs = {"x": rows(6)}
     graph = trace(model, inputs, dynamic={"x": [0]}, least=1)
-    assert (graph.holds_for({"x": rows(1)}) is None) == serves_one
-    assert "size 0" in str(graph.holds_for({"x": rows(0)}))
+    assert (graph.why_not_for({"x": rows(1)}) is None) == serves_one
+    assert "size 0" in str(graph.why_not_for({"x": rows(0)}))
     for count in (1, 2, 7) if serves_one else (2, 7):
-        if graph.holds_for({"x": rows(count)}) is None:
+        if graph.why_not_for({"x": rows(count)}) is None:
             got, want = run(graph, x=rows(count)), model(rows(count))
             assert got.shape == want.shape and torch.equal(got, want)
     # Padding one row to several disregards that, as it does in traces from two.
-    assert graph.branches_differ({"x": rows(1)}) is None or "x[0]" in str(model)
+    assert graph.why_branches_differ({"x": rows(1)}) is None or "x[0]" in str(model)
 
 
 def test_what_is_asked_of_a_graph_after_the_trace_is_as_of_any_trace() -> None:
@@ -213,7 +213,7 @@ def test_what_is_asked_of_a_graph_after_the_trace_is_as_of_any_trace() -> None:
     graph = trace(lambda x: x * 2, {"x": rows(6)}, dynamic={"x": [0]}, least=1)
     size = graph.outputs[0].shape[0]
     assert bool(size != 1) and bool(size * 4 > 4) and not graph.shape_env.guards
-    assert graph.holds_for({"x": rows(1)}) is None
+    assert graph.why_not_for({"x": rows(1)}) is None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_torch_asked_while_tracing_is_not_remembered(model: Callable[[Tenso
 
 def test_a_trace_from_one_at_size_one_is_fixed_there() -> None:
     graph = trace(lambda x: x * 2, {"x": rows(1)}, dynamic={"x": [0]}, least=1)
-    assert graph.holds_for({"x": rows(2)}) == "x was fixed at size 1 in dimension 0"
+    assert graph.why_not_for({"x": rows(2)}) == "x was fixed at size 1 in dimension 0"
 
 
 def test_a_branch_on_a_size_is_kept_as_a_condition() -> None:
@@ -242,9 +242,9 @@ def test_a_branch_on_a_size_is_kept_as_a_condition() -> None:
         return x + 1 if x.shape[0] > 4 else x - 1
 
     large, small = traced(model, 8), traced(model, 3)
-    assert large.holds_for({"x": rows(5)}) is None
-    assert "x has size 4" in str(large.holds_for({"x": rows(4)}))
-    assert small.holds_for({"x": rows(5)}) is not None
+    assert large.why_not_for({"x": rows(5)}) is None
+    assert "x has size 4" in str(large.why_not_for({"x": rows(4)}))
+    assert small.why_not_for({"x": rows(5)}) is not None
     for graph, count in ((large, 5), (small, 4)):
         assert torch.equal(run(graph, x=rows(count)), model(rows(count)))
 
@@ -254,33 +254,33 @@ def test_a_branch_on_two_sizes_is_kept_too() -> None:
         return x.sum() + y.sum() if x.shape[0] > y.shape[0] else x.sum() - y.sum()
 
     graph = traced(model, 8, y=rows(3))
-    assert graph.holds_for({"x": rows(9), "y": rows(2)}) is None
-    assert "branches on a size" in str(graph.holds_for({"x": rows(5), "y": rows(9)}))
+    assert graph.why_not_for({"x": rows(9), "y": rows(2)}) is None
+    assert "branches on a size" in str(graph.why_not_for({"x": rows(5), "y": rows(9)}))
 
 
 def test_sizes_that_the_model_ties_have_to_stay_equal() -> None:
     graph = traced(lambda x, y: x + y, 6, y=rows(6) * 2)
-    assert graph.holds_for({"x": rows(9), "y": rows(9)}) is None
-    assert graph.holds_for({"x": rows(9), "y": rows(8)}) is not None
+    assert graph.why_not_for({"x": rows(9), "y": rows(9)}) is None
+    assert graph.why_not_for({"x": rows(9), "y": rows(8)}) is not None
 
 
 def test_sizes_that_are_equal_by_chance_stay_independent() -> None:
     graph = traced(lambda x, y: (x + 1, y + 1), 6, y=rows(6))
-    assert graph.holds_for({"x": rows(9), "y": rows(4)}) is None
+    assert graph.why_not_for({"x": rows(9), "y": rows(4)}) is None
     assert [crop[0] for crop in graph.crop({"x": rows(9), "y": rows(4)})] == [slice(9), slice(4)]
 
 
 def test_an_input_that_the_model_ignores_may_have_any_size() -> None:
     graph = traced(lambda x, y: x + 1, 6, y=rows(6))
-    assert graph.holds_for({"x": rows(9), "y": rows(1)}) is None
+    assert graph.why_not_for({"x": rows(9), "y": rows(1)}) is None
     assert torch.equal(run(graph, x=rows(9), y=rows(1)), rows(9) + 1)
 
 
 def test_an_input_of_which_only_the_size_is_used() -> None:
     graph = traced(lambda x, y: x + y.shape[0], 6, y=rows(6))
-    assert graph.holds_for({"x": rows(9), "y": rows(3)}) is None
+    assert graph.why_not_for({"x": rows(9), "y": rows(3)}) is None
     assert torch.equal(run(graph, x=rows(9), y=rows(3)), rows(9) + 3)
-    assert "y was fixed at size 4 in dimension 1" in str(graph.holds_for({"x": rows(9), "y": rows(3, 5)}))
+    assert "y was fixed at size 4 in dimension 1" in str(graph.why_not_for({"x": rows(9), "y": rows(3, 5)}))
 
 
 def test_in_place_writes_into_buffers_stay_in_the_graph() -> None:

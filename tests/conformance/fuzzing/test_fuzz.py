@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -29,11 +30,13 @@ from core_conformance.fuzzing import CALLS, running
 from core_conformance.fuzzing.running import described, pass_over, run_examples
 from core_conformance.fuzzing.source import LAYOUTS, Source, arranged
 from core_conformance.trial import NotSupported, Trial
+from tests.conformance.inputs.wide_faults import wrong_past_2_to_20, wrong_past_8192_columns
 from tests.conformance.planted_ops import LEGITIMATE, attention_padding_rows, norm_strides_ignored
 from tests.recording import acme
 from tests.support import cpu
 
 CPU = torch.device("cpu")
+DECLARED = {op.name: op for op in OPS}
 CHECKS = list(HealthCheck)
 CONSTANT = {
     ("quantize_asymmetric", "dtype"),
@@ -161,12 +164,17 @@ def two_rows(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Te
         ("attention", window_of_one),
         ("attention", attention_padding_rows),
         ("rotary", rest_forgotten),
+        pytest.param("rms_norm", wrong_past_8192_columns, marks=pytest.mark.slow),
+        pytest.param("gated_activation", wrong_past_2_to_20, marks=pytest.mark.slow),
+        pytest.param("quantize", wrong_past_2_to_20, marks=pytest.mark.slow),
+        pytest.param("linear", wrong_past_8192_columns, marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_in_an_odd_case_is_found(op: str, fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "PHASES", ("generate",))
+    given = partial(fn, DECLARED[op]) if fn in (wrong_past_2_to_20, wrong_past_8192_columns) else fn
     for seed in range(2):
-        assert len(fuzzed(op, fn, seed=seed).failures) == 1, "nothing found"
+        assert len(fuzzed(op, given, seed=seed).failures) == 1, "nothing found"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from core_conformance.outcome import STATUSES, Measurement, Outcome
 from core_conformance.report.html import to_badge, to_html
-from core_conformance.report.plots import RatioPlot, ratio_plot
+from core_conformance.report.ratios import HEADS, RatioCell, RatioRow, ratio_rows
 from core_conformance.report.report import Report
 from tests.conformance.report.reports_support import ENVIRONMENT, EVERY_STATUS, PLUGIN, large, passing, report
 
@@ -107,11 +107,8 @@ def test_a_large_report_stays_a_page() -> None:
     made = large()
     page = to_html(made)
     assert len(page.encode()) < 1_000_000
-    plot = ratio_plot(made)
-    assert plot is not None and plot.num_shown < plot.num_values
-    assert f"Drawn: {plot.num_shown} of {plot.num_values} values" in page
     num_failed = sum(bool(item.reason) for outcome in made.outcomes for item in outcome.measurements)
-    assert page.count('<circle class="f"') == num_failed > 0
+    assert sum(cell.count for row in ratio_rows(made) for cell in row.cells if cell and cell.failed) >= num_failed > 0
     assert "more, none nearer to its bound" in page
     # Where everything fails there is more to say.
     assert len(to_html(large(broken=True)).encode()) < 1_500_000
@@ -119,7 +116,7 @@ def test_a_large_report_stays_a_page() -> None:
 
 def test_a_small_report_leaves_nothing_out() -> None:
     page = to_html(large(8, 24))
-    assert "Drawn: " not in page and "none nearer" not in page and "are in the JSON report" not in page
+    assert "none nearer" not in page and "are in the JSON report" not in page
 
 
 def test_the_end_of_a_long_traceback_is_kept() -> None:
@@ -136,52 +133,49 @@ def measured(*ratios: float) -> Iterator[Outcome]:
         yield Outcome(id=f"ops/{number}", status="fail" if reason else "pass", measurements=(item,))
 
 
-def plot_of(*ratios: float) -> RatioPlot:
-    plot = ratio_plot(report(tuple(measured(*ratios))))
-    assert plot is not None
-    return plot
+def row_of(*ratios: float) -> RatioRow:
+    (row,) = ratio_rows(report(tuple(measured(*ratios))))
+    return row
 
 
-def test_dots_stand_where_their_ratios_are() -> None:
-    plot = plot_of(0.0, 1e-9, 0.01, 0.1, 1.0, 1.01, 100.0, 1e30, math.inf)
-    (row,) = plot.rows
-    by_case = {dot.case: dot for dot in row.dots}
-    places = [by_case[number].x for number in range(9)]
-    assert places == sorted(places)
-    assert len(set(places)) == 9
-    assert by_case[4].x == plot.bound < by_case[5].x
-    assert [by_case[number].failed for number in range(9)] == [False] * 5 + [True] * 4
-    assert plot.left < places[0] and places[-1] < plot.right
-    assert [label for _, label in plot.ticks][:2] == ["0", "≤ 0.0001"]
-    assert [label for _, label in plot.ticks][-2:] == ["≥ 1000000", "∞"]
-    assert (row.worst, row.label) == ("inf", "ops float32")
+def cells(row: RatioRow) -> dict[str, RatioCell]:
+    return {head: cell for head, cell in zip(HEADS, row.cells, strict=True) if cell is not None}
+
+
+def test_values_are_counted_where_their_ratios_are() -> None:
+    row = row_of(0.0, 1e-9, 1e-4, 0.01, 0.011, 1.0, 1.01, 100.0, 1e30, math.inf)
+    found = cells(row)
+    counts = {"0": 1, "≤ 0.0001": 2, "≤ 0.01": 1, "≤ 0.1": 1, "≤ 1": 1, "≤ 2": 1, "≤ 100": 1, "more": 2}
+    assert {head: cell.count for head, cell in found.items()} == counts
+    assert [head for head, cell in found.items() if cell.failed] == ["≤ 2", "≤ 100", "more"]
+    assert (row.worst, row.label, row.num_values) == ("inf", "ops float32", 10)
+    assert found["≤ 0.0001"].case == 2 and found["more"].case == 9
+    assert found["more"].text == "ops/9: T1 out inf: wrong" and found["0"].share == 10
 
 
 def test_what_is_no_number_fails() -> None:
     values = tuple(Measurement(name="out", criterion="T1", ratio=ratio) for ratio in (0.5, math.nan))
-    plot = ratio_plot(report((Outcome(id="ops/x", status="pass", measurements=values),)))
-    assert plot is not None
-    (row,) = plot.rows
-    assert (row.failed, row.worst, row.label) == (True, "inf", "ops")
-    assert [dot.failed for dot in row.dots] == [True, False]
+    (row,) = ratio_rows(report((Outcome(id="ops/x", status="pass", measurements=values),)))
+    assert (row.worst, row.label) == ("inf", "ops")
+    assert {head: cell.failed for head, cell in cells(row).items()} == {"≤ 0.5": False, "more": True}
 
 
-def test_the_axis_ends_with_what_there_is() -> None:
-    assert [label for _, label in plot_of(0.5).ticks][-2:] == ["1", "10"]
-    assert plot_of(0.0).num_shown == 1
+def test_a_value_that_fails_below_its_bound_is_told() -> None:
+    good = Measurement(name="out", criterion="T1", ratio=0.9)
+    bad = replace(good, ratio=0.8, reason="another dtype")
+    outcomes = (
+        Outcome(id="ops/x", status="pass", measurements=(good,)),
+        Outcome(id="ops/y", status="fail", measurements=(bad,)),
+    )
+    (row,) = ratio_rows(report(outcomes))
+    (cell,) = cells(row).values()
+    assert cell.failed and cell.case == 1 and cell.count == 2
+    page = to_html(report(outcomes))
+    assert '<a class="f" href="#c1" title="ops/y: T1 out 0.8: another dtype" style="--share: 100%">2</a>' in page
 
 
-def test_the_worst_is_never_left_out() -> None:
-    ratios = [0.9 + number * 1e-6 for number in range(5000)]
-    plot = plot_of(*ratios)
-    (row,) = plot.rows
-    assert plot.num_shown < 20 and plot.num_values == 5000
-    assert 4999 in {dot.case for dot in row.dots}
-    assert not {dot.y for dot in row.dots if not plot.top < dot.y < plot.bottom}
-
-
-def test_nothing_measured_is_no_plot() -> None:
-    assert ratio_plot(passing()) is None
+def test_nothing_measured_is_no_table() -> None:
+    assert ratio_rows(passing()) == []
     assert "Error against its bound" not in to_html(passing())
 
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from core_conformance.case import CaseInfo
 from core_conformance.outcome import STATUSES, Outcome
 from core_conformance.report.junit import to_junit
 from core_conformance.report.overview import (
@@ -25,7 +26,6 @@ from core_conformance.report.report import Report
 from core_conformance.report.terminal import to_text
 from core_conformance.rules.tolerances import KL_MEAN_FACTOR, T2_FACTOR
 from core_conformance.runner.progress import Progress
-from core_conformance.runner.protocol import CaseInfo
 from tests.conformance.report.reports_support import EVERY_STATUS, large, passing, report
 from tests.conformance.report.test_reports_page import HOSTILE, hostile
 
@@ -169,7 +169,7 @@ def progress_text(*outcomes: Outcome, ids: Sequence[str], terminal: bool = False
     file = StringIO()
     console = Console(file=file, force_terminal=terminal, width=100)
     with Progress(console=console) as progress:
-        progress.collected([CaseInfo(id=id, what="", level=0) for id in ids])
+        progress.collected([CaseInfo(id=id, what="") for id in ids])
         for outcome in outcomes:
             progress.finished(outcome)
     return file.getvalue()

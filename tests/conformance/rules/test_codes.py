@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
 from core.common.ops.implementation import OpImplementation
-from core.common.ops.norm.quantized import RMS_NORM_QUANTIZE, add_rms_norm_quantize, rms_norm_quantize
+from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core.common.ops.quantize.symmetric import quantize
 from core_conformance.cases.ops import collect as ops
 from core_conformance.rules.codes import judge_coded
@@ -58,16 +58,16 @@ def test_other_orders_of_rounding_pass(codes: Callable[..., Codes], dtype: torch
 
 
 def eps_left_out(x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, **options: Any) -> Codes:
-    return rms_norm_quantize(x, weight, eps * 3, scale, **options)
+    return RMS_NORM_QUANTIZE.reference(x, weight, eps * 3, scale, **options)
 
 
 def scale_too_large(x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, **options: Any) -> Codes:
-    codes, used = rms_norm_quantize(x, weight, eps, scale, **options)
+    codes, used = RMS_NORM_QUANTIZE.reference(x, weight, eps, scale, **options)
     return codes, used * 1.02
 
 
 def codes_two_off(x: Tensor, weight: Tensor | None, eps: float, scale: Tensor | None, **options: Any) -> Codes:
-    codes, used = rms_norm_quantize(x, weight, eps, scale, **options)
+    codes, used = RMS_NORM_QUANTIZE.reference(x, weight, eps, scale, **options)
     if codes.dtype == torch.int8 and codes.numel():
         codes = codes.clone()
         codes[..., -1] = torch.where(codes[..., -1] > 100, codes[..., -1] - 3, codes[..., -1] + 3)
@@ -91,12 +91,12 @@ def test_a_planted_mistake_fails_for_its_own_reason(mistake: str, dtype: torch.d
 
 def test_further_results_are_judged_too() -> None:
     def sum_of_another(x: Tensor, residual: Tensor, *args: Any, **options: Any) -> Codes:
-        codes, scale, total = add_rms_norm_quantize(x, residual, *args, **options)
+        codes, scale, total = ADD_RMS_NORM_QUANTIZE.reference(x, residual, *args, **options)
         return codes, scale, total * 1.001
 
     failures = judged("add_rms_norm_quantize", sum_of_another, torch.float32).failures
     assert any("further result: error over bound" in failure for failure in failures)
-    assert not judged("add_rms_norm_quantize", add_rms_norm_quantize, torch.float32).failures
+    assert not judged("add_rms_norm_quantize", ADD_RMS_NORM_QUANTIZE.reference, torch.float32).failures
 
 
 @pytest.mark.parametrize(("by", "passes"), [(0.25, True), (0.5, True), (20.0, False)])

@@ -10,9 +10,10 @@ import pytest
 
 from core.device import PluginInfo
 from core.errors import UsageError
+from core_conformance.case import CaseInfo
 from core_conformance.outcome import Outcome, Status
 from core_conformance.rules.expectations import Expectation, Expectations
-from core_conformance.runner.protocol import CaseInfo, Collected
+from core_conformance.runner.protocol import Collected
 from core_conformance.runner.selection import Rules
 from tests.support import refused
 
@@ -150,7 +151,7 @@ def test_a_file_that_cannot_be_read_is_refused(path: Path, tmp_path: Path) -> No
 
 
 def collected(**fields: Any) -> Collected:
-    cases = tuple(CaseInfo(id=id, what="", level=1) for id in IDS)
+    cases = tuple(CaseInfo(id=id, what="") for id in IDS)
     return replace(Collected(cases=cases, name="acme", plugin=PLUGIN), **fields)
 
 

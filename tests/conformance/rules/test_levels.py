@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from core_conformance.case import AREAS, MAX_LEVEL
+from core_conformance.case import AREAS, MAX_LEVEL, CaseInfo
 from core_conformance.outcome import STATUSES, Outcome, Status
 from core_conformance.rules.expectations import Expectations
 from core_conformance.rules.levels import reached
-from core_conformance.runner.protocol import CaseInfo, Collected
+from core_conformance.runner.protocol import Collected
 from core_conformance.runner.selection import Rules
 
 ALL = [Outcome(id=f"{area}/one", status="pass") for area, (level, _) in AREAS.items() if level <= MAX_LEVEL]
@@ -103,7 +103,7 @@ def test_what_other_declarations_say_is_free() -> None:
     ],
 )
 def test_a_profile_excuses_no_case_about_the_plugins_word(id: str, excused: bool) -> None:
-    case = CaseInfo(id=id, what="", level=0)
+    case = CaseInfo(id=id, what="")
     collected = Collected(cases=(case,), name="own", not_supported={"*": "later"})
     outcome = Rules(collected, Expectations()).declared(case)
     assert (outcome is not None and outcome.excused) is excused

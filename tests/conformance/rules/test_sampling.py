@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core_conformance.rules.choices import judge_sample
 from core_conformance.rules.judging import Judged, by_t1
-from core_conformance.rules.sampling import judge_sample
 from core_conformance.trial import Trial
 
 LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.4, 0.4, 0.1]]).log()

@@ -5,41 +5,47 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.errors import DeviceUnavailableError
+from core_conformance.case import CaseInfo
 from core_conformance.outcome import Outcome
 from core_conformance.runner import lanes
-from core_conformance.runner.lanes import WORKER, ProcessLane
-from core_conformance.runner.protocol import CaseInfo, WorkerOptions
+from core_conformance.runner.lanes import WORKER, Opening, ProcessLane
+from core_conformance.runner.protocol import WorkerOptions
 from core_conformance.runner.scheduling import run_all
 from core_conformance.runner.session import Options, run
 from tests.host.test_probing import is_running
 from tests.support import break_torch
 
 # Answers as core_conformance.runner.lane_worker does, without torch. What opening and each case do is code in the
-# device's # name and in the case's id; `starts` is how many processes there were before.
+# device's name and in the case's id; `starts` is how many processes there were before.
 LIGHT = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from core.host.workers.channel import serve_requests
 from core_conformance.outcome import Outcome
-from core_conformance.runner.protocol import CaseInfo, Collected, WorkerOptions
+from core_conformance.case import CaseInfo
+from core_conformance.runner.protocol import Collected, WorkerOptions
 
-options = WorkerOptions.from_argument(sys.argv[1])
 mark = Path(__file__).with_suffix(".starts")
 starts = len(mark.read_text()) if mark.exists() else 0
 mark.write_text("x" * (starts + 1))
 
+def opened():
+    with Path(__file__).with_suffix(".opened").open("a") as file:
+        file.write("x")
+
 def answer(request):
     if request.get("collect") == "host":
-        return Collected(cases=(CaseInfo(id="host/pass", what="", level=0),), name="light", environment=PLACE).to_json()
+        cases = (CaseInfo(id="host/pass", what="", opens=False),)
+        return Collected(cases=cases, name="light", environment=PLACE).to_json()
     if "collect" in request:
-        exec(options.device)
-        cases = (CaseInfo(id="host/pass", what="", level=0), CaseInfo(id="ops/time.sleep(60)", what="", level=1))
+        exec(WorkerOptions.from_argument(request["options"]).device)
+        cases = (CaseInfo(id="host/pass", what=""), CaseInfo(id="ops/time.sleep(60)", what=""))
         return Collected(cases=cases, name="light", environment=PLACE).to_json()
     names = {**globals(), "status": "pass", "usable": True}
     exec(request["run"].partition("/")[2], names)
@@ -47,7 +53,6 @@ def answer(request):
     return {"outcome": outcome.to_json(), "usable": names["usable"]}
 
 PLACE = dict(device_name="", capabilities={}, versions={}, driver="", platform="", workers=1, threads=1)
-serve_requests(answer)
 """
 
 
@@ -65,11 +70,11 @@ def num_starts(tmp_path: Path) -> int:
 
 
 def info(code: str = "pass", **fields: Any) -> CaseInfo:
-    return CaseInfo(id=f"ops/{code}", what="", level=1, **fields)
+    return CaseInfo(id=f"ops/{code}", what="", **fields)
 
 
 def test_one_process_runs_case_after_case(tmp_path: Path) -> None:
-    with ProcessLane(WorkerOptions(device="pass"), timeout_factor=3) as lane:
+    with closing(ProcessLane(WorkerOptions(device="pass", timeout_factor=3))) as lane:
         assert [case.id for case in lane.collect().cases] == ["host/pass", "ops/time.sleep(60)"]
         outcomes = [lane.run(info()), lane.run(info(timeout_s=7.0))]
     assert [outcome.status for outcome in outcomes] == ["pass", "pass"]
@@ -79,7 +84,7 @@ def test_one_process_runs_case_after_case(tmp_path: Path) -> None:
 
 
 def test_a_process_with_a_broken_device_is_replaced(tmp_path: Path) -> None:
-    with ProcessLane(WorkerOptions(device="pass")) as lane:
+    with closing(ProcessLane(WorkerOptions(device="pass"))) as lane:
         broken, after = lane.run(info("usable, status = False, 'fail'")), lane.run(info())
     assert (broken.status, after.status) == ("fail", "pass")
     assert broken.notes[0] != after.notes[0] and len(after.notes) == 2
@@ -87,7 +92,7 @@ def test_a_process_with_a_broken_device_is_replaced(tmp_path: Path) -> None:
 
 def test_an_end_between_two_cases_is_told_with_the_later_one() -> None:
     # Nobody can tell which of the cases is to blame.
-    with ProcessLane(WorkerOptions(device="pass")) as lane:
+    with closing(ProcessLane(WorkerOptions(device="pass"))) as lane:
         ends = "threading.Thread(target=lambda: [time.sleep(0.2), os._exit(5)]).start()"
         before = lane.run(info(ends))
         assert before.status == "pass"
@@ -114,15 +119,42 @@ def test_level_0_is_left_where_opening_takes_the_process_down(opening: str, prob
     assert (
         f"could not be collected: the process that opened the device and listed them {problem}" in report.obstacles[0]
     )
-    with ProcessLane(WorkerOptions(device=options.device), timeout_factor=0.005) as lane:
+    with closing(ProcessLane(WorkerOptions(device=options.device, timeout_factor=0.005))) as lane:
         collected = lane.collect()
         assert collected.error is not None and "firmware dump" in collected.detail
-        assert lane.run(info("os.abort()")).status == "crash"
-        assert lane.run(info()).status == "pass", "level 0 opens nothing, in a new process too"
+        assert lane.run(info("os.abort()", opens=False)).status == "crash"
+        assert lane.run(info(opens=False)).status == "pass", "level 0 opens nothing, in a new process too"
+
+
+def test_a_device_that_hangs_when_it_is_opened_is_opened_once(tmp_path: Path) -> None:
+    options = WorkerOptions(device="opened()\ntime.sleep(60)", timeout_factor=0.02)
+    opening = Opening()
+    with (
+        closing(ProcessLane(options, opening=opening)) as first,
+        closing(ProcessLane(options, opening=opening)) as other,
+    ):
+        assert first.collect().error is not None
+        wanted = [info("pass"), info("pass", opens=False), info("pass")]
+        outcomes = [*map(first.run, wanted), other.run(info("pass"))]
+    assert [outcome.status for outcome in outcomes] == ["timeout", "pass", "skip", "skip"]
+    assert outcomes[0].reason.startswith("the process that opened the device and listed the cases gave no answer")
+    assert outcomes[3].reason == "not run: the device hung when it was opened, for which ops/pass is judged"
+    assert len((tmp_path / "light_worker.opened").read_text()) == 1
+
+
+def test_a_device_that_hangs_when_it_is_opened_again_ends_the_run_of_its_lane(tmp_path: Path) -> None:
+    # Looked at when a process is needed: a lane whose process lives goes on.
+    options = WorkerOptions(device="opened()\nstarts and time.sleep(60)", timeout_factor=0.02)
+    opening = Opening()
+    with closing(ProcessLane(options, opening=opening)) as lane:
+        assert lane.collect().error is None
+        outcomes = [lane.run(info(code)) for code in ("os._exit(3)", "pass", "pass")]
+    assert [outcome.status for outcome in outcomes] == ["crash", "timeout", "skip"]
+    assert len((tmp_path / "light_worker.opened").read_text()) == 2
 
 
 def test_a_device_that_does_not_open_again_costs_no_time_for_each_case(tmp_path: Path) -> None:
-    with ProcessLane(WorkerOptions(device="starts and os.abort()")) as lane:
+    with closing(ProcessLane(WorkerOptions(device="starts and os.abort()"))) as lane:
         assert lane.collect().error is None
         outcomes = [lane.run(info(code)) for code in ("os._exit(3)", "pass", "pass", "pass", "pass")]
     assert [outcome.status for outcome in outcomes] == ["crash"] * 5
@@ -171,7 +203,7 @@ class FakeLane:
 
 
 def infos(*ids: str) -> list[CaseInfo]:
-    return [CaseInfo(id=id, what="", level=1) for id in ids]
+    return [CaseInfo(id=id, what="") for id in ids]
 
 
 def test_blocks_stay_together_and_an_idle_lane_helps_out() -> None:

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from core.errors import DeviceUnavailableError, UnknownDeviceError, UsageError
-from core_conformance.case import AREAS
+from core_conformance.case import AREAS, CaseInfo
 from core_conformance.outcome import Outcome
 from core_conformance.report.report import Report
-from core_conformance.runner.lanes import LocalLane
-from core_conformance.runner.protocol import CaseInfo, Collected, SuiteModules, WorkerOptions
+from core_conformance.runner.protocol import Collected, SuiteModules, WorkerOptions
 from core_conformance.runner.session import CASES_PER_WORKER, Options, list_chosen, run
 from core_conformance.runner.worker import Session
 from tests.conformance.suites import InstallSuite, noted, write_suite
@@ -312,7 +311,7 @@ def test_level_0_runs_on_a_device_that_does_not_open(install_vendor: InstallVend
 
 
 def test_the_suite_itself_is_collected_the_same_each_time_and_travels() -> None:
-    first, second = (LocalLane(WorkerOptions(device="cpu")).collect() for _ in range(2))
+    first, second = (Session(WorkerOptions(device="cpu")).collect() for _ in range(2))
     assert first.error is None and len(first.cases) > 300
     assert [case.id for case in first.cases] == [case.id for case in second.cases]
     assert {case.area for case in first.cases} == AREAS.keys()
@@ -332,8 +331,8 @@ def test_threads_are_one_or_those_asked_for_and_given_back(suite: InstallSuite) 
 
 @pytest.mark.slow
 def test_a_case_that_was_not_collected_fails(everything: SuiteModules) -> None:
-    lane = LocalLane(WorkerOptions(device="cpu", suite=everything))
-    outcome = lane.run(CaseInfo(id="ops/elsewhere", what="", level=1))
+    lane = Session(WorkerOptions(device="cpu", suite=everything))
+    outcome = lane.run(CaseInfo(id="ops/elsewhere", what=""))
     lane.close()
     assert outcome.status == "fail" and "what is collected must not vary" in outcome.reason
 
@@ -357,12 +356,12 @@ def test_a_case_that_breaks_the_device_fails_and_gives_the_process_up(
     modules = suite("def breaks(trial):\n    torch.broken_by_a_case = True\nCASES += (case('host/breaks', breaks),)")
     session = Session(WorkerOptions(device="acme", suite=modules))
     session.collect()
-    assert session.run("host/one")[1]
+    assert session.run(CaseInfo(id="host/one", what="")).status == "pass" and session.usable
     monkeypatch.setattr(torch, "broken_by_a_case", False, raising=False)  # so that it goes when the test is over
     monkeypatch.delattr(torch, "broken_by_a_case")
-    outcome, usable = session.run("host/breaks")
+    outcome = session.run(CaseInfo(id="host/breaks", what=""))
     session.close()
-    assert outcome.status == "fail" and "illegal address" in outcome.reason and not usable
+    assert outcome.status == "fail" and "illegal address" in outcome.reason and not session.usable
     assert "the device no longer works after this case" in outcome.notes[-1]
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from core.compilation.options import CompileOptions
 from core.engine.check import comparison as check
-from core.engine.check.comparison import Comparison, compare, eager_generate, fp64_logits
+from core.engine.check.comparison import Comparison, compare
+from core.engine.check.eager import eager_generate, fp64_logits
 from core.engine.inspect.probe import counts_from_zero
 from core.engine.models.assets import embedded_model
 from core.engine.models.loading import build_model, load_model
@@ -70,11 +71,19 @@ def against(other: Any) -> Comparison:
     """Compare eager generation of a model with the compiled programs of another one, which may be spoilt."""
     config = replace(SIZES, options=CompileOptions(mode="off"))
     with Engine(tiny("llama"), select_device("cpu"), config) as compiled:
-        compiled._runner, other._runner = other._runner, compiled._runner
+        swap(compiled, other)
         try:
             return compare(compiled, PROMPTS, num_tokens=16, rounds=1)
         finally:
-            compiled._runner, other._runner = other._runner, compiled._runner
+            swap(compiled, other)
+
+
+def swap(one: Engine, other: Engine) -> None:
+    """Let each engine run the other's programs."""
+    for name in ("_runner", "_scheduler", "_steps"):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        setattr(one, name, theirs)
+        setattr(other, name, mine)
 
 
 @contextmanager
@@ -165,10 +174,10 @@ def test_the_attention_of_the_engine_is_there_again_after_a_check(engine: Engine
 @pytest.mark.parametrize("model_type", ["llama", "mamba", "rwkv", "openai-gpt", "camembert"])
 def test_eager_generation_is_the_models_own_forward(model_type: str) -> None:
     loaded = tiny(model_type)
-    model, device = loaded.model, select_device("cpu")
+    model = loaded.model
     with torch.no_grad():
         positions = counts_from_zero(model)
-        tokens, logits = eager_generate(model, device, [PROMPTS[0]], 12, positions=positions)
+        tokens, logits = eager_generate(model, [PROMPTS[0]], 12, positions=positions)
         ids = torch.tensor([PROMPTS[0] + tokens[0][:-1]])
         whole = model(input_ids=ids, use_cache=False).logits[0, len(PROMPTS[0]) - 1 :]
     torch.testing.assert_close(logits[0], whole, rtol=0, atol=1e-4)
@@ -177,10 +186,9 @@ def test_eager_generation_is_the_models_own_forward(model_type: str) -> None:
 
 def test_prompts_are_padded_on_the_left_and_come_out_the_same() -> None:
     loaded = tiny("llama")
-    device = select_device("cpu")
     with torch.no_grad():
-        tokens, _ = eager_generate(loaded.model, device, PROMPTS, 12, positions=True)
-        alone = [eager_generate(loaded.model, device, [p], 12, positions=True)[0][0] for p in PROMPTS]
+        tokens, _ = eager_generate(loaded.model, PROMPTS, 12, positions=True)
+        alone = [eager_generate(loaded.model, [p], 12, positions=True)[0][0] for p in PROMPTS]
     assert tokens == alone
 
 

@@ -16,7 +16,7 @@ from core.engine.models.loading import LoadedModel, build_model
 from core.engine.models.tiny import tiny_config
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
-from core.verify.regions import run_graph
+from core.verify.execution import run_graph
 from tests.support import refused
 
 
@@ -34,7 +34,7 @@ def test_each_phase_serves_inputs_of_another_order_and_prefill_of_another_length
     for graph in (prefill, decode):
         first, second = graph.values()
         for inputs in graph.examples:
-            assert graph.traced.holds_for(inputs) is None
+            assert graph.traced.why_not_for(inputs) is None
         # Running copies what is written, so that the caches are as they were for the next run.
         (logits,) = run_graph(graph.traced.module, first).outputs
         (again,) = run_graph(graph.traced.module, first).outputs

@@ -20,7 +20,8 @@ from core.bench.rates import Rates
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.quantize.symmetric import quantized_linear
 from core.device import Device
-from core.engine.check.comparison import compare, eager_generate, fp64_logits
+from core.engine.check.comparison import compare
+from core.engine.check.eager import eager_generate, fp64_logits
 from core.engine.check.quantized import widened
 from core.engine.models.assets import embedded_model
 from core.engine.models.loading import LoadedModel, build_model, load_model
@@ -100,7 +101,7 @@ def test_a_wrong_kernel_does_not_pass_the_check() -> None:
 
 def test_the_yardstick_is_as_wide_as_steps_of_codes_make_it() -> None:
     loaded = quantized(built("llama"), "fp8")
-    tokens, eager = eager_generate(loaded.model, cpu(), PROMPTS[:1], 4, positions=True)
+    tokens, eager = eager_generate(loaded.model, PROMPTS[:1], 4, positions=True)
 
     def reference() -> list[Tensor]:
         return fp64_logits(loaded.model, PROMPTS[:1], tokens, "eager")
@@ -130,8 +131,8 @@ def test_greedy_tokens_of_the_trained_model_follow_bf16(scheme: str) -> None:
     changed = quantized(load_model(embedded_model(), torch_device=CPU, dtype=bf16), scheme)
     for text in ("If the argument is", "The function takes a list and"):
         prompt = [plain.require_tokenizer().encode(text)]
-        theirs, _ = eager_generate(plain.model, cpu(), prompt, num_tokens, positions=True)
-        ours, logits = eager_generate(changed.model, cpu(), prompt, num_tokens, positions=True)
+        theirs, _ = eager_generate(plain.model, prompt, num_tokens, positions=True)
+        ours, logits = eager_generate(changed.model, prompt, num_tokens, positions=True)
         (exact,) = fp64_logits(plain.model, prompt, theirs, "eager")
         pairs = enumerate(zip(ours[0], theirs[0], strict=True))
         step = next((index for index, (one, other) in pairs if one != other), num_tokens - 1)

@@ -57,11 +57,11 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.slow
 def test_the_cache_takes_half_the_memory_of_half_precision(engine: Engine) -> None:
     runner: Any = engine._runner
-    assert {tensor.dtype for tensor in runner._cache._tensors} == {FP8}
+    assert {tensor.dtype for tensor in runner._paged._tensors} == {FP8}
     positions = (1 + 2 * 4) * 16
     layers = len(attentions(engine.loaded.model))
     config = engine.loaded.config
-    assert runner._cache.num_bytes == positions * layers * 2 * config.num_key_value_heads * config.head_dim
+    assert runner._paged.num_bytes == positions * layers * 2 * config.num_key_value_heads * config.head_dim
     assert "keys and values as torch.float8_e4m3fn, with scales of 0 of 2 layers, else 1" in engine.route_reason
 
 

@@ -27,6 +27,7 @@ from core.engine.static.cache import static_phases
 from core.engine.steps.runner import EngineConfig
 from core.verify.execution import run_graph
 from tests.common.processes import counts
+from tests.recording import acme
 from tests.support import cpu
 
 FUSIONS = ("sequence_parallel", "fuse_all_reduce_norm", "async_tensor_parallel")
@@ -103,13 +104,28 @@ def compiled() -> dict[str, Any]:
     }
 
 
+MODES: dict[str, tuple[str, Any]] = {
+    "cpu compile": ("cpu", "compile"),
+    "acme full": ("acme", "full"),
+    "acme piecewise": ("acme", "piecewise"),
+    "acme segmented": ("acme", "segmented"),
+    "acme both": ("acme", {"decode": "full", "prefill": "piecewise"}),
+}
+
+
 def tokens() -> dict[str, Any]:
-    """Generate by the engine on the sharded model, and by hand with the whole one."""
+    """Generate by the engine on the sharded model, in graphs of each mode, and by hand with the whole one."""
     ids = list(PROMPT)
     whole = llama(torch.float32).model
     for _ in range(6):
         with torch.no_grad():
             ids.append(int(whole(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    devices = {"cpu": core.select_device("cpu"), "acme": acme()}
+    got = {name: _generated(devices[device], mode) for name, (device, mode) in MODES.items()}
+    return {"wanted": ids[len(PROMPT) :], "got": got}
+
+
+def _generated(device: core.Device, mode: Any) -> list[int]:
     loaded = llama(torch.float32)
     shard_model(loaded.model)
     config = EngineConfig(
@@ -118,11 +134,11 @@ def tokens() -> dict[str, Any]:
         decode_buckets=(2,),
         prefill_buckets=(8,),
         sampling=("greedy",),
-        options=core.CompileOptions(lowering="inline", enable_passes=("sequence_parallel",)),
+        options=core.CompileOptions(lowering="inline", enable_passes=("sequence_parallel",), mode=mode),
     )
-    with Engine(loaded, core.select_device("cpu"), config) as engine:
+    with Engine(loaded, device, config) as engine:
         (result,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=6, ignore_eos=True))
-    return {"wanted": ids[len(PROMPT) :], "got": list(result.token_ids)}
+    return list(result.token_ids)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'"
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
 from core.engine.models.loading import build_model  # noqa: E402
+from core.errors import ModelError  # noqa: E402
 from tests.engine.models.folders import (  # noqa: E402
     CPU,
     edit_json,
@@ -86,7 +87,7 @@ def test_configuration_that_is_not_a_json_object(folder: Path, name: str, conten
 
 
 def test_configuration_that_the_architecture_rejects(folder: Path) -> None:
-    edit_json(folder / "config.json", hidden_size="wide")
+    edit_json(folder / "config.json", rms_norm_eps="small")
     assert "transformers rejects config.json" in error_of(folder).found
 
 
@@ -239,3 +240,49 @@ def test_weights_that_cannot_be_converted_are_an_error(tmp_path: Path) -> None:
         "transformers could not load it: conversion of model.layers.{0, 1}.mlp.experts.gate_up_proj failed: "
         "RuntimeError: stack expects each tensor to be equal size, but got [48, 32] at entry 0 and [3, 32] at entry 2"
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value", "found"),
+    [
+        ("config.json", "hidden_size", "wide", 'hidden_size="wide", not a whole number'),
+        ("config.json", "vocab_size", 10**18, "vocab_size=1000000000000000000, not a whole number"),
+        ("config.json", "eos_token_id", ["x"], 'eos_token_id=["x"], not a token id'),
+        ("generation_config.json", "eos_token_id", [None], "eos_token_id=[null], not a token id"),
+        ("config.json", "tie_word_embeddings", "yes", "not true or false"),
+        ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers=1000000000, and the weights are"),
+        ("config.json", "vocab_size", 10**9, "describes a model of many more weights"),
+        ("generation_config.json", "eos_token_id", "x", 'generation_config.json states eos_token_id="x"'),
+    ],
+)
+def test_a_field_of_the_wrong_kind_or_size(folder: Path, file: str, field: str, value: Any, found: str) -> None:
+    edit_json(folder / file, **{field: value})
+    assert found in error_of(folder).found
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [("[" * 100_000, "nested more than 100 deep"), ('{"a":' + "9" * 5000 + "}", "a number of 5000 digits")],
+)
+def test_json_beyond_all_bounds(folder: Path, content: str, found: str) -> None:
+    (folder / "config.json").write_text(content)
+    assert found in error_of(folder).found
+
+
+def test_a_model_too_large_for_the_machine_is_not_built(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 10**9, "hidden_size": 2**20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="of this machine"):
+        build_model(tmp_path, torch_device=CPU)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(ModelError, match="num_hidden_layers=1000000000; 10000 layers are the most"):
+        build_model(tmp_path, torch_device=CPU)
+
+
+def test_weights_that_are_not_finite_are_named(folder: Path) -> None:
+    model = make_llama()
+    model.model.norm.weight.data[3] = float("nan")
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("inf")
+    model.save_pretrained(folder)
+    error = error_of(folder)
+    assert error.found == "2 weights hold NaN or infinity: model.layers.0.mlp.up_proj.weight, model.norm.weight"

@@ -14,6 +14,7 @@ from core.compilation.trace.tracing import trace
 from core.engine.models.distributed import Processes, initialize, shard_model
 from core.errors import UsageError
 from tests.common.processes import drawn, launch, pretended
+from tests.engine.models.sharded_worker import MODES
 from tests.support import refused
 
 DTYPES = [str(torch.float32), str(torch.bfloat16)]
@@ -77,7 +78,7 @@ def test_one_trace_of_several_buckets_is_split_and_runs_a_devices_own_ops(llamas
 @SLOW
 def test_the_engine_generates_on_a_sharded_model(llamas: list[Any]) -> None:
     for each in llamas:
-        assert each["tokens"]["got"] == each["tokens"]["wanted"]
+        assert each["tokens"]["got"] == dict.fromkeys(MODES, each["tokens"]["wanted"])
 
 
 @SLOW

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from core.engine.inspect.attention import AttentionLayer
-from core.engine.paged.cache import NULL_BLOCK, BlockPool, PagedCache
+from core.engine.paged.blocks import NULL_BLOCK, BlockPool
+from core.engine.paged.cache import PagedCache
+from core.engine.paged.groups import make_groups
 from core.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -55,11 +57,13 @@ def test_blocks_that_come_back_are_handed_out_again() -> None:
 
 def test_a_cache_hangs_on_its_modules_and_leaves_them() -> None:
     modules = [nn.Identity(), nn.Identity()]
-    cache = PagedCache({modules[0]: layer("a"), modules[1]: layer("b", 16, 16)}, num_blocks=3, block_size=4, device=CPU)
+    layers: dict[nn.Module, AttentionLayer] = {modules[0]: layer("a"), modules[1]: layer("b", 16, 16)}
+    groups = make_groups(layers, max_len=64, block_size=4)
+    cache = PagedCache(layers, groups, num_blocks=[3], block_size=4, device=CPU)
     state = modules[1].__dict__["_core_attention"]
     assert state.key_cache.shape == (3, 4, 2, 16)
     assert modules[0].__dict__["_core_attention"].value_cache.shape == (3, 4, 2, 4)
-    assert state.step is cache.step
+    assert state.step is cache.steps[0]
     assert cache.num_bytes == 3 * 4 * (layer("a").bytes_per_position + layer("b", 16, 16).bytes_per_position)
     assert not modules[0].state_dict()
     assert copy.deepcopy(modules[1]).__dict__["_core_attention"] is state

@@ -11,7 +11,7 @@ import torch
 
 from core.compilation.options import CompileOptions
 from core.device import Device, MemoryInfo
-from core.engine.config import SamplingParams
+from core.engine.config import Phase, SamplingParams
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import counts_from_zero, position_difference
 from core.engine.models.loading import build_model
@@ -20,7 +20,7 @@ from core.engine.models.tiny_rules import WINDOW
 from core.engine.paged.runner import PagedRunner
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
-from core.engine.steps.step import Part, Phase, Step
+from core.engine.steps.step import Part, Step
 from core.errors import ModelError
 from core.host.selection import select_device
 
@@ -60,11 +60,14 @@ def new_sequence(index: int, prompt: list[int], max_new_tokens: int = 20) -> Seq
 
 def step(runner: PagedRunner, phase: Phase, sequences: list[Sequence]) -> torch.Tensor:
     """Run one step over all that is pending and append the tokens it gives; the logits are copied."""
+    assert all(runner.cache.grow(sequence, len(sequence)) for sequence in sequences)
     with torch.no_grad():
         output = runner.run(Step(phase, tuple(Part(sequence, sequence.num_pending) for sequence in sequences)))
+    assert output is not None
     for sequence, token in zip(sequences, output.tokens.tolist(), strict=True):
-        sequence.num_computed = len(sequence)
+        sequence.num_computed = sequence.num_settled = len(sequence)
         sequence.generated.append(token)
+        runner.cache.settle(sequence)
     assert torch.equal(output.tokens, output.logits.argmax(-1))
     return output.logits.clone()
 
@@ -72,17 +75,18 @@ def step(runner: PagedRunner, phase: Phase, sequences: list[Sequence]) -> torch.
 def decode(runner: PagedRunner, prompts: list[list[int]], num_tokens: int) -> list[torch.Tensor]:
     """Generate greedily for all prompts at once; the logits of each, (num_tokens, vocabulary)."""
     sequences = [new_sequence(index, prompt) for index, prompt in enumerate(prompts)]
-    assert all(runner.admit(sequence) for sequence in sequences)
+    assert all(runner.cache.join(sequence) for sequence in sequences)
     steps = [step(runner, "prefill", sequences)]
     steps += [step(runner, "decode", sequences) for _ in range(num_tokens - 1)]
     for sequence in sequences:
-        runner.release(sequence)
+        runner.cache.release(sequence)
     return list(torch.stack(steps, dim=1))
 
 
 def poison(runner: PagedRunner) -> None:
-    """Fill the whole cache with NaN, the null block too."""
-    for tensor in runner._cache._tensors:
+    """Fill the whole cache with NaN, the null block too; no block is what it was."""
+    runner.cache.forget()
+    for tensor in runner._paged._tensors:
         tensor.fill_(float("nan"))
 
 
@@ -111,46 +115,54 @@ def test_what_stood_in_the_cache_before_does_not_leak(runner: PagedRunner) -> No
 def test_padding_writes_to_the_null_block_only(runner: PagedRunner) -> None:
     poison(runner)
     sequences = [new_sequence(index, prompt) for index, prompt in enumerate(PROMPTS)]
-    assert all(runner.admit(sequence) for sequence in sequences)
+    assert all(runner.cache.join(sequence) for sequence in sequences)
     step(runner, "prefill", sequences)  # 19 tokens in a bucket of 48
-    owned = {block for sequence in sequences for block in sequence.blocks}
+    owned = {block for sequence in sequences for table in sequence.tables for block in table}
     written = {
         block
-        for tensor in runner._cache._tensors
+        for tensor in runner._paged._tensors
         for block in range(tensor.shape[0])
         if not bool(tensor[block].isnan().all())
     }
     assert 0 in written
     assert written - {0} <= owned
     for sequence in sequences:
-        runner.release(sequence)
-    for tensor in runner._cache._tensors:
+        runner.cache.release(sequence)
+    for tensor in runner._paged._tensors:
         tensor.zero_()
 
 
-def test_a_sequence_reserves_all_it_may_need_and_returns_it(runner: PagedRunner) -> None:
-    free = runner._pool.num_free
-    assert free == 3 * 5  # three sequences of 40 positions in blocks of 8
-    short, long = new_sequence(0, [1] * 5, 4), new_sequence(1, [1] * 5, 1000)
-    assert runner.admit(short) and runner.admit(long)
-    assert (len(short.blocks), len(long.blocks)) == (2, 5)
-    assert 0 not in short.blocks + long.blocks
-    assert not set(short.blocks) & set(long.blocks)
-    runner.release(short)
-    runner.release(long)
-    assert (runner._pool.num_free, short.blocks) == (free, [])
+def free(runner: PagedRunner) -> list[int]:
+    return [pool.num_free for pool in runner.cache.pools]
 
 
-def test_a_sequence_is_not_admitted_without_room(runner: PagedRunner) -> None:
-    held = [new_sequence(index, [1], 1000) for index in range(3)]
-    assert all(runner.admit(sequence) for sequence in held)
+def test_a_sequence_takes_blocks_as_it_grows_and_returns_them(runner: PagedRunner) -> None:
+    before = free(runner)
+    assert before == [3 * 5, 3 * 5]  # three sequences of 40 positions in blocks of 8; one layer has a window
+    short, long = new_sequence(0, [1] * 5, 4), new_sequence(1, [1] * 12, 1000)
+    assert runner.cache.join(short) and runner.cache.join(long)
+    assert [len(table) for each in (short, long) for table in each.tables] == [1, 0, 2, 0]  # windows as it goes on
+    assert runner.cache.grow(short, 8) and len(short.tables[0]) == 1
+    assert runner.cache.grow(short, 9) and len(short.tables[0]) == 2
+    assert 0 not in short.tables[0] + long.tables[0]
+    assert not set(short.tables[0]) & set(long.tables[0])
+    for sequence in (short, long, short):
+        runner.cache.release(sequence)
+    assert (free(runner), short.tables) == (before, [])
+
+
+def test_a_sequence_neither_joins_nor_grows_without_room(runner: PagedRunner) -> None:
+    held = [new_sequence(index, [1] * 39, 1000) for index in range(3)]
+    assert all(runner.cache.join(sequence) for sequence in held)
     late = new_sequence(3, [1], 1)
-    assert not runner.admit(late)
-    assert late.blocks == []
-    runner.release(held[0])
-    assert runner.admit(late)
+    assert not runner.cache.join(late)
+    assert late.tables == []
+    runner.cache.release(held[0])
+    assert runner.cache.join(late)
+    assert runner.cache.grow(late, 40) and not runner.cache.grow(held[1], 41)
+    assert len(held[1].tables[0]) == 5
     for sequence in (*held[1:], late):
-        runner.release(sequence)
+        runner.cache.release(sequence)
 
 
 def test_one_trace_serves_all_phases_and_a_batch_of_one(runner: PagedRunner) -> None:
@@ -211,9 +223,9 @@ def test_a_cache_larger_than_the_memory_is_refused_with_figures() -> None:
     full = MemoryInfo(used_bytes=2**30 - 1000, total_bytes=2**30, peak_bytes=0)
     small: Device = replace(device, parts=replace(device.parts, memory=lambda: full))
     model = tiny("llama")
-    with pytest.raises(ModelError, match="3 sequences of up to 40 tokens") as caught:
+    with pytest.raises(ModelError, match="one sequence has up to 40") as caught:
         PagedRunner(model, small, CONFIG, max_model_len=LENGTH)
-    assert "0.00 GiB free" in caught.value.found
+    assert "0.00 GiB for it" in caught.value.found
     assert not any(hasattr(module, "_core_attention") for module in model.modules())
 
 
@@ -227,7 +239,7 @@ def test_memory_that_others_hold_is_told_and_leaves_the_model_alone(monkeypatch:
         return real(*args, **options)
 
     monkeypatch.setattr("core.engine.paged.cache.torch.zeros", zeros)
-    with pytest.raises(ModelError, match=r"a key/value cache of .* GiB \(3 sequences") as caught:
+    with pytest.raises(ModelError, match=r"a key/value cache of .* GiB \(120 tokens") as caught:
         PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
     assert caught.value.found == "tried to allocate 12 GiB, others hold the rest"
     assert not any(hasattr(module, "_core_attention") for module in model.modules())

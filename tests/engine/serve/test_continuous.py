@@ -132,7 +132,7 @@ def run(engine: Engine, jobs: Sequence[Job], *, seed: int = 1) -> list[int]:
 
 
 def free_blocks(engine: Engine) -> int:
-    pool: Any = engine._runner._pool  # type: ignore[attr-defined]
+    (pool,) = engine._runner.cache.pools  # type: ignore[attr-defined]
     return int(pool.num_free)
 
 
@@ -143,7 +143,7 @@ def test_two_hundred_requests_get_the_tokens_of_each_alone(engine: Engine) -> No
     running = run(engine, work)
     check(engine, work)
     stats = engine.stats()
-    assert (stats.joined - before.joined, stats.left - before.left) == (NUM_REQUESTS, NUM_REQUESTS)
+    assert (stats.joined - before.joined, stats.ended - before.ended) == (NUM_REQUESTS, NUM_REQUESTS)
     assert max(running) == 8 and min(running[:-8]) < 8  # they came and went
     long = sum(len(job.prompt) > BUDGET for job in work)
     assert 0 < long <= stats.chunked - before.chunked < NUM_REQUESTS
@@ -221,8 +221,8 @@ def test_a_request_is_aborted_while_it_waits_runs_or_has_a_part_of_its_prompt(en
     check(engine, kept)
     assert long not in seen and late[-1] not in seen and late[1] in seen
     # One of the late ones was aborted while it waited: who never joined does not leave.
-    joined, left = engine.stats().joined - before.joined, engine.stats().left - before.left
-    assert joined == left == 6 + 1 + 7
+    joined, ended = engine.stats().joined - before.joined, engine.stats().ended - before.ended
+    assert joined == ended == 6 + 1 + 7
     assert free_blocks(engine) == free
     engine.abort(next(iter(ids)))  # it has ended long ago
     with pytest.raises(UsageError, match="abort request 100000"):
@@ -248,8 +248,8 @@ def test_a_step_that_fails_can_be_run_again(engine: Engine, monkeypatch: pytest.
     ids = {engine.add_request(job.prompt, job.params): job for job in work}
     run_step, calls = engine._runner.run, list[int]()
 
-    def failing(step: Any) -> Any:
-        output = run_step(step)
+    def failing(step: Any, behind: Any) -> Any:
+        output = run_step(step, behind)
         calls.append(1)
         if len(calls) % 3 == 0:
             raise RuntimeError("the device is gone")  # after it has written to the cache
@@ -272,9 +272,9 @@ def test_each_phase_replays_graphs_of_its_own_only(engine: Engine, monkeypatch: 
     seen: list[tuple[str, str]] = []
     run_step = engine._runner.run
 
-    def recording(step: Any) -> Any:
+    def recording(step: Any, behind: Any) -> Any:
         before = engine.report().replays
-        output = run_step(step)
+        output = run_step(step, behind)
         after = engine.report().replays
         seen.extend((step.phase, str(key)) for key in after if after[key] != before.get(key, 0))
         return output
@@ -301,8 +301,8 @@ def test_a_graph_of_another_phase_is_wrong_for_a_verify_batch_or_too_small(
     runner: Any = engine._runner
     run_step, found = runner.run, dict[str, Any]()
 
-    def forcing(step: Any) -> Any:
-        right = run_step(step)
+    def forcing(step: Any, behind: Any) -> Any:
+        right = run_step(step, behind)
         if step.phase == "verify":
             tensors = {**runner._tensors(step), "sampling_params": runner._greedy_rows[: step.num_rows]}
             tokens, logits = right.tokens.clone(), right.logits.clone()
@@ -316,7 +316,7 @@ def test_a_graph_of_another_phase_is_wrong_for_a_verify_batch_or_too_small(
                 with pytest.raises(CaptureError, match="no bucket is that large"):
                     runner._program("prefill", guards={}, **tensors)
                 found["prefill"] = True
-        return run_step(step)
+        return run_step(step, behind)
 
     monkeypatch.setattr(runner, "run", forcing)
     for prompts in ([[5, 6, 7, 5, 6, 7]], [[5, 6, 7, 5, 6, 7]] * 4):

@@ -131,7 +131,7 @@ def test_the_context_bounds_what_is_generated(engine: Engine) -> None:
 
 
 def test_a_prompt_longer_than_every_prefill_bucket_is_computed_in_chunks(engine: Engine) -> None:
-    prompt = [5 + i % 50 for i in range(90)]
+    prompt = [7 + 3 * i % 50 for i in range(90)]  # no other test has begun a prompt like this
     before = engine.stats()
     (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True), collect_logits=True)
     after = engine.stats()
@@ -193,7 +193,7 @@ def test_a_closed_engine_takes_no_request() -> None:
     waiting = engine.add_request([5, 6, 7])
     engine.abort(waiting)
     engine.close()
-    assert not engine.has_unfinished and engine.stats().joined == engine.stats().left == 1
+    assert not engine.has_unfinished and engine.stats().joined == engine.stats().ended == 1
     for call in (lambda: engine.add_request([5, 6, 7]), engine.step):
         with pytest.raises(UsageError, match="the engine is closed"):
             call()
@@ -215,11 +215,15 @@ def test_a_generation_that_is_interrupted_returns_its_blocks(engine: Engine, alo
     def interrupt(index: int, piece: str) -> None:
         raise KeyboardInterrupt
 
-    free = engine._runner._pool.num_free  # type: ignore[attr-defined]
+    free = free_blocks(engine)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(TEXTS, GREEDY, on_text=interrupt)
-    assert engine._runner._pool.num_free == free  # type: ignore[attr-defined]
+    assert free_blocks(engine) == free
     assert engine.generate(TEXTS[:1], GREEDY)[0].token_ids == alone[0].token_ids
+
+
+def free_blocks(engine: Engine) -> list[int]:
+    return [pool.num_free for pool in engine._runner.cache.pools]  # type: ignore[attr-defined]
 
 
 class Broken(Exception):
@@ -250,8 +254,8 @@ def test_an_error_in_the_middle_of_a_step_leaves_the_engine_usable(
                 engine.generate(IDS, GREEDY)
         assert [c.token_ids for c in engine.generate(IDS, GREEDY)] == [c.token_ids for c in expected]
         if engine.route == "paged":
-            assert engine._runner._cache.step.block_table is None  # type: ignore[attr-defined]
-            assert engine._runner._pool.num_free == engine._runner._pool.num_blocks - 1  # type: ignore[attr-defined]
+            assert engine._runner._paged.steps[0].block_table is None  # type: ignore[attr-defined]
+            assert all(pool.num_free == pool.num_blocks - 1 for pool in engine._runner.cache.pools)  # type: ignore[attr-defined]
 
 
 def test_an_error_of_the_callback_returns_the_blocks(engine: Engine, alone: list[Completion]) -> None:
@@ -262,10 +266,10 @@ def test_an_error_of_the_callback_returns_the_blocks(engine: Engine, alone: list
         if len(seen) == 6:
             raise Broken
 
-    free = engine._runner._pool.num_free  # type: ignore[attr-defined]
+    free = free_blocks(engine)
     with pytest.raises(Broken):
         engine.generate([*TEXTS, *TEXTS], GREEDY, on_text=broken)
-    assert engine._runner._pool.num_free == free  # type: ignore[attr-defined]
+    assert free_blocks(engine) == free
     assert [c.token_ids for c in engine.generate(TEXTS, GREEDY)] == [c.token_ids for c in alone]
 
 

@@ -45,12 +45,12 @@ def runner_of(model: Any, **options: Any) -> Iterator[PagedRunner]:
 
 
 def inputs_of(runner: PagedRunner, sizes: dict[str, int]) -> dict[str, Tensor]:
-    declared = step_inputs(runner._max_blocks)
+    declared = step_inputs(runner._max_blocks, runner.num_groups)
     return {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
 
 
 def traced(runner: PagedRunner, phase: str) -> TracedGraph:
-    declared = step_inputs(runner._max_blocks)
+    declared = step_inputs(runner._max_blocks, runner.num_groups)
     dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in declared.items()}
     return trace(runner._calls[phase], inputs_of(runner, SIZES[phase]), dynamic=dynamic, least=1)
 
@@ -78,7 +78,7 @@ def test_the_decode_graph_of_the_shared_trace_is_that_of_a_trace_of_decode(model
         shared = SharedTrace(op="core::attention", argument="max_query_len", values=lens)
         prefill, alone = traced(runner, "prefill"), traced(runner, "decode")
         assert shared.calls_have(prefill.module, lens["prefill"])
-        derived = shared.bound(prefill, "decode")
+        derived = shared.for_phase(prefill, "decode")
         assert described(derived) == described(alone) != described(prefill)
         slots = [
             slot.value is other.value if isinstance(slot, ConstantSlot) and isinstance(other, ConstantSlot) else
@@ -90,7 +90,7 @@ def test_the_decode_graph_of_the_shared_trace_is_that_of_a_trace_of_decode(model
             str(guard.expr) for guard in alone.shape_env.guards
         ]
         for sizes in (*SIZES.values(), ONE):
-            assert derived.holds_for(inputs_of(runner, sizes)) is None
+            assert derived.why_not_for(inputs_of(runner, sizes)) is None
         # Nor do the passes ask anything of which the other phase would have to know.
         rewriter = Rewriter(select_device("cpu"))
         known = len(derived.shape_env.guards)

@@ -86,12 +86,15 @@ def test_a_window_is_kept_beyond_its_length() -> None:
     loaded = tiny("gemma3_text")
     runner = StaticRunner(loaded.model, select_device("cpu"), CONFIG, max_model_len=48, reason="asked for")
     sequence = Sequence(0, list(PROMPTS[1]), SamplingParams(max_new_tokens=30))
-    assert runner.admit(sequence)
-    logits = [runner.run(Step("prefill", (Part(sequence, len(sequence)),))).logits.clone()]
+    assert runner.cache.join(sequence)
+    first = runner.run(Step("prefill", (Part(sequence, len(sequence)),)))
+    assert first is not None
+    logits = [first.logits.clone()]
     for token in range(50, 50 + 2 * WINDOW):
         sequence.num_computed = len(sequence)
         sequence.generated.append(token)
         output = runner.run(Step("decode", (Part(sequence, 1),)))
+        assert output is not None
         assert output.tokens.tolist() == output.logits.argmax(-1).tolist()
         logits.append(output.logits.clone())
     with torch.no_grad():
@@ -125,10 +128,10 @@ def test_drafts_are_declined_with_a_word(caplog: pytest.LogCaptureFixture) -> No
 def test_one_sequence_holds_the_cache() -> None:
     runner = StaticRunner(tiny("bloom").model, select_device("cpu"), EAGER, max_model_len=32, reason="asked for")
     first, second = (Sequence(i, [3, 4], SamplingParams()) for i in range(2))
-    assert runner.admit(first)
-    assert not runner.admit(second)
-    runner.release(first)
-    assert runner.admit(second)
+    assert runner.cache.join(first)
+    assert not runner.cache.join(second)
+    runner.cache.release(first)
+    assert runner.cache.join(second)
     assert (runner.max_num_seqs, runner.reason) == (1, "asked for")
     runner.close()
 

@@ -12,18 +12,27 @@ def sequence(prompt: list[int], *, generated: list[int] | None = None, computed:
 
 def test_pending_is_the_prompt_first_and_then_the_latest_token() -> None:
     seq = sequence([5, 6, 7])
-    assert (len(seq), seq.pending(), seq.num_pending, seq.in_prompt) == (3, [5, 6, 7], 3, True)
+    assert (len(seq), seq.num_pending, seq.in_prompt) == (3, 3, True)
     seq.num_computed = 2
-    assert (seq.pending(), seq.num_pending, seq.in_prompt) == ([7], 1, True)
+    assert (seq.num_pending, seq.in_prompt) == (1, True)
     seq.num_computed = 3
-    assert (seq.pending(), seq.num_pending, seq.in_prompt) == ([], 0, False)
+    assert (seq.num_pending, seq.in_prompt) == (0, False)
     seq.generated.append(8)
-    assert (len(seq), seq.pending(), seq.num_pending) == (4, [8], 1)
+    assert (len(seq), seq.num_pending, seq.in_prompt) == (4, 1, False)
 
 
-def test_pending_after_a_part_of_the_prompt_is_the_rest_and_what_follows() -> None:
-    found = sequence([5, 6, 7], generated=[8], computed=2)
-    assert found.pending() == [7, 8] and found.pending(1) == [7] and found.pending(0) == []
+def test_tokens_are_read_across_the_end_of_the_prompt_and_zero_where_nobody_knows_them() -> None:
+    found = sequence([5, 6, 7], generated=[8, 9])
+    assert [found.tokens(0, 2), found.tokens(2, 2), found.tokens(3, 2)] == [[5, 6], [7, 8], [8, 9]]
+    found.num_awaited = 1
+    assert (len(found), found.num_known, found.tokens(4, 2), found.tokens(5, 1)) == (6, 5, [9, 0], [0])
+
+
+def test_a_sequence_has_all_once_its_last_token_is_under_way() -> None:
+    found = Sequence(0, [5], SamplingParams(max_new_tokens=2), generated=[6])
+    assert not found.has_all
+    found.num_awaited = 1
+    assert found.has_all
 
 
 def test_sequences_with_equal_tokens_are_not_one() -> None:

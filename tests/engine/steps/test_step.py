@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from core.engine.config import SamplingParams
+from core.engine.config import Phase, SamplingParams
 from core.engine.steps.sampling import make_generator
 from core.engine.steps.sequence import Sequence
-from core.engine.steps.step import Part, Phase, Step, step_behind, step_inputs, step_tensors
+from core.engine.steps.step import Part, Step, rows_ahead, step_inputs, step_tensors
 
 CPU = torch.device("cpu")
 HOT = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=1)
@@ -20,7 +20,7 @@ def sequence(
     prompt: list[int], *, blocks: list[int], generated: tuple[int, ...] = (), computed: int = 0, hot: bool = False
 ) -> Sequence:
     params = HOT if hot else SamplingParams()
-    found = Sequence(0, prompt, params, make_generator(params), list(generated), blocks)
+    found = Sequence(0, prompt, params, make_generator(params), list(generated), [blocks])
     found.num_computed = computed
     return found
 
@@ -77,17 +77,45 @@ def test_a_part_may_hold_the_end_of_a_prompt_and_what_follows_it() -> None:
 def test_a_step_behind_another_knows_all_but_the_tokens() -> None:
     first = sequence([5, 6, 7, 8], blocks=[3, 1], generated=(9,), computed=4)
     second = sequence([11], blocks=[2, 3], generated=(12, 13), computed=2)
-    behind = step_behind(Step("decode", (Part(first, 1), Part(second, 1))))
-    assert behind is not None and behind.num_tokens == behind.num_rows == 2
-    step = tensors("decode", *behind.parts)
-    assert (step["input_ids"], step["position_ids"], step["slot_mapping"]) == ([0, 0], [5, 3], [5, 11])
-    for each, token in ((first, 21), (second, 22)):  # what the step before gave
-        each.generated.append(token)
-        each.num_computed += 1
-    again = step_behind(behind)
-    assert again is not None
-    step = tensors("decode", *again.parts)
-    assert (step["input_ids"], step["position_ids"], step["slot_mapping"]) == ([0, 0], [6, 4], [6, 12])
+    second.index = 1
+    before = Step("decode", (Part(first, 1), Part(second, 1)))
+    for part in before.parts:
+        part.launched()
+    assert (len(first), first.num_pending, first.num_known) == (6, 1, 5)
+    joining = sequence([21, 22], blocks=[4])
+    behind = Step("prefill", (Part(second, 1), Part(first, 1), Part(joining, 2)))
+    assert [part.ahead for part in behind.parts] == [True, True, False]
+    assert rows_ahead(behind, before) == [1, 0]
+    step = tensors("prefill", *behind.parts)
+    assert (step["input_ids"], step["position_ids"]) == ([0, 0, 21, 22], [3, 5, 0, 1])
+    assert step["slot_mapping"] == [11, 5, 16, 17]
+    for part in behind.parts:
+        part.launched()
+    for part in before.parts:
+        part.undone()
+    assert (len(first), first.num_computed, len(second), second.num_computed) == (5, 4, 3, 2)
+
+
+def test_a_preempted_sequence_is_computed_from_its_first_token() -> None:
+    each = sequence([5, 6, 7], blocks=[3, 1], generated=(8, 9), computed=0)
+    assert each.in_prompt and each.num_pending == 5
+    assert not Part(each, 4).emits and Part(each, 5).emits
+    step = tensors("prefill", Part(each, 5))
+    assert (step["input_ids"], step["position_ids"]) == ([5, 6, 7, 8, 9], [0, 1, 2, 3, 4])
+    each.num_computed = 2
+    assert tensors("prefill", Part(each, 2))["input_ids"] == [7, 8]
+    each.num_computed = 4
+    assert not each.in_prompt
+
+
+def test_each_group_of_layers_has_tables_of_its_own() -> None:
+    each = sequence([5, 6, 7, 8, 9], blocks=[3, 1])
+    each.tables.append([2, 4])
+    step = step_tensors(Step("prefill", (Part(each, 5),)), max_blocks=3, block_size=4, device=CPU, num_groups=2)
+    assert step["block_table"].tolist() == [[3, 1, 0]] and step["block_table_1"].tolist() == [[2, 4, 0]]
+    assert step["slot_mapping"].tolist() == [12, 13, 14, 15, 4]
+    assert step["slot_mapping_1"].tolist() == [8, 9, 10, 11, 16]
+    assert step_inputs(3, 2).keys() - step_inputs(3).keys() == {"block_table_1", "slot_mapping_1"}
 
 
 def test_a_sequence_without_blocks_for_its_tokens_is_no_step() -> None:

@@ -18,8 +18,10 @@ from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.norm.norms import RMS_NORM, rms_norm
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Pass
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.common.passes.pass_guards import Guards
+from core.common.passes.results import PassResult
 from core.compilation.trace.tracing import trace
 from core.engine.check.graphs import PhaseGraph
 from core.verify.bisect.bisection import bisect, injected
@@ -167,6 +169,49 @@ def test_a_wrong_op_implementation_is_named_with_its_node(wrong: Callable[..., A
     assert ("invalid launch" if wrong is raising else "output 0: error over bound") in fault.reason
     # The whole is wrong too: the lowered graph calls the implementation, and so does the run op by op.
     assert {each.kind for each in later} <= {"model", "lowering"}
+
+
+class Viewed(nn.Module):
+    """A model that reads the result of a norm as a view, which only rows one after the other allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.core.rms_norm(x, self.weight, 1e-6).view(-1) * 2
+
+
+def transposed(*args: Any, **options: Any) -> Tensor:
+    return rms_norm(*args, **options).t().contiguous().t()
+
+
+@pytest.mark.parametrize("level", ["full", "sample"])
+def test_an_implementation_with_other_strides_than_its_fake_is_named(level: Any) -> None:
+    found = bisect([phase(Viewed(), x=X)], cpu(ops=(implementation(transposed),)), [], level=level, lowering="inline")
+    (fault,) = found.faults
+    assert (fault.kind, fault.op, fault.name) == ("op", "core::rms_norm", "acme_kernel")
+    assert fault.reason == "output 0: strides (1, 32) instead of (64, 1)"
+    # What follows is judged with the reference in its place.
+    assert step(found, "lowering").outcome == "ok" and step(found, "model").outcome == "ok"
+
+
+def test_a_graph_that_does_not_run_as_traced_names_the_node() -> None:
+    @torch.library.custom_op("acme_strides::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return (x * 2).t().contiguous().t()
+
+    twice.register_fake(torch.empty_like)
+
+    def function(x: Tensor) -> Tensor:
+        return twice(x).view(-1)
+
+    found = bisect([phase(function, keep=False, x=X)], cpu(ops=(implementation(rms_norm),)), [], lowering="inline")
+    (fault,) = found.faults
+    assert fault.kind == "lowering" and fault.nodes == ("twice_default",) and not found.passed
+    assert "stops at node view (view)" in fault.reason and "RuntimeError: view size is not compatible" in fault.reason
+    where = "node twice_default (torch.ops.acme_strides.twice.default)"
+    assert fault.reason.endswith(f"{where} gave strides (1, 32) instead of (64, 1) that its fake says")
 
 
 class Attends(nn.Module):

@@ -15,7 +15,7 @@ from core.device import Device, Mode
 from core.errors import CaptureError
 from core_conformance.cases.calls.programs import BUCKETS, WIDTH, doubled, make, rows, rows_spec
 from core_conformance.cases.graphs.promises import Promise
-from core_conformance.trial import Trial
+from core_conformance.trial import Trial, raised
 
 LARGEST = BUCKETS[-1]
 SENTINEL, KEPT = 7, 5
@@ -33,7 +33,7 @@ def buckets(trial: Trial, mode: Mode) -> None:
 
     phases = {"decode": BUCKETS, "prefill": [4, 8]}
     models: dict[str, Callable[..., Any]] = {"decode": decode, "prefill": prefill}
-    with make(device, mode, models, {"x": rows_spec(device)}, buckets=phases) as program:
+    with make(device, mode, models, buckets=phases) as program:
         order = [bucket.key.dims[0] for bucket in program.report().buckets if bucket.key.phase == "decode"]
         trial.same("sizes in order of capture", order, sorted(BUCKETS, reverse=True))
         counts: dict[GraphKey, int] = dict.fromkeys(program.keys, 0)
@@ -92,8 +92,7 @@ def refused(trial: Trial, mode: Mode) -> None:
     """Call with more rows than any bucket holds, and replay keys that are none of the program's."""
     device = trial.device
     for strict in (False, True):
-        inputs = {"x": rows_spec(device)}
-        with make(device, mode, lambda x: doubled(x) + 1, inputs, buckets=BUCKETS, strict=strict) as program:
+        with make(device, mode, lambda x: doubled(x) + 1, buckets=BUCKETS, strict=strict) as program:
             x = rows(device, LARGEST + 1, 1)
             for call in (1, 2):
                 if strict:
@@ -122,12 +121,10 @@ def _serves(trial: Trial, device: Device, program: Program, when: str) -> None:
 
 def _refuses(trial: Trial, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Require that a call raises `CaptureError`."""
-    try:
-        call(*args, **kwargs)
-    except CaptureError as error:
+    error = raised(CaptureError, call, *args, **kwargs)
+    if trial.require(error is not None, f"{name} returns instead of raising CaptureError"):
+        assert error is not None
         trial.require(bool(error.found and error.remedy), f"{name}: the error says too little: {error}")
-    else:
-        trial.require(False, f"{name} returns instead of raising CaptureError")
 
 
 def guards(trial: Trial, mode: Mode) -> None:
@@ -139,9 +136,8 @@ def guards(trial: Trial, mode: Mode) -> None:
         out = doubled(x) + (1 if want == "sum" else -1)
         return out * 3 if lora else out
 
-    inputs = {"x": rows_spec(device)}
     for strict in (False, True):
-        with make(device, mode, function, inputs, buckets=[4, 8], guards=values, strict=strict) as program:
+        with make(device, mode, function, buckets=[4, 8], guards=values, strict=strict) as program:
             trial.same("captured keys", len(program.keys), 8)
             for number in range(2):
                 for want in values["want"]:

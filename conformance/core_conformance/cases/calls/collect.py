@@ -18,11 +18,10 @@ from core.compilation.options import CompileOptions
 from core.compilation.program import Program
 from core.device import Device, Mode
 from core_conformance.case import Case
-from core_conformance.cases.calls import buckets as call_buckets
-from core_conformance.cases.calls import host_arguments as call_host_arguments
-from core_conformance.cases.calls import lifetime as call_lifetime
+from core_conformance.cases.calls import buckets, host_arguments, lifetime
 from core_conformance.cases.calls.programs import BREAK, BUCKETS, WIDTH, doubled, lowering_of, make
-from core_conformance.cases.graphs.promises import DTYPES, Promise, cases_of, working_dtype
+from core_conformance.cases.graphs.promises import Promise, Scope, cases_of
+from core_conformance.dtypes import DTYPES, working_dtype
 from core_conformance.rules import oracle
 from core_conformance.trial import Trial, tensors
 
@@ -153,18 +152,17 @@ PROMISES = (
         name="default-lowering",
         what="calls of a program with the device's own lowering and passes meet the criterion",
         run=traced,
-        modes=("full", "piecewise", "compile"),
-        elsewhere="this mode takes no trace, so nothing is lowered",
+        scope=Scope(("full", "piecewise", "compile"), "this mode takes no trace, so nothing is lowered"),
         timeout_s=300.0,
     ),
-    *call_buckets.PROMISES,
-    *call_lifetime.PROMISES,
+    *buckets.PROMISES,
+    *lifetime.PROMISES,
 )
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     """Yield the cases about programs."""
     yield from cases_of(PROMISES, device)
-    for case in cases_of([call_host_arguments.UPDATES], device):
+    for case in cases_of([host_arguments.UPDATES], device):
         no_updates = "" if device.capabilities.update else "the device declares update=False"
         yield replace(case, not_supported=case.not_supported or no_updates)

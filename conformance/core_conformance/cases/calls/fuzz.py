@@ -17,7 +17,7 @@ from core.compilation.program import Program
 from core.device import Device, Mode
 from core_conformance.case import Case
 from core_conformance.cases.calls.programs import doubled, make
-from core_conformance.cases.graphs.promises import working_dtype
+from core_conformance.dtypes import working_dtype
 from core_conformance.fuzzing.running import run_examples
 from core_conformance.trial import Trial
 
@@ -109,5 +109,5 @@ def _fuzz(trial: Trial, *, mode: Mode) -> None:
     inputs = {"x": InputSpec(("batch", _WIDTH), dtype), "write": slot, "read": slot}
     with make(trial.device, mode, model, inputs, buckets=_BUCKETS, reset=model.reset) as program:
         run_examples(trial, _Runs(model, program, dtype).example)
-        for reason, times in program.report().fallbacks.items():
-            trial.require(False, f"{times} calls ran eagerly: {reason}")
+        fallbacks = program.report().fallbacks.items()
+        trial.fail(*(f"{times} calls ran eagerly: {reason}" for reason, times in fallbacks))

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from core.common.conformance import HostArgumentExample
 from core.compilation.capture.inputs import InputSpec
+from core.compilation.program import Program
 from core.device import Mode
 from core.errors import UsageError
 from core_conformance.cases.calls.programs import doubled, make
-from core_conformance.cases.graphs.promises import GRAPHS, Promise
-from core_conformance.trial import Trial
+from core_conformance.cases.graphs.promises import Promise
+from core_conformance.trial import Trial, raised
 
 _TWO_STEPS = "host_argument_example gives fewer than two steps, or steps with equal results: they prove nothing"
 
@@ -25,7 +26,7 @@ def host_arguments(trial: Trial, mode: Mode) -> None:
     """Renew the host-side arguments of the plugin's own example at each replay."""
     device, make_example = trial.device, trial.profile.host_argument_example
     if make_example is None:
-        trial.require(False, "the device declares update=True, and its profile has no host_argument_example to try")
+        trial.fail("the device declares update=True, and its profile has no host_argument_example to try")
         return
     example = make_example(device.torch_device)
     if example.steps and example.steps[0].keys() <= example.inputs.keys():
@@ -49,12 +50,13 @@ def host_arguments(trial: Trial, mode: Mode) -> None:
             trial.same(f"step {number}, called", program(step=step, **given), want)
             trial.same(f"step {number}, replayed", program.replay(key, step=step), want)
         for wrong in (None, {}, {**steps[0], "no_such_argument": 1}):
-            try:
-                program.replay(key, step=wrong)
-            except UsageError:
-                continue
-            trial.require(False, f"a replay with host-side arguments {wrong} is not refused")
+            _refuses(trial, program, wrong)
         trial.same("after refusals", program(step=steps[0], **inputs), wanted[0])
+
+
+def _refuses(trial: Trial, program: Program, step: Mapping[str, Any] | None) -> None:
+    error = raised(UsageError, program.replay, program.keys[0], step=step)
+    trial.require(error is not None, f"a replay with host-side arguments {step} is not refused")
 
 
 def _values_of_inputs(trial: Trial, mode: Mode, example: HostArgumentExample) -> None:
@@ -90,14 +92,8 @@ def _values_of_inputs(trial: Trial, mode: Mode, example: HostArgumentExample) ->
         for name in names:
             short = {**example.steps[0], name: list(example.steps[0][name])[1:]}
             for wrong in (None, {}, short, {**example.steps[0], "no_such_argument": [1]}):
-                try:
-                    program.replay(key, step=wrong)
-                except UsageError:
-                    continue
-                trial.require(False, f"a replay with host-side arguments {wrong} is not refused")
+                _refuses(trial, program, wrong)
         trial.same("after refusals", program(step=example.steps[0], **given[0]), wanted[0])
 
 
-UPDATES = Promise(
-    name="host-arguments", what="host-side arguments are renewed at each replay", run=host_arguments, modes=GRAPHS
-)
+UPDATES = Promise(name="host-arguments", what="host-side arguments are renewed at each replay", run=host_arguments)

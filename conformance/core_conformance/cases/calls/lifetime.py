@@ -12,17 +12,17 @@ from torch import Tensor
 from core.compilation.program import Program
 from core.device import Device, Mode
 from core.errors import CaptureError, CoreError, TraceError
-from core_conformance.cases.calls.programs import ARMED, BUCKETS, doubled, fragile, make, rows, rows_spec
-from core_conformance.cases.graphs.promises import NO_PARTS, PARTS, Promise
+from core_conformance.cases.calls.programs import ARMED, BUCKETS, doubled, fragile, make, rows
+from core_conformance.cases.graphs.promises import IN_PARTS, Promise
 from core_conformance.cases.graphs.threads import in_threads
-from core_conformance.trial import Trial
+from core_conformance.trial import Trial, raised
 
 ROUNDS = 4
 
 
 def _scaled(device: Device, mode: Mode, by: float, **options: Any) -> Program:
     options = {"buckets": BUCKETS} | options
-    return make(device, mode, lambda x: doubled(x + 1) * by, {"x": rows_spec(device)}, **options)
+    return make(device, mode, lambda x: doubled(x + 1) * by, **options)
 
 
 def _serves(trial: Trial, program: Program, by: float, when: str, counts: tuple[int, ...] = (3, 8, 2, 5)) -> None:
@@ -31,11 +31,15 @@ def _serves(trial: Trial, program: Program, by: float, when: str, counts: tuple[
         trial.same(f"{count} rows {when}", program(x=x), (x + 1) * 2 * by)
 
 
+def _with_notes(error: CoreError) -> str:
+    """Return the text of an error and of its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def failing_capture(trial: Trial, mode: Mode) -> None:
     """Let an op raise in the middle of a capture; the error names the key, and the device works on."""
     device = trial.device
     kept = _scaled(device, mode, 2.0)
-    inputs = {"x": rows_spec(device)}
 
     def function(x: Tensor) -> Tensor:
         return fragile(doubled(x) + 1)
@@ -46,13 +50,13 @@ def failing_capture(trial: Trial, mode: Mode) -> None:
     # Where nothing is recorded there is only the run that warms up.
     ARMED.armed = mode == "compile"
     try:
-        make(device, mode, function, inputs, buckets=BUCKETS, reset=arm)
+        make(device, mode, function, buckets=BUCKETS, reset=arm)
     except CoreError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        text = _with_notes(error)
         trial.require(f"main[{BUCKETS[-1]}]" in text, f"the error does not name the key: {text}")
         trial.require("planted in the capture" in text, f"the error does not name the cause: {text}")
     else:
-        trial.require(False, "an op raised in the capture, and compiling did not")
+        trial.fail("an op raised in the capture, and compiling did not")
     finally:
         ARMED.armed = False
     x = rows(device, 5, 1)
@@ -60,7 +64,7 @@ def failing_capture(trial: Trial, mode: Mode) -> None:
         "torch on the device after a failed capture", float((x + 1).sum()), float(x.cpu().float().sum() + x.numel())
     )
     _serves(trial, kept, 2.0, "of a program that was there before")
-    with make(device, mode, function, inputs, buckets=BUCKETS) as program:
+    with make(device, mode, function, buckets=BUCKETS) as program:
         trial.same("the same function, captured again", program(x=x), (x * 2 + 1) * 2)
     kept.close()
 
@@ -68,17 +72,15 @@ def failing_capture(trial: Trial, mode: Mode) -> None:
 def reading(trial: Trial, mode: Mode) -> None:
     """Compile a function that reads a sum on the host: refused by name, or its results follow the inputs."""
     device = trial.device
-    inputs = {"x": rows_spec(device)}
 
     def function(x: Tensor) -> Tensor:
         return doubled(x) * (x.sum().item() + 1)
 
     try:
-        program = make(device, mode, function, inputs, buckets=[8], eager=())
+        program = make(device, mode, function, buckets=[8], eager=())
     except CoreError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        named = isinstance(error, TraceError) or "main[8]" in text
-        trial.require(named, f"the error does not name the key: {text}")
+        named = isinstance(error, TraceError) or "main[8]" in _with_notes(error)
+        trial.require(named, f"the error does not name the key: {_with_notes(error)}")
         trial.note(f"refused: {type(error).__name__}")
     else:
         with program:
@@ -106,11 +108,7 @@ def closing(trial: Trial, mode: Mode) -> None:
         ("a replay", lambda: second.replay(first.keys[0])),
         ("the buffers", lambda: second.inputs(first.keys[0])),
     ):
-        try:
-            use()
-        except CaptureError:
-            continue
-        trial.require(False, f"{name} of a closed program does not raise CaptureError")
+        trial.require(bool(raised(CaptureError, use)), f"{name} of a closed program does not raise CaptureError")
     _serves(trial, first, 2.0, "while the other program is closed")
     with _scaled(device, mode, 5.0) as third:
         _serves(trial, third, 5.0, "of a program captured after a close")
@@ -140,7 +138,7 @@ def breaks(trial: Trial, mode: Mode) -> None:
         z = doubled(y - x)
         return z * 2 + y, x * 3
 
-    with make(device, mode, function, {"x": rows_spec(device)}, buckets=BUCKETS) as program:
+    with make(device, mode, function, buckets=BUCKETS) as program:
         for bucket in program.report().buckets:
             found = bucket.num_graphs, len(bucket.eager)
             trial.same(f"graphs and eager calls of {bucket.key}", found, (3, 2))
@@ -173,8 +171,7 @@ def threads(trial: Trial, mode: Mode) -> None:
     tasks: list[Callable[[], None]] = [partial(serve, *each) for each in programs]
     # Where a program is made by a trace, torch traces in one thread at a time.
     in_threads(trial, *tasks, *([] if mode == "piecewise" else [prepare]))
-    for text in found[:3]:
-        trial.require(False, text)
+    trial.fail(*found[:3])
     for program, by in programs:
         _serves(trial, program, by, "after the threads")
         trial.same("calls without a graph", dict(program.report().fallbacks), {})
@@ -190,8 +187,7 @@ PROMISES = (
         name="breaks",
         what="graphs and eager calls of a program run in order, on values of this call",
         run=breaks,
-        modes=PARTS,
-        elsewhere=NO_PARTS,
+        scope=IN_PARTS,
     ),
     Promise(name="threads", what="programs serve in threads while others are made and closed", run=threads),
 )

@@ -19,7 +19,7 @@ from core.compilation.options import CompileOptions
 from core.compilation.program import Program
 from core.compilation.request import Models
 from core.device import Device, Mode
-from core_conformance.cases.graphs.promises import working_dtype
+from core_conformance.dtypes import working_dtype
 
 WIDTH = 16
 BUCKETS = [2, 4, 8]
@@ -40,11 +40,6 @@ def _doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
-@_doubled.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 @torch.library.custom_op("core_conformance::fragile", mutates_args=())
 def _fragile(x: Tensor) -> Tensor:
     """Return 2 · x, or raise while `ARMED` says so: in the middle of a capture, with memory taken."""
@@ -54,9 +49,8 @@ def _fragile(x: Tensor) -> Tensor:
     return result
 
 
-@_fragile.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+for _op in (_doubled, _fragile):
+    _op.register_fake(torch.empty_like)
 
 
 @eager_break
@@ -81,14 +75,15 @@ def make(
     device: Device,
     mode: Mode,
     function: Models,
-    inputs: Mapping[str, InputSpec],
+    inputs: Mapping[str, InputSpec] | None = None,
     buckets: Buckets | None = None,
     **options: Any,
 ) -> Program:
     """Return the program of a function in a mode: by `core.compile` where that takes a trace, else `core.capture`.
 
-    options: of `CompileOptions`.
+    inputs: one of rows, x, unless given. options: of `CompileOptions`.
     """
+    inputs = {"x": rows_spec(device)} if inputs is None else inputs
     if mode == "piecewise":
         options = {"passes": (), "lowering": lowering_of(device), "break_at": BREAK} | options
         return compile(function, device, inputs=inputs, buckets=buckets, mode=mode, options=CompileOptions(**options))

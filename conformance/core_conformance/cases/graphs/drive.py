@@ -17,13 +17,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.common.graphs.backend import GraphBackend, GraphKey, SegmentBackend
 from core.common.graphs.weak import overlaps
 from core.device import Device, Mode
-from core_conformance.cases.graphs.promises import GRAPHS, PARTS
+from core_conformance.cases.graphs.promises import PARTS
+from core_conformance.dtypes import working_dtype
 from core_conformance.rules import oracle
 from core_conformance.trial import Trial
 
 KEY = GraphKey("decode", (8,))
+TOKENS, WIDTH = 8, 32
+"""Rows and columns of most inputs."""
 Tensors = tuple[Tensor, ...]
 Values = Mapping[str, Tensor]
+
+
+def like(device: Device) -> Tensor:
+    """Return an empty tensor of the device in its working dtype."""
+    return torch.empty(0, dtype=working_dtype(device), device=device.torch_device)
+
+
+def normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
+    """Return normal numbers, the same on every device, in the dtype and on the device of a tensor."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like)
+
+
+def whole(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
+    """Return whole numbers between -8 and 8, which every dtype holds and adds exactly."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
 def copies(*tensors: Tensor) -> Tensors:
@@ -37,15 +55,17 @@ def _copies_of(tensors: Values, *middle: Tensor) -> Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is captured. tensors: all that it reads or writes, at addresses that stay. inputs: names of those that a
-    runner would copy a call's inputs into; the others are weights and state. first, second: the parts that a graph
-    holds; between: what runs eagerly between them where graphs are captured in parts, and within one elsewhere.
-    """
+    """What is captured."""
 
+    #: All that it reads or writes, at addresses that stay.
     tensors: dict[str, Tensor]
+    #: Names of those that a runner would copy a call's inputs into; the others are weights and state.
     inputs: tuple[str, ...] = ("x",)
+    #: The part that the first graph holds.
     first: Callable[[Values], Tensors]
+    #: What runs eagerly between two graphs where graphs are captured in parts, and within the one elsewhere.
     between: Callable[..., Tensors] = copies
+    #: The part that the second graph holds.
     second: Callable[..., Tensors] = _copies_of
 
     def run(self, tensors: Values | None = None) -> Tensors:
@@ -78,11 +98,12 @@ class Watcher:
 
 @dataclass
 class Captured:
-    """A subject captured under a key. outputs: what capturing returned; held, with all that lies between the parts."""
+    """A subject captured under a key."""
 
     backend: GraphBackend
     key: GraphKey
     subject: Subject
+    #: What capturing returned; held, with all that lies between the parts.
     outputs: Tensors
     middle: Tensors = ()
     targets: Tensors = ()
@@ -222,6 +243,19 @@ class Wanted:
         )
 
 
+def check_replay(trial: Trial, captured: Captured, seed: int, name: str) -> None:
+    """Replay on other whole numbers as x, and judge the outputs."""
+    x = captured.subject.tensors["x"]
+    captured.subject.write(x=whole(tuple(x.shape), seed, x))
+    Wanted(trial, captured.subject).check(name, captured.replay())
+
+
+def check_same(trial: Trial, name: str, outputs: Tensors, wanted: Tensors) -> None:
+    """Require the bits of other outputs."""
+    for index, (output, each) in enumerate(zip(outputs, wanted, strict=True)):
+        trial.same(f"{name}, output {index}", output, each)
+
+
 def _shared(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return sorted((min(a, b), max(a, b)) for a, b, _ in overlaps(tensors))
 
@@ -232,8 +266,3 @@ def check_apart(trial: Trial, outputs: Sequence[Tensor], tensors: Values) -> Non
     for one, other in _shared([*outputs, *tensors.values()]):
         where = names[other - count] if other >= count > one else ""
         trial.require(not where, f"output {one} lies in the memory of {where!r}, which every call writes")
-
-
-def is_graph(mode: Mode) -> bool:
-    """Return whether a mode replays graphs of the device."""
-    return mode in GRAPHS

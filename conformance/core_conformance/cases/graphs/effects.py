@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from core.device import Device, Mode
 from core_conformance.cases.graphs.drive import (
+    TOKENS,
+    WIDTH,
     Captured,
     Subject,
     Tensors,
@@ -18,11 +20,13 @@ from core_conformance.cases.graphs.drive import (
     Wanted,
     Watcher,
     capture,
+    check_same,
     record,
     session,
+    whole,
 )
-from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole, writer
-from core_conformance.cases.graphs.promises import Promise, working_dtype
+from core_conformance.cases.graphs.models import weighted, writer
+from core_conformance.cases.graphs.promises import Promise
 from core_conformance.rules import oracle
 from core_conformance.trial import Trial
 
@@ -62,7 +66,7 @@ def random_state(device: Device) -> dict[str, Tensor]:
 
 def no_side_effects(trial: Trial, mode: Mode) -> None:
     """Look at everything that a captured callable reads and writes, before and after the recording itself."""
-    subject = writer(trial.device.torch_device, working_dtype(trial.device))
+    subject = writer(trial.device)
     warmed: list[Tensor] = []
 
     class Counting(_Unchanged):
@@ -75,42 +79,32 @@ def no_side_effects(trial: Trial, mode: Mode) -> None:
     asked = 2 if captured.in_parts else 1
     trial.require(len(warmed) == asked, f"`after_warmup` was called {len(warmed)} times, not {asked}")
     trial.require(bool(warmed) and int(warmed[0]) >= 1, "the callable was not run before `after_warmup`")
-    wanted = Wanted(trial, subject)
-    wanted.check("a replay after the capture", captured.replay())
+    Wanted(trial, subject).check("a replay after the capture", captured.replay())
 
 
 def writes_once(trial: Trial, mode: Mode) -> None:
     """Count what replays write into state, directly and through views, beside an uncaptured twin."""
-    device = trial.device
-    subject = writer(device.torch_device, working_dtype(device))
-    captured = capture(device, mode, subject)
+    subject = writer(trial.device)
+    captured = capture(trial.device, mode, subject)
     twin = subject.twin()
     generator = torch.Generator().manual_seed(trial.seed)
     for number in range(2 * ROUNDS):
         # Every second replay runs on what the one before it ran on: one that does nothing then is caught too.
-        if number % 2:
-            _replay_beside(trial, captured, subject, twin, number)
-            continue
-        slots = torch.randperm(len(subject.tensors["cache"]), generator=generator)[:TOKENS]
-        values = {"x": whole((TOKENS, WIDTH), 50 + number, subject.tensors["x"]), "slots": slots}
-        subject.write(**values)
-        twin.write(**values)
-        _replay_beside(trial, captured, subject, twin, number)
-
-
-def _replay_beside(trial: Trial, captured: Captured, subject: Subject, twin: Subject, number: int) -> None:
-    """Replay, run the twin, and compare what they return and what they have written so far."""
-    for index, (each, output) in enumerate(zip(twin.run(), captured.replay(), strict=True)):
-        trial.same(f"replay {number}, output {index}", output, each)
-    trial.device.synchronize()
-    for name, tensor in twin.tensors.items():
-        trial.same(f"{name!r} after {number + 1} replays", subject.tensors[name], tensor)
+        if number % 2 == 0:
+            slots = torch.randperm(len(subject.tensors["cache"]), generator=generator)[:TOKENS]
+            for each in (subject, twin):
+                each.write(x=whole((TOKENS, WIDTH), 50 + number, subject.tensors["x"]), slots=slots)
+        wanted = twin.run()
+        check_same(trial, f"replay {number}", captured.replay(), wanted)
+        trial.device.synchronize()
+        for name, tensor in twin.tensors.items():
+            trial.same(f"{name!r} after {number + 1} replays", subject.tensors[name], tensor)
 
 
 def random_state_stays(trial: Trial, mode: Mode) -> None:
     """Capture and replay what draws nothing, and record what draws: neither moves a generator on."""
     device = trial.device
-    plain = weighted(device.torch_device, working_dtype(device))
+    plain = weighted(device)
     before = random_state(device)
     captured = capture(device, mode, plain)
     for _ in range(2):
@@ -119,21 +113,24 @@ def random_state_stays(trial: Trial, mode: Mode) -> None:
     for name, state in random_state(device).items():
         trial.same(f"{name} after capture and replays of what draws nothing", state, before[name])
     subject = _drawing(plain)
+    _capture_drawing(trial, mode, subject, _Unchanged(trial, subject.tensors))
+
+
+def _capture_drawing(trial: Trial, mode: Mode, subject: Subject, watcher: Watcher | None = None) -> Captured | None:
+    """Capture what draws random numbers; return None where the device refuses that."""
     try:
-        capture(device, mode, subject, watcher=_Unchanged(trial, subject.tensors))
+        return capture(trial.device, mode, subject, watcher=watcher)
     except Exception as error:
         trial.note(f"what draws random numbers is refused: {type(error).__name__}")
+        return None
 
 
 def random_numbers(trial: Trial, mode: Mode) -> None:
     """Replay a callable that draws: a device refuses it at capture, or draws anew at each replay."""
-    device = trial.device
-    subject = _drawing(weighted(device.torch_device, working_dtype(device)))
+    subject = _drawing(weighted(trial.device))
     subject.tensors["x"].fill_(1)
-    try:
-        captured = capture(device, mode, subject)
-    except Exception as error:
-        trial.note(f"what draws random numbers is refused: {type(error).__name__}")
+    captured = _capture_drawing(trial, mode, subject)
+    if captured is None:
         return
     drawn = []
     for number in range(3):
@@ -161,7 +158,7 @@ def _drawing(plain: Subject) -> Subject:
 def two_programs(trial: Trial, mode: Mode) -> None:
     """Replay two programs in turns, and drop one of them: the other's graphs, state and results stay."""
     device = trial.device
-    subjects = [writer(device.torch_device, working_dtype(device)) for _ in range(2)]
+    subjects = [writer(device) for _ in range(2)]
     twins = [subject.twin() for subject in subjects]
     both = [capture(device, mode, subject) for subject in subjects]
     for subject, twin in zip(subjects, twins, strict=True):
@@ -173,24 +170,20 @@ def two_programs(trial: Trial, mode: Mode) -> None:
             each.write(x=x)
         return both[which].replay(), twins[which].run()
 
-    def check(name: str, outputs: Tensors, wanted: Tensors) -> None:
-        for index, (output, each) in enumerate(zip(outputs, wanted, strict=True)):
-            trial.same(f"{name}, output {index}", output, each)
-
     for number in range(ROUNDS):
         first, second = turn(0, number), turn(1, number)
-        check(f"program 0, call {number}, after a replay of the other", *first)
-        check(f"program 1, call {number}", *second)
+        check_same(trial, f"program 0, call {number}, after a replay of the other", *first)
+        check_same(trial, f"program 1, call {number}", *second)
     both[1].let_go()
     both[1].backend.cleanup()
-    check("program 0 when the other one was dropped", *first)
+    check_same(trial, "program 0 when the other one was dropped", *first)
     with session(both[1].backend):
         both[1] = record(mode, both[1].backend, subjects[1])
     subjects[1].write(**twins[1].tensors)
-    check("program 0 when the other one was captured again", *first)
+    check_same(trial, "program 0 when the other one was captured again", *first)
     for number in range(ROUNDS, ROUNDS + 2):
         for which in (0, 1):
-            check(f"program {which}, call {number}", *turn(which, number))
+            check_same(trial, f"program {which}, call {number}", *turn(which, number))
 
 
 PROMISES = (

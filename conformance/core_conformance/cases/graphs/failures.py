@@ -13,19 +13,23 @@ from core.common.graphs.backend import GraphBackend, GraphKey
 from core.device import Device, Mode
 from core_conformance.cases.graphs.drive import (
     KEY,
+    TOKENS,
+    WIDTH,
     Captured,
     Subject,
     Tensors,
     Values,
-    Wanted,
     Watcher,
     can_run,
+    check_replay,
     part,
     record,
     session,
+    whole,
 )
-from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole
-from core_conformance.cases.graphs.promises import NO_PARTS, PARTS, Promise, working_dtype
+from core_conformance.cases.graphs.models import weighted
+from core_conformance.cases.graphs.promises import EVERYWHERE, IN_PARTS, PARTS, Promise, Scope
+from core_conformance.dtypes import working_dtype
 from core_conformance.trial import Trial
 
 BROKEN, LATER = GraphKey("decode", (4,)), GraphKey("decode", (2,))
@@ -37,15 +41,13 @@ class Planted(Exception):
 
 def unknown_keys(trial: Trial, mode: Mode) -> None:
     """Ask for keys that are like the captured one, and for that one before and after it is captured."""
-    device = trial.device
-    backend = device.graph_backend()
-    subject = weighted(device.torch_device, working_dtype(device))
+    backend = trial.device.graph_backend()
     own = [part(KEY, 0), part(KEY, 1)] if mode in PARTS else [KEY]
     for key in own:
         _refuse(trial, backend, key, "before any capture")
     backend.cleanup()  # of nothing
     with session(backend):
-        captured = record(mode, backend, subject)
+        captured = record(mode, backend, weighted(trial.device))
     others = [
         GraphKey("prefill", (8,)),
         GraphKey("decode", (4,)),
@@ -72,23 +74,20 @@ def _refuse(trial: Trial, backend: GraphBackend, key: GraphKey, when: str) -> No
     except Exception as error:
         trial.note(f"replay of a key not captured raises {type(error).__name__}")
     else:
-        trial.require(False, f"replay({key}) returns {len(outputs)} tensors {when}")
+        trial.fail(f"replay({key}) returns {len(outputs)} tensors {when}")
 
 
 def _check(trial: Trial, captured: Captured, when: str, num_replays: int = 3) -> None:
     """Replay on changed inputs and compare."""
-    x = captured.subject.tensors["x"]
     for number in range(num_replays):
-        captured.subject.write(x=whole(tuple(x.shape), 70 + number, x))
-        wanted = Wanted(trial, captured.subject)
-        wanted.check(f"{captured.key} {when}, replay {number}", captured.replay())
+        check_replay(trial, captured, 70 + number, f"{captured.key} {when}, replay {number}")
 
 
 def failed_capture(trial: Trial, mode: Mode, where: str) -> None:
     """Let a callable raise in one of its runs; all that was captured before, and is after, works."""
     device = trial.device
-    backend, dtype = device.graph_backend(), working_dtype(device)
-    good, broken, later = (weighted(device.torch_device, dtype, float(n)) for n in range(3))
+    backend = device.graph_backend()
+    good, broken, later = (weighted(device, float(n)) for n in range(3))
     failing = _Failing(trial, broken, where)
     with session(backend):
         first = record(mode, backend, good, KEY)
@@ -97,7 +96,7 @@ def failed_capture(trial: Trial, mode: Mode, where: str) -> None:
         except Exception as error:
             trial.require(_holds(error, Planted), f"the error does not lead to its cause: {error!r}")
         else:
-            trial.require(False, "the callable raised, and capturing it did not")
+            trial.fail("the callable raised, and capturing it did not")
         failing.check_untouched()
         failing.raises = False
         # In the same session, as core goes on after a module that can't be captured.
@@ -173,7 +172,7 @@ def _works(trial: Trial, device: Device, when: str) -> None:
 def host_read(trial: Trial, mode: Mode) -> None:
     """Capture a callable that reads a result on the host: a device refuses it, or renews what Python made of it."""
     device = trial.device
-    plain, backend = weighted(device.torch_device, working_dtype(device)), device.graph_backend()
+    plain, backend = weighted(device), device.graph_backend()
     reading = replace(plain, second=lambda tensors, product: (product * (product.sum().item() + 1),))
     plain.write(x=whole((TOKENS, WIDTH), 3, plain.tensors["x"]))
     captured = None
@@ -192,15 +191,14 @@ def host_read(trial: Trial, mode: Mode) -> None:
 
 def capture_again(trial: Trial, mode: Mode) -> None:
     """Capture a key again over the old one and after cleanup, in the same backend, several times."""
-    device = trial.device
-    backend, dtype = device.graph_backend(), working_dtype(device)
+    backend = trial.device.graph_backend()
     for number in range(3):
         for again in range(1 + number % 2):  # at times over what is there, which is another callable
             by = 10.0 * number + 5 * again
-            subjects = [weighted(device.torch_device, dtype, by + each) for each in range(2)]
             with session(backend):
                 both = [
-                    record(mode, backend, subject, key) for subject, key in zip(subjects, (KEY, LATER), strict=True)
+                    record(mode, backend, weighted(trial.device, by + each), key)
+                    for each, key in enumerate((KEY, LATER))
                 ]
             for each in (*both, *both):
                 _check(trial, each, f"captured in round {number}, {again}", 1)
@@ -218,21 +216,21 @@ FAILURES = {
 }
 
 
-def _failed(where: str, name: str, **fields: object) -> Promise:
+def _failed(where: str, name: str, scope: Scope = EVERYWHERE) -> Promise:
     return Promise(
         name=name,
         what=f"a callable that raises {FAILURES[where]} leaves device, backend and other graphs usable",
         run=partial(failed_capture, where=where),
-        **fields,  # type: ignore[arg-type]
+        scope=scope,
     )
 
 
 PROMISES = (
     Promise(name="unknown-keys", what="a key that was not captured is refused", run=unknown_keys),
     _failed("warm-up", "fails-in-warm-up"),
-    _failed("capture", "fails-in-capture", modes=("full",), elsewhere="what is captured is not recorded in one run"),
-    _failed("first part", "fails-in-first-part", modes=PARTS, elsewhere=NO_PARTS),
-    _failed("second part", "fails-in-second-part", modes=PARTS, elsewhere=NO_PARTS),
+    _failed("capture", "fails-in-capture", scope=Scope(("full",), "what is captured is not recorded in one run")),
+    _failed("first part", "fails-in-first-part", scope=IN_PARTS),
+    _failed("second part", "fails-in-second-part", scope=IN_PARTS),
     Promise(name="host-read", what="a host read is refused at capture, or its value is renewed", run=host_read),
     Promise(name="capture-again", what="a backend captures again after cleanup, and over a key", run=capture_again),
 )

@@ -15,18 +15,23 @@ from core.common.collector import frozen
 from core.common.graphs.backend import GraphKey
 from core.device import Device, Mode
 from core_conformance.cases.graphs.drive import (
+    TOKENS,
+    WIDTH,
     Captured,
     Subject,
     Tensors,
     Values,
     Wanted,
     capture,
+    check_replay,
+    like,
     record,
     session,
+    whole,
 )
 from core_conformance.cases.graphs.memory import settled
-from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole
-from core_conformance.cases.graphs.promises import Promise, working_dtype
+from core_conformance.cases.graphs.models import weighted, x_and_weight
+from core_conformance.cases.graphs.promises import Promise
 from core_conformance.rules.tolerances import GROWTH_ALLOWANCE_BYTES
 from core_conformance.trial import Trial
 
@@ -49,9 +54,7 @@ _T = TypeVar("_T")
 
 def _counting(device: Device) -> Subject:
     """Return x · weight plus the number of runs so far, and that number, which every run raises in place."""
-    like = torch.empty(0, dtype=working_dtype(device), device=device.torch_device)
-    runs = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
-    tensors = {"x": whole((TOKENS, WIDTH), 1, like), "weight": whole((WIDTH,), 2, like), "runs": runs}
+    tensors = x_and_weight(device) | {"runs": torch.zeros(1, dtype=torch.int64, device=device.torch_device)}
 
     def first(tensors: Values) -> Tensors:
         tensors["runs"].add_(1)
@@ -65,16 +68,15 @@ def _counting(device: Device) -> Subject:
 
 def many_replays(trial: Trial, mode: Mode) -> None:
     """Replay beside a twin that runs uncaptured; compare a few times, what is between shows in the count of runs."""
-    device = trial.device
-    subject = _counting(device)
-    captured = capture(device, mode, subject)
+    subject = _counting(trial.device)
+    captured = capture(trial.device, mode, subject)
     subject.tensors["runs"].zero_()
     twin = subject.twin()
     inputs = [whole((TOKENS, WIDTH), 50 + number, subject.tensors["x"]) for number in range(INPUTS)]
     for number in range(1, COMPARED[-1] + 1):
         x = inputs[number % INPUTS]
-        subject.write(x=x)
-        twin.write(x=x)
+        for each in (subject, twin):
+            each.write(x=x)
         wanted = Wanted(trial, twin) if number in COMPARED else None
         twin.run()
         outputs = captured.replay()
@@ -84,16 +86,12 @@ def many_replays(trial: Trial, mode: Mode) -> None:
 
 def many_keys(trial: Trial, mode: Mode) -> None:
     """Capture many keys with one backend, some of them alike in their dimensions, and replay them in other orders."""
-    device = trial.device
-    dtype, backend = working_dtype(device), device.graph_backend()
-    subjects = {key: weighted(device.torch_device, dtype, float(number)) for number, key in enumerate(KEYS)}
+    device, backend = trial.device, trial.device.graph_backend()
     with session(backend):
-        captured = {key: record(mode, backend, subjects[key], key) for key in KEYS}
+        captured = {key: record(mode, backend, weighted(device, float(n)), key) for n, key in enumerate(KEYS)}
         device.synchronize()
     for number, key in enumerate([*_strided(KEYS), *reversed(KEYS)]):
-        subject = subjects[key]
-        subject.write(x=whole((TOKENS, WIDTH), number, subject.tensors["x"]))
-        Wanted(trial, subject).check(f"{key}, call {number}, of {len(KEYS)} keys", captured[key].replay())
+        check_replay(trial, captured[key], number, f"{key}, call {number}, of {len(KEYS)} keys")
 
 
 def _strided(found: tuple[_T, ...]) -> list[_T]:
@@ -102,7 +100,6 @@ def _strided(found: tuple[_T, ...]) -> list[_T]:
 
 def many_ops(trial: Trial, mode: Mode) -> None:
     """Capture a long chain of ops, of which none can be left out without a change of the result."""
-    device = trial.device
 
     def first(tensors: Values) -> Tensors:
         return _count(tensors["x"], tensors["x"])
@@ -110,13 +107,10 @@ def many_ops(trial: Trial, mode: Mode) -> None:
     def second(tensors: Values, written: Tensor, passed: Tensor) -> Tensors:
         return _count(written - NUM_PAIRS // 2, passed - NUM_PAIRS // 2)
 
-    like = torch.empty(0, dtype=working_dtype(device), device=device.torch_device)
-    subject = Subject(tensors={"x": whole((TOKENS, WIDTH), 1, like)}, first=first, second=second)
-    captured = capture(device, mode, subject)
+    x = whole((TOKENS, WIDTH), 1, like(trial.device))
+    captured = capture(trial.device, mode, Subject(tensors={"x": x}, first=first, second=second))
     for number in range(3):
-        subject.write(x=whole((TOKENS, WIDTH), 60 + number, like))
-        wanted = Wanted(trial, subject)
-        wanted.check(f"replay {number} of {2 * NUM_PAIRS} ops and more a graph", captured.replay())
+        check_replay(trial, captured, 60 + number, f"replay {number} of {2 * NUM_PAIRS} ops and more a graph")
 
 
 def _count(written: Tensor, passed: Tensor) -> Tensors:
@@ -130,17 +124,10 @@ def _count(written: Tensor, passed: Tensor) -> Tensors:
 
 def many_programs(trial: Trial, mode: Mode) -> None:
     """Hold several programs, each with a backend of its own, and replay them in turns."""
-    device = trial.device
-    dtype = working_dtype(device)
-    found = tuple(
-        capture(device, mode, weighted(device.torch_device, dtype, float(number))) for number in range(NUM_PROGRAMS)
-    )
+    found = tuple(capture(trial.device, mode, weighted(trial.device, float(number))) for number in range(NUM_PROGRAMS))
     turns = tuple(range(NUM_PROGRAMS))
     for number, program in enumerate([*turns, *_strided(turns), *reversed(turns)]):
-        captured = found[program]
-        captured.subject.write(x=whole((TOKENS, WIDTH), 70 + number, captured.subject.tensors["x"]))
-        name = f"program {program} of {NUM_PROGRAMS}, call {number}"
-        Wanted(trial, captured.subject).check(name, captured.replay())
+        check_replay(trial, found[program], 70 + number, f"program {program} of {NUM_PROGRAMS}, call {number}")
     for captured in found:
         captured.let_go()
         captured.backend.cleanup()

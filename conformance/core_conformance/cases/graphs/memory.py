@@ -5,20 +5,16 @@ from __future__ import annotations
 import gc
 from functools import partial
 
-import torch
-
 from core.common.collector import frozen
 from core.device import Device, MemoryInfo, Mode
-from core_conformance.cases.graphs.drive import Captured, Subject, Tensors, Values, Watcher, record, session
-from core_conformance.cases.graphs.promises import GRAPHS, Promise, working_dtype
+from core_conformance.cases.graphs.drive import Captured, Subject, Tensors, Values, Watcher, like, record, session
+from core_conformance.cases.graphs.failures import Planted
+from core_conformance.cases.graphs.promises import GRAPHS, Promise, Scope
+from core_conformance.dtypes import working_dtype
 from core_conformance.rules.tolerances import MEMORY_ALLOWANCE_BYTES, MEMORY_PROBE_BYTES
 from core_conformance.trial import Trial
 
 ROUNDS = 3
-
-
-class _Planted(Exception):
-    """What the callable of a failing capture raises."""
 
 
 class _Raise(Watcher):
@@ -39,20 +35,19 @@ def settled(device: Device) -> MemoryInfo:
     return device.parts.memory()
 
 
-def _large(device: Device, failing: _Raise | None = None) -> Subject:
-    size = MEMORY_PROBE_BYTES // working_dtype(device).itemsize
-    x = torch.ones(size, dtype=working_dtype(device), device=device.torch_device)
+def _large_subject(device: Device, failing: _Raise | None = None) -> Subject:
+    x = like(device).new_ones(MEMORY_PROBE_BYTES // working_dtype(device).itemsize)
 
     def first(tensors: Values) -> Tensors:
         result = tensors["x"] + 1
         if failing is not None and failing.raises:
-            raise _Planted
+            raise Planted
         return (result,)
 
     return Subject(tensors={"x": x}, first=first, second=lambda tensors, y: (y * 2, y - 1))
 
 
-def _sound(trial: Trial, info: MemoryInfo, when: str) -> None:
+def _check_account(trial: Trial, info: MemoryInfo, when: str) -> None:
     trial.require(info.used_bytes >= 0 and info.total_bytes > 0, f"{when}: {info}")
     trial.require(info.total_bytes >= info.taken_bytes >= info.used_bytes or info.held_bytes is None, f"{when}: {info}")
     trial.require(info.total_bytes >= info.used_bytes, f"{when}: more in use than there is: {info}")
@@ -65,7 +60,7 @@ def given_back(trial: Trial, mode: Mode, *, fails: bool) -> None:
     levels = []
     with frozen():  # what was there before is not looked through at each collection
         before = settled(device)
-        _sound(trial, before, "at first")
+        _check_account(trial, before, "at first")
         for number in range(ROUNDS + 1):
             device.parts.reset_peak_memory()
             if fails:
@@ -73,7 +68,7 @@ def given_back(trial: Trial, mode: Mode, *, fails: bool) -> None:
             else:
                 _hold(trial, device, mode, before)
             before = settled(device)
-            _sound(trial, before, f"after round {number}")
+            _check_account(trial, before, f"after round {number}")
             levels.append(before.taken_bytes)
     grown = levels[-1] - levels[0]
     trial.record("bytes kept after all rounds", "T0", max(grown, 0) / MEMORY_ALLOWANCE_BYTES, _text(levels, grown))
@@ -87,13 +82,13 @@ def _text(levels: list[int], grown: int) -> str:
 
 
 def _hold(trial: Trial, device: Device, mode: Mode, before: MemoryInfo) -> None:
-    subject, backend = _large(device), device.graph_backend()
+    subject, backend = _large_subject(device), device.graph_backend()
     with session(backend):
         captured: Captured = record(mode, backend, subject)
     outputs = captured.replay()
     trial.require(_ends(outputs) == [4.0, 4.0, 1.0, 1.0], f"a replay gave {_ends(outputs)}")
     held = settled(device)
-    _sound(trial, held, "with a graph held")
+    _check_account(trial, held, "with a graph held")
     rise = held.taken_bytes - before.taken_bytes
     trial.require(
         rise >= MEMORY_PROBE_BYTES // 2,
@@ -109,7 +104,7 @@ def _ends(outputs: Tensors) -> list[float]:
 
 def _fail(trial: Trial, device: Device, mode: Mode) -> None:
     watcher = _Raise()
-    subject, backend = _large(device, watcher), device.graph_backend()
+    subject, backend = _large_subject(device, watcher), device.graph_backend()
     raised = False
     try:
         with session(backend):
@@ -131,8 +126,7 @@ PROMISES = (
         name="memory-after-failure",
         what="a capture that fails gives back what it took",
         run=partial(given_back, fails=True),
-        modes=GRAPHS,
-        elsewhere="nothing is recorded in this mode",
+        scope=Scope(GRAPHS, "nothing is recorded in this mode"),
         exclusive=True,
     ),
 )

@@ -11,30 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core_conformance.cases.graphs.drive import Subject, Tensors, Values
+from core.device import Device
+from core_conformance.cases.graphs.drive import TOKENS, WIDTH, Subject, Tensors, Values, like, normal, whole
 
-TOKENS, WIDTH, HEADS, SLOTS = 8, 32, 4, 16
+HEADS, SLOTS = 4, 16
 NUM_PRODUCTS = 10
 """Products in the chain of `slow`."""
 
 
-def normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    """Return normal numbers, the same on every device, in the dtype and on the device of a tensor."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like)
-
-
-def whole(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    """Return whole numbers between -8 and 8, which every dtype holds and adds exactly."""
-    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(like)
-
-
-def block(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Subject:
+def block(device: Device, dtype: torch.dtype, seed: int = 0) -> Subject:
     """Return a layer of attention and a gated MLP over x: [T, W].
 
     Outputs: hidden states [T, W]; a view of them by heads [T, H, D]; the largest entry of each row, int64 [T]; whether
     an entry is positive, bool [T, W]; the log-sum-exp of each row, fp32 [T].
     """
-    like = torch.empty(0, dtype=dtype, device=device)
+    like = torch.empty(0, dtype=dtype, device=device.torch_device)
     shapes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 2 * WIDTH)}
     tensors = {
         name: normal(shape, seed * 100 + index, like) / sqrt(shape[1])
@@ -72,7 +63,7 @@ def _finished(tensors: Values, x: Tensor, attended: Tensor) -> Tensors:
     return hidden, hidden.view(len(hidden), HEADS, -1), hidden.argmax(-1), hidden > 0, hidden.float().logsumexp(-1)
 
 
-def crowded(device: torch.device, dtype: torch.dtype) -> Subject:
+def crowded(device: Device) -> Subject:
     """Return a subject with outputs made early, before many temporaries of their shape, and late ones."""
 
     def second(tensors: Values, early: Tensor) -> Tensors:
@@ -84,29 +75,32 @@ def crowded(device: torch.device, dtype: torch.dtype) -> Subject:
                 outputs.append(passing + 1)
         return first, early + 3, *outputs, first[1:], passing.sign(), (passing > 0).to(torch.int32), early.flip(0)
 
-    x = whole((TOKENS, WIDTH), 1, torch.empty(0, dtype=dtype, device=device))
-    return Subject(tensors={"x": x}, first=lambda tensors: (tensors["x"] + 1,), second=second)
-
-
-def weighted(device: torch.device, dtype: torch.dtype, constant: float = 3.0) -> Subject:
-    """Return a subject of an input, a weight and a constant of the host: x · weight + constant."""
-    like = torch.empty(0, dtype=dtype, device=device)
     return Subject(
-        tensors={"x": whole((TOKENS, WIDTH), 1, like), "weight": whole((WIDTH,), 2, like)},
+        tensors={"x": whole((TOKENS, WIDTH), 1, like(device))}, first=lambda tensors: (tensors["x"] + 1,), second=second
+    )
+
+
+def x_and_weight(device: Device) -> dict[str, Tensor]:
+    """Return an input [T, W] and a weight [W]."""
+    return {"x": whole((TOKENS, WIDTH), 1, like(device)), "weight": whole((WIDTH,), 2, like(device))}
+
+
+def weighted(device: Device, constant: float = 3.0) -> Subject:
+    """Return a subject of an input, a weight and a constant of the host: x · weight + constant."""
+    return Subject(
+        tensors=x_and_weight(device),
         first=lambda tensors: (tensors["x"] * tensors["weight"],),
         second=lambda tensors, product: (product + constant, tensors["weight"] * 2),
     )
 
 
-def writer(device: torch.device, dtype: torch.dtype) -> Subject:
+def writer(device: Device) -> Subject:
     """Return a subject that writes a cache [S, W] at slots, adds to rows of a sum, and counts its runs: in place, and
     through views."""
-    like = torch.empty(0, dtype=dtype, device=device)
-    zeros = {"cache": (SLOTS, WIDTH), "sums": (SLOTS, WIDTH)}
-    tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in zeros.items()}
-    tensors["runs"] = torch.zeros(3, dtype=torch.int64, device=device)
-    tensors["x"] = whole((TOKENS, WIDTH), 1, like)
-    tensors["slots"] = torch.arange(TOKENS, device=device) + 1
+    tensors = {name: like(device).new_zeros(SLOTS, WIDTH) for name in ("cache", "sums")}
+    tensors["runs"] = torch.zeros(3, dtype=torch.int64, device=device.torch_device)
+    tensors["x"] = whole((TOKENS, WIDTH), 1, like(device))
+    tensors["slots"] = torch.arange(TOKENS, device=device.torch_device) + 1
 
     def first(tensors: Values) -> Tensors:
         tensors["cache"].index_copy_(0, tensors["slots"], tensors["x"])
@@ -122,11 +116,10 @@ def writer(device: torch.device, dtype: torch.dtype) -> Subject:
     return Subject(tensors=tensors, inputs=("x", "slots"), first=first, second=second)
 
 
-def slow(device: torch.device, dtype: torch.dtype, width: int = 384) -> Subject:
+def slow(device: Device, width: int = 384) -> Subject:
     """Return a chain of products that takes a device long enough to be read from too early; permutations, so exact."""
-    like = torch.empty(0, dtype=dtype, device=device)
     order = torch.randperm(width, generator=torch.Generator().manual_seed(5))
-    tensors = {"x": whole((width, width), 1, like), "shuffle": torch.eye(width)[order].to(like)}
+    tensors = {"x": whole((width, width), 1, like(device)), "shuffle": torch.eye(width)[order].to(like(device))}
 
     def chained(tensors: Values, x: Tensor) -> Tensors:
         for _ in range(NUM_PRODUCTS // 2):

@@ -5,35 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 
 from core.device import Device, Mode
 from core_conformance.case import Case
-from core_conformance.trial import Trial
+from core_conformance.dtypes import dtype_name
 
 MODES: tuple[Mode, ...] = tuple(mode for mode in get_args(Mode) if mode != "off")
 GRAPHS: tuple[Mode, ...] = ("full", "piecewise", "segmented")
 """Modes in which a graph of the device is replayed, and the captured Python does not run again."""
 PARTS: tuple[Mode, ...] = ("piecewise", "segmented")
 """Modes in which calls run eagerly between graphs."""
-NO_PARTS = "nothing runs eagerly between graphs in this mode"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Scope(NamedTuple):
+    """The modes that a promise is about, and why it is not about the others."""
+
+    modes: Sequence[Mode]
+    elsewhere: str
+
+
+EVERYWHERE = Scope(MODES, "")
+IN_PARTS = Scope(PARTS, "nothing runs eagerly between graphs in this mode")
+WITHOUT_PYTHON = Scope(GRAPHS, "a compiled program is called at each replay, and may run Python")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """Something that capture promises. run: tries it in a mode. modes: those it is about; elsewhere: why not others.
-
-    dtypes: it is tried in each dtype, which `run` then gets as a third argument.
-    """
+    """Something that capture promises."""
 
     name: str
     what: str
+    #: Tries it in a mode; where `dtypes` are given, in each of them, its third argument.
     run: Callable[..., None]
-    modes: Sequence[Mode] = MODES
-    elsewhere: str = ""
+    scope: Scope = EVERYWHERE
     dtypes: Sequence[torch.dtype] = ()
     exclusive: bool = False
     timeout_s: float = 120.0
@@ -51,36 +58,22 @@ def cases_of(promises: Iterable[Promise], device: Device) -> Iterable[Case]:
 
 
 def _case(promise: Promise, mode: Mode, dtype: torch.dtype | None, not_supported: str) -> Case:
-    run: Callable[[Trial], None] = partial(_run, promise.run, mode, dtype)
+    names: dict[str, object] = {"mode": mode} if dtype is None else {"mode": mode, "dtype": dtype}
     return Case(
         id="/".join(("graphs", promise.name, mode, *([dtype_name(dtype)] if dtype is not None else []))),
         what=promise.what,
-        run=run,
+        run=partial(promise.run, **names),
         not_supported=not_supported,
         timeout_s=promise.timeout_s,
         exclusive=promise.exclusive,
     )
 
 
-def _run(run: Callable[..., None], mode: Mode, dtype: torch.dtype | None, trial: Trial) -> None:
-    run(trial, mode) if dtype is None else run(trial, mode, dtype)
-
-
 def _why_not(promise: Promise, mode: Mode, dtype: torch.dtype | None, device: Device) -> str:
     if mode not in device.capabilities.modes:
         return f"the device does not declare mode {mode!r}"
-    if mode not in promise.modes:
-        return promise.elsewhere
+    if mode not in promise.scope.modes:
+        return promise.scope.elsewhere
     if dtype is not None and dtype not in device.capabilities.dtypes:
         return f"the device does not declare {dtype_name(dtype)}"
     return ""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's short name of a dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
-def working_dtype(device: Device) -> torch.dtype:
-    """Return the dtype of cases that need only one: the widest of the usual ones that the device declares."""
-    return next((dtype for dtype in DTYPES if dtype in device.capabilities.dtypes), torch.float32)

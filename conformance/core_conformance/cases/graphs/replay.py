@@ -13,36 +13,30 @@ from torch import Tensor
 from core.common.graphs.backend import GraphKey
 from core.device import Device, Mode
 from core_conformance.cases.graphs.drive import (
-    Captured,
+    TOKENS,
+    WIDTH,
     Tensors,
     Wanted,
     capture,
     check_apart,
-    is_graph,
+    check_replay,
+    check_same,
+    normal,
     record,
     session,
-)
-from core_conformance.cases.graphs.models import (
-    NUM_PRODUCTS,
-    TOKENS,
-    WIDTH,
-    block,
-    crowded,
-    normal,
-    slow,
-    weighted,
     whole,
 )
-from core_conformance.cases.graphs.promises import DTYPES, GRAPHS, NO_PARTS, PARTS, Promise, working_dtype
+from core_conformance.cases.graphs.models import NUM_PRODUCTS, block, crowded, slow, weighted
+from core_conformance.cases.graphs.promises import GRAPHS, IN_PARTS, WITHOUT_PYTHON, Promise
+from core_conformance.dtypes import DTYPES
 from core_conformance.trial import Trial
 
 ROUNDS = 4
-CALLED = "a compiled program is called at each replay, and may run Python"
 
 
 def replays(trial: Trial, mode: Mode, dtype: torch.dtype) -> None:
     """Replay a layer on changed inputs, and twice on the same ones."""
-    subject = block(trial.device.torch_device, dtype, trial.seed)
+    subject = block(trial.device, dtype, trial.seed)
     x = subject.tensors["x"]
     # The last input is the first one again: what a graph keeps from run to run would show.
     values = [normal((TOKENS, WIDTH), trial.seed + 1 + number % ROUNDS, x) for number in range(ROUNDS + 1)]
@@ -66,29 +60,28 @@ def replays(trial: Trial, mode: Mode, dtype: torch.dtype) -> None:
 def _repeats(trial: Trial, name: str, outputs: Tensors, before: Tensors, *, bitwise: Wanted) -> None:
     """Require the bits of an earlier replay on equal inputs, unless the plugin declares that they may differ."""
     if bitwise.is_exact:
-        for index, (output, wanted) in enumerate(zip(outputs, before, strict=True)):
-            trial.same(f"{name}, output {index}", output, wanted)
+        check_same(trial, name, outputs, before)
 
 
 def outputs(trial: Trial, mode: Mode) -> None:
     """Hold all outputs of a replay while memory is taken and given back around them."""
-    subject = crowded(trial.device.torch_device, working_dtype(trial.device))
+    subject = crowded(trial.device)
     captured = capture(trial.device, mode, subject)
     places: list[list[int]] = []
     for number in range(ROUNDS):
         subject.write(x=whole((TOKENS, WIDTH), 10 + number, subject.tensors["x"]))
         wanted = Wanted(trial, subject)
         held = captured.replay()
-        _churn(trial.device, held)
+        _reuse_memory(trial.device, held)
         wanted.check(f"replay {number}", held)
         wanted.check_form(f"replay {number}", held)
         check_apart(trial, held, subject.tensors)
         places.append([output.data_ptr() for output in held])
-    if is_graph(mode):
+    if mode in GRAPHS:
         trial.require(all(place == places[0] for place in places), f"outputs move from replay to replay: {places}")
 
 
-def _churn(device: Device, like: Tensors) -> None:
+def _reuse_memory(device: Device, like: Tensors) -> None:
     """Take memory of the same sizes, fill it, and give it back: what is not held would be overwritten."""
     gc.collect()
     taken = [torch.empty_like(tensor).fill_(1) for tensor in like for _ in range(3)]
@@ -100,9 +93,11 @@ def _churn(device: Device, like: Tensors) -> None:
 def read_at_once(trial: Trial, mode: Mode) -> None:
     """Read results with no synchronize between, in every way that a caller would."""
     device = trial.device
-    subject = slow(device.torch_device, working_dtype(device))
+    subject = slow(device)
     captured = capture(device, mode, subject)
-    order, width = subject.tensors["shuffle"].cpu().float().argmax(1), len(subject.tensors["x"])
+    # Column j of x @ P is the column i of x for which P[i, j] is 1.
+    inverse = torch.argsort(subject.tensors["shuffle"].cpu().float().argmax(1))
+    width = len(inverse)
     scope: Any = nullcontext
     for number in range(2 * ROUNDS):
         if number == ROUNDS:  # and once more on another stream
@@ -112,7 +107,7 @@ def read_at_once(trial: Trial, mode: Mode) -> None:
             x = whole((width, width), number, subject.tensors["x"])
             want = x.cpu()
             for _ in range(NUM_PRODUCTS):
-                want = want[:, _inverse(order)]
+                want = want[:, inverse]
             # Work queued before the replay, which has to come first.
             subject.tensors["x"].copy_(((x + 1) @ subject.tensors["shuffle"] - 1) @ subject.tensors["shuffle"].t())
             result, row = captured.replay()
@@ -128,15 +123,10 @@ def read_at_once(trial: Trial, mode: Mode) -> None:
     device.synchronize()
 
 
-def _inverse(order: Tensor) -> Tensor:
-    # Column j of x @ P is the column i of x for which P[i, j] is 1.
-    return torch.argsort(order)
-
-
 def python_runs_once(trial: Trial, mode: Mode) -> None:
     """Count the runs of each part of the captured Python."""
     counts = {"first": 0, "between": 0, "second": 0}
-    plain = weighted(trial.device.torch_device, working_dtype(trial.device))
+    plain = weighted(trial.device)
 
     def counted(name: str) -> Any:
         def run(*args: Any) -> Any:
@@ -150,8 +140,7 @@ def python_runs_once(trial: Trial, mode: Mode) -> None:
     before = dict(counts)
     for number in range(ROUNDS):
         plain.write(x=whole((TOKENS, WIDTH), number, plain.tensors["x"]))
-        wanted = Wanted(trial, plain)
-        wanted.check(f"replay {number}", captured.replay())
+        Wanted(trial, plain).check(f"replay {number}", captured.replay())
     runs = {name: count - before[name] for name, count in counts.items()}
     eager = ROUNDS if captured.in_parts else 0
     want = {"first": 0, "between": eager, "second": 0}
@@ -160,9 +149,8 @@ def python_runs_once(trial: Trial, mode: Mode) -> None:
 
 def addresses(trial: Trial, mode: Mode) -> None:
     """Change inputs and weights in place between capture and replay."""
-    device = trial.device
-    subject = weighted(device.torch_device, working_dtype(device))
-    captured = capture(device, mode, subject)
+    subject = weighted(trial.device)
+    captured = capture(trial.device, mode, subject)
     for number in range(ROUNDS):
         subject.write(weight=whole((WIDTH,), 20 + number, subject.tensors["x"]))
         if number % 2:
@@ -173,10 +161,9 @@ def addresses(trial: Trial, mode: Mode) -> None:
 
 def constants(trial: Trial, mode: Mode) -> None:
     """Change what Python read at capture; the graph keeps what it had then."""
-    device = trial.device
-    plain, constant = weighted(device.torch_device, working_dtype(device)), [3.0]
+    plain, constant = weighted(trial.device), [3.0]
     subject = replace(plain, second=lambda tensors, product: (product + constant[0],))
-    captured = capture(device, mode, subject)
+    captured = capture(trial.device, mode, subject)
     wanted = Wanted(trial, subject)
     constant[0] = 5.0
     wanted.check("a host's number changed after the capture", captured.replay())
@@ -184,8 +171,7 @@ def constants(trial: Trial, mode: Mode) -> None:
 
 def keys(trial: Trial, mode: Mode) -> None:
     """Replay several keys whose graphs differ in nothing that their outputs show."""
-    device = trial.device
-    dtype, backend = working_dtype(device), device.graph_backend()
+    device, backend = trial.device, trial.device.graph_backend()
     found = [
         GraphKey("decode", (8,)),
         GraphKey("decode", (4,)),
@@ -194,28 +180,24 @@ def keys(trial: Trial, mode: Mode) -> None:
         GraphKey("decode", (8,), (("lora", False),)),
         GraphKey("decode", (4, 2)),
     ]
-    subjects = {key: weighted(device.torch_device, dtype, float(n)) for n, key in enumerate(found)}
     with session(backend):
-        captured = {key: record(mode, backend, subjects[key], key) for key in found}
+        captured = {key: record(mode, backend, weighted(device, float(n)), key) for n, key in enumerate(found)}
     device.synchronize()
     for number, key in enumerate([*found, *reversed(found), *found[::2], *found]):
-        subject = subjects[key]
-        subject.write(x=whole((TOKENS, WIDTH), number, subject.tensors["x"]))
-        Wanted(trial, subject).check(f"{key}, call {number}", captured[key].replay())
+        check_replay(trial, captured[key], number, f"{key}, call {number}")
 
 
 def segments(trial: Trial, mode: Mode) -> None:
     """Run eagerly between two graphs: in order, on values of this replay, which the second graph then reads."""
-    device = trial.device
     seen: list[float] = []
-    plain = weighted(device.torch_device, working_dtype(device))
+    plain = weighted(trial.device)
 
     def between(product: Tensor) -> Tensors:
         seen.append(float(product.sum()))
         return (product * len(seen),)  # by a number of the host, which no graph could renew
 
     subject = replace(plain, between=between)
-    captured: Captured = capture(device, mode, subject)
+    captured = capture(trial.device, mode, subject)
     for number in range(ROUNDS):
         subject.write(x=whole((TOKENS, WIDTH), 40 + number, subject.tensors["x"]))
         product = subject.tensors["x"] * subject.tensors["weight"]
@@ -238,23 +220,20 @@ PROMISES = (
         name="python-once",
         what="a replay does not run the captured Python again",
         run=python_runs_once,
-        modes=GRAPHS,
-        elsewhere=CALLED,
+        scope=WITHOUT_PYTHON,
     ),
     Promise(name="addresses", what="inputs and weights changed in place are seen", run=addresses),
     Promise(
         name="constants",
         what="a number of the host stays what it was at capture",
         run=constants,
-        modes=GRAPHS,
-        elsewhere=CALLED,
+        scope=WITHOUT_PYTHON,
     ),
     Promise(name="keys", what="each key replays its own graph", run=keys),
     Promise(
         name="segments",
         what="eager calls between graphs see values of this replay, and their results are read",
         run=segments,
-        modes=PARTS,
-        elsewhere=NO_PARTS,
+        scope=IN_PARTS,
     ),
 )

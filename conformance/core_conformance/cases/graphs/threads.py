@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.device import Device, Mode
-from core_conformance.cases.graphs.drive import Captured, Subject, capture
-from core_conformance.cases.graphs.models import TOKENS, WIDTH, weighted, whole, writer
-from core_conformance.cases.graphs.promises import Promise, working_dtype
+from core_conformance.cases.graphs.drive import TOKENS, WIDTH, Captured, Subject, capture, whole
+from core_conformance.cases.graphs.models import weighted, writer
+from core_conformance.cases.graphs.promises import Promise
 from core_conformance.trial import Trial
 
 THREADS, REPLAYS = 2, 25
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 def in_threads(trial: Trial, *tasks: Callable[[], None]) -> None:
-    """Run the tasks at once, each in a thread, and report what they raise. The interpreter changes threads often."""
+    """Run the tasks at once, each in a thread, and report what they raise."""
     errors: list[str] = []
     start = threading.Barrier(len(tasks))
 
@@ -34,33 +34,25 @@ def in_threads(trial: Trial, *tasks: Callable[[], None]) -> None:
             errors.append(f"thread {number} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(tasks)]
-    with _often():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # mistakes show when the interpreter switches threads often
+    try:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT_S)
-    for error in errors:
-        trial.require(False, error)
+    finally:
+        sys.setswitchinterval(interval)
+    trial.fail(*errors)
     stuck = sum(thread.is_alive() for thread in threads)
     trial.require(not stuck, f"{stuck} of {len(threads)} threads have not ended after {TIMEOUT_S:.0f} s")
 
 
-@contextmanager
-def _often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 def _subjects(device: Device, number: int) -> tuple[Subject, Subject]:
     """Return a subject of one thread, and one that writes state; both differ from thread to thread in their values."""
-    plain = weighted(device.torch_device, working_dtype(device), float(10 * number))
-    state = writer(device.torch_device, working_dtype(device))
+    state = writer(device)
     state.write(slots=torch.arange(TOKENS) + number)
-    return plain, state
+    return weighted(device, float(10 * number)), state
 
 
 def _serve(captured: Captured, number: int, found: list[str]) -> None:
@@ -79,39 +71,38 @@ def _serve(captured: Captured, number: int, found: list[str]) -> None:
             found.append(f"thread {number}, replay {call}: values {wrong} are wrong")
 
 
+def _servers(device: Device, mode: Mode, subjects: Sequence[Subject], found: list[str]) -> list[Callable[[], None]]:
+    """Capture the subjects one after the other; return what serves each of them."""
+    programs = [capture(device, mode, subject) for subject in subjects]
+    return [partial(_serve, captured, number, found) for number, captured in enumerate(programs)]
+
+
 def replays_in_threads(trial: Trial, mode: Mode) -> None:
     """Replay programs that were captured one after the other, all at once, under equal keys."""
-    device, found = trial.device, list[str]()
-    subjects = [subject for number in range(THREADS) for subject in _subjects(device, number)]
-    programs = [capture(device, mode, subject) for subject in subjects]
-    tasks = [
-        lambda captured=captured, number=number: _serve(captured, number, found)
-        for number, captured in enumerate(programs)
-    ]
-    in_threads(trial, *tasks)
+    found = list[str]()
+    subjects = [subject for number in range(THREADS) for subject in _subjects(trial.device, number)]
+    in_threads(trial, *_servers(trial.device, mode, subjects, found))
     _report(trial, found)
 
 
 def capture_beside_replays(trial: Trial, mode: Mode) -> None:
     """Capture and drop programs in one thread, while others replay."""
     device, found = trial.device, list[str]()
-    programs = [capture(device, mode, _subjects(device, number)[1]) for number in range(THREADS)]
-    tasks = [
-        lambda captured=captured, number=number: _serve(captured, number, found)
-        for number, captured in enumerate(programs)
-    ]
-    in_threads(trial, *tasks, lambda: _live(device, mode, THREADS, found))
+    subjects = [_subjects(device, number)[1] for number in range(THREADS)]
+    in_threads(
+        trial, *_servers(device, mode, subjects, found), partial(_capture_and_drop, device, mode, THREADS, found)
+    )
     _report(trial, found)
 
 
 def captures_at_once(trial: Trial, mode: Mode) -> None:
     """Capture, replay and drop programs in several threads."""
     device, found = trial.device, list[str]()
-    in_threads(trial, *(lambda number=number: _live(device, mode, number, found) for number in range(THREADS)))
+    in_threads(trial, *(partial(_capture_and_drop, device, mode, number, found) for number in range(THREADS)))
     _report(trial, found)
 
 
-def _live(device: Device, mode: Mode, number: int, found: list[str]) -> None:
+def _capture_and_drop(device: Device, mode: Mode, number: int, found: list[str]) -> None:
     """Capture two programs one after the other, replay each, and drop it."""
     for again, subject in enumerate(_subjects(device, number)):
         captured = capture(device, mode, subject, GraphKey("decode", (8 + again,)))
@@ -121,8 +112,7 @@ def _live(device: Device, mode: Mode, number: int, found: list[str]) -> None:
 
 
 def _report(trial: Trial, found: Sequence[str]) -> None:
-    for text in found[:3]:
-        trial.require(False, text)
+    trial.fail(*found[:3])
     trial.require(not found, f"{len(found)} replays of several threads gave wrong values")
 
 

@@ -17,7 +17,7 @@ from core.host.discovery import discover
 from core.host.loading import HOOK_NAMES, load_plugin
 from core.host.probing import run_probe
 from core.host.selection import select_device
-from core.host.workers.pool import WorkerPool
+from core.host.workers.worker import Asked, ask_once
 from core.settings import Settings
 from core_conformance.case import Case
 from core_conformance.cases.host.device import DEVICE_CASES
@@ -40,7 +40,7 @@ def metadata(trial: Trial) -> None:
     try:
         Version(info.version)
     except InvalidVersion:
-        trial.require(False, f"version {info.version!r} is none by PEP 440")
+        trial.fail(f"version {info.version!r} is none by PEP 440")
     if not info.in_tree:
         # That it contains this version is part of the verdict.
         trial.require(
@@ -81,10 +81,16 @@ def _check_count(trial: Trial, count: int) -> None:
     indices = [*range(min(count, _MAX_OPENED)), count]
     opened: dict[int, dict[str, Any]] = {}
     for first in range(0, len(indices), _AT_ONCE):
-        with WorkerPool() as pool:
+        with Asked() as asked:
             for index in indices[first : first + _AT_ONCE]:
-                pool.launch(str(index), "core.host.doctor_worker", f"{name}:{index}", timeout_s=_OPEN_TIMEOUT_S)
-            results = pool.collect()
+                device = f"{name}:{index}"
+                asked.ask(
+                    str(index),
+                    "core.host.doctor_worker",
+                    device=device,
+                    timeout_s=_OPEN_TIMEOUT_S * trial.timeout_factor,
+                )
+            results = asked.results()
         for key, result in results.items():
             error = {"type": "", "found": f"its process {result.problem}", "remedy": ""}
             opened[int(key)] = result.answer or {"status": "fail", "error": error}
@@ -111,18 +117,16 @@ def _check_refusal(trial: Trial, what: str, error: dict[str, Any]) -> None:
 def importing(trial: Trial) -> None:
     """Import the plugin and open the device in a fresh process, and see what that changes for everyone else."""
     entry_of(trial)
-    with WorkerPool() as pool:
-        pool.launch("import", "core_conformance.runner.import_worker", trial.name, timeout_s=_OPEN_TIMEOUT_S)
-        result = pool.collect()["import"]
+    worker = "core_conformance.runner.import_worker"
+    result = ask_once(worker, {"device": trial.name}, timeout_s=_OPEN_TIMEOUT_S * trial.timeout_factor)
     if result.answer is None or "problem" in result.answer:
         problem = f"its process {result.problem}" if result.answer is None else result.answer["problem"]
-        trial.require(False, f"importing it: {problem}\n{result.output}".strip())
+        trial.fail(f"importing it: {problem}\n{result.output}".strip())
         return
     answer = result.answer
     trial.note(f"importing it takes {answer['imported_s']:.2f} s, opening the device {answer['opened_s']:.2f} s")
     for when, key in (("importing the plugin", "on_import"), ("opening the device", "on_open")):
-        for change in answer[key]:
-            trial.require(False, f"{when} changes torch for the whole process: {change}")
+        trial.fail(*(f"{when} changes torch for the whole process: {change}" for change in answer[key]))
 
 
 def opening(trial: Trial) -> None:
@@ -162,7 +166,7 @@ def hooks(trial: Trial) -> None:
         try:
             loaded.call(hook, context)
         except CoreError as error:
-            trial.require(False, error.found)
+            trial.fail(error.found)
     unknown = sorted({item.op for item in device.ops} - declared_ops().keys())
     trial.require(not unknown, f"it implements ops that are no canonical ones: {', '.join(unknown)}")
     trial.require(
@@ -195,12 +199,17 @@ def collecting(trial: Trial) -> None:
     trial.note(f"{len(cases)} cases, collected in {time.perf_counter() - start:.1f} s")
 
 
-def _case(name: str, what: str, run: Any, timeout_s: float = 120.0) -> Case:
-    return Case(id=f"host/{name}", what=what, run=run, timeout_s=timeout_s)
+def _case(name: str, what: str, run: Any, timeout_s: float = 120.0, *, opens: bool = True) -> Case:
+    return Case(id=f"host/{name}", what=what, run=run, timeout_s=timeout_s, opens=opens)
 
 
 CASES: tuple[Case, ...] = (
-    _case("metadata", "the distribution's metadata are whole, and its range of core contains this one", metadata),
+    _case(
+        "metadata",
+        "the distribution's metadata are whole, and its range of core contains this one",
+        metadata,
+        opens=False,
+    ),
     _case("probe", "the probe is quick and true: what it counts opens, and nothing else", probe, timeout_s=900.0),
     _case("import", "importing and opening change nothing of torch's for the process", importing, timeout_s=180.0),
     _case("open", "opening twice gives the same device", opening),

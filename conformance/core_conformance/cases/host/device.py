@@ -19,7 +19,9 @@ from core.errors import CoreError, DeviceUnavailableError
 from core.host.loading import describe
 from core.host.selection import select_device
 from core_conformance.case import Case
+from core_conformance.cases.graphs.promises import GRAPHS, PARTS
 from core_conformance.cases.host.presence import base_name, present
+from core_conformance.dtypes import dtype_name, working_dtype
 from core_conformance.trial import Trial
 
 _MISSING_INDEX = 4096
@@ -27,19 +29,17 @@ _PROBE_BYTES = 64 * 2**20
 # A host counts resident pages in batches per core and thread: two of its numbers may differ by some hundred KiB.
 _HOST_ACCOUNT_BYTES = 2 * 2**20
 _BACKEND_METHODS = ("capture_session", "capture_one", "can_run", "replay", "replay_session", "cleanup")
-_PART_MODES = ("piecewise", "segmented")
-_GRAPH_MODES = ("full", *_PART_MODES)
 
 
 def dtypes(trial: Trial) -> None:
     """Compute in each dtype that is declared, on values whose results are exact in all of them."""
     device = present(trial)
     for dtype in sorted(device.capabilities.dtypes, key=str):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         try:
             _compute(trial, device, name, dtype)
         except Exception as error:
-            trial.require(False, f"{name} is declared, and computing in it raised {describe(error)}")
+            trial.fail(f"{name} is declared, and computing in it raised {describe(error)}")
     _check_fp64(trial, device)
 
 
@@ -74,7 +74,7 @@ def _check_fp64(trial: Trial, device: Device) -> None:
         x = torch.full((8, 8), fine, dtype=torch.float64).to(device.torch_device)
         results = {"difference": (x - 1).cpu(), "matrix product": (x @ torch.eye(8).double().to(x.device) - 1).cpu()}
     except Exception as error:
-        trial.require(False, f"fp64 is declared True, and computing in it raised {describe(error)}")
+        trial.fail(f"fp64 is declared True, and computing in it raised {describe(error)}")
         return
     for what, result in results.items():
         kept = result.dtype == torch.float64 and bool((result == 2.0**-40).all())
@@ -136,9 +136,9 @@ def modes(trial: Trial) -> None:
     kind = type(backend).__name__
     _check_methods(trial, backend, _BACKEND_METHODS, "core_graph_backend gives", kind)
     for mode in declared:
-        if mode in _PART_MODES:
+        if mode in PARTS:
             _check_methods(trial, backend, ("segment",), f"mode {mode!r} is declared, and its backend is", kind)
-        if mode in _GRAPH_MODES:
+        if mode in GRAPHS:
             trial.require(
                 type(backend) is not CallBackend,
                 f"mode {mode!r} is declared, and the backend is {kind}, which runs the callable instead of a graph",
@@ -162,7 +162,7 @@ def errors(trial: Trial) -> None:
             isinstance(refusal, DeviceUnavailableError),
             f"core_open_device of index {_MISSING_INDEX} raises no DeviceUnavailableError; {describe(refusal)}",
         )
-    dtype = _dtype(device)
+    dtype = working_dtype(device)
     inputs = {"x": InputSpec((4, 8), dtype)}
     absent: list[Mode] = [mode for mode in get_args(Mode) if mode not in (*device.capabilities.modes, "off")]
     for mode in absent:
@@ -186,15 +186,10 @@ def _refusal(trial: Trial, what: str, ask: Callable[[], Any]) -> CoreError | Non
             trial.require(bool(str(getattr(error, part)).strip()), f"{what}: the error has no {part!r}")
         return error
     except Exception as error:
-        trial.require(False, f"{what}: no CoreError, but {describe(error)}")
+        trial.fail(f"{what}: no CoreError, but {describe(error)}")
         return None
-    trial.require(False, f"{what}: it is not refused")
+    trial.fail(f"{what}: it is not refused")
     return None
-
-
-def _dtype(device: Device) -> torch.dtype:
-    usual = (torch.float32, torch.bfloat16, torch.float16)
-    return next((dtype for dtype in usual if dtype in device.capabilities.dtypes), torch.float32)
 
 
 class _Planted(Exception):
@@ -204,7 +199,7 @@ class _Planted(Exception):
 def side_stream(trial: Trial) -> None:
     """Work on the side stream, twice, and leave it by an exception: results are right there and afterwards."""
     device = present(trial)
-    x = torch.ones(128, 128, dtype=_dtype(device)).to(device.torch_device)
+    x = torch.ones(128, 128, dtype=working_dtype(device)).to(device.torch_device)
     device.synchronize()
     for turn in ("first", "second"):
         with device.parts.side_stream():
@@ -224,7 +219,7 @@ def side_stream(trial: Trial) -> None:
 def synchronizing(trial: Trial) -> None:
     """Wait for queued work, with none queued, and from another thread."""
     device = present(trial)
-    x = torch.ones(512, 512, dtype=_dtype(device)).to(device.torch_device)
+    x = torch.ones(512, 512, dtype=working_dtype(device)).to(device.torch_device)
     raised: list[BaseException] = []
 
     def elsewhere() -> None:

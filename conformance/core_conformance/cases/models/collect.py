@@ -18,6 +18,7 @@ from core_conformance.case import Case
 from core_conformance.cases.models import numbers, promises
 from core_conformance.cases.models.runs import Bench, bench
 from core_conformance.cases.models.zoo import SUBJECTS, Subject
+from core_conformance.dtypes import dtype_name
 from core_conformance.trial import Skip, Trial
 
 Aspect = Callable[[Trial, Bench], None]
@@ -64,7 +65,7 @@ def _case(device: Device, subject: Subject, dtype: str, aspect: str, what: str) 
 def _refusal(device: Device, dtype: str, aspect: str) -> str:
     able = device.capabilities
     if getattr(torch, dtype) not in able.dtypes:
-        known = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in able.dtypes))
+        known = ", ".join(sorted(map(dtype_name, able.dtypes)))
         return f"the device computes in {known}"
     if aspect == "graphs" and not set(able.modes) - {"off"}:
         return "the device declares no mode but 'off'"

@@ -129,11 +129,12 @@ def batch(trial: Trial, bench: Bench) -> None:
         verdict = judge_pooled(*rows)
         trial.record("logits of a batch", "T1", max(verdict.rms_ratio, verdict.max_ratio), verdict.reason)
     after = engine.stats()
-    num_joined, num_left = after.joined - before.joined, after.left - before.left
-    trial.require(num_joined == num_left, f"{num_joined} requests joined the batch and {num_left} left it")
+    num_joined, num_ended = after.joined - before.joined, after.ended - before.ended
+    trial.require(num_joined == num_ended, f"{num_joined} requests joined the batch and {num_ended} ended")
     if engine.route == "paged":
         trial.require(after.mixed_steps > before.mixed_steps, "no step held prompts and generating sequences")
-        trial.require(after.chunked > before.chunked, "no prompt was computed in chunks")
+        trial.require(after.chunked > 0, "no prompt was computed in chunks")  # here, or alone where that ran before
+        trial.require(after.reused > before.reused, "no sequence found its beginning in the cache")
 
 
 def _alone(bench: Bench, prompt: int, step: int, token: int) -> str:

@@ -72,7 +72,7 @@ def _compare(trial: Trial, bench: Bench, run: Followed, other: Followed, name: s
     for prompt, (ours, theirs) in enumerate(zip(run.tokens, other.tokens, strict=True)):
         first = next((step for step, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if first is not None:
-            trial.require(False, f"{name}: {bench.place(prompt, first)}: {ours[first]} instead of {theirs[first]}")
+            trial.fail(f"{name}: {bench.place(prompt, first)}: {ours[first]} instead of {theirs[first]}")
         rows = min(len(ours), len(theirs))
         trial.same(f"logits after prompt {prompt}, {name}", run.logits[prompt][:rows], other.logits[prompt][:rows])
 

@@ -38,12 +38,11 @@ ABORTED = (1, 3, 4)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Followed:
-    """What an engine gave along given paths, per prompt: the tokens it took at each step, and the logits (n, V).
+    """What an engine gave along given paths, per prompt."""
 
-    n: NUM_TOKENS, or fewer where it left the path too often.
-    """
-
+    #: The tokens it took at each step.
     tokens: list[list[int]]
+    #: (n, V), n being NUM_TOKENS, or less where it left the path too often.
     logits: list[Tensor]
 
     @property
@@ -54,8 +53,7 @@ class Followed:
 
 @dataclass(kw_only=True, slots=True)
 class Bench:
-    """What the cases of one model in one dtype share. run: each prompt alone, along eager's path; record: the graphs'
-    witness."""
+    """What the cases of one model in one dtype share."""
 
     device: Device
     subject: Subject
@@ -64,8 +62,10 @@ class Bench:
     prompts: list[list[int]]
     reference: Reference
     rounding: float
+    #: The graphs' witness.
     record: Record
     engine: Engine
+    #: Each prompt alone, along eager's path.
     run: Followed
 
     @property

@@ -31,20 +31,23 @@ ALL_FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """One model. adds: what no other one shows. lifts: passes that have to fire on it. model_type: None for trained.
-    changes: fields of the tiny configuration of that type.
-
-    dtypes: those it is run in; a router in half precision may send a token elsewhere by rounding alone, so mixtures of
-    experts are judged in fp32 only. route: the engine's cache. second: determinism also on a second engine, in fp32.
-    """
+    """One model."""
 
     name: str
+    #: What no other one shows.
     adds: str
+    #: Passes that have to fire on it.
     lifts: tuple[str, ...]
+    #: None for the trained one.
     model_type: str | None = None
+    #: Fields of the tiny configuration of that type.
     changes: tuple[tuple[str, Any], ...] = ()
+    #: Those it is run in. A router in half precision may send a token elsewhere by rounding alone, so mixtures of
+    #: experts are judged in fp32 only.
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    #: The engine's cache.
     route: str = "paged"
+    #: Whether determinism is tried on a second engine too, in fp32.
     second: bool = False
 
     def lowering(self, dtype: str) -> str | None:
@@ -158,12 +161,15 @@ def engine_config(subject: Subject, dtype: str, device: Device, **changes: Any) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """Greedy generation by transformers' own eager model, for each prompt: paths, the tokens it took; eager, the logits
-    it took them from, (NUM_TOKENS, V); exact: the fp64 ones after the same tokens; host: eager ones on the host."""
+    """Greedy generation by transformers' own eager model, for each prompt."""
 
+    #: The tokens it took.
     paths: list[list[int]]
+    #: The logits it took them from, (NUM_TOKENS, V).
     eager: list[Tensor]
+    #: The fp64 logits after the same tokens.
     exact: list[Tensor]
+    #: Eager logits on the host.
     host: list[Tensor]
 
 
@@ -176,7 +182,7 @@ def refer(loaded: LoadedModel, device: Device, prompts: Sequence[Sequence[int]],
     """
     import copy
 
-    from core.engine.check.comparison import eager_generate, fp64_logits
+    from core.engine.check.eager import eager_generate, fp64_logits
     from core.engine.inspect.attention import implementation
     from core.engine.inspect.probe import counts_from_zero
 
@@ -187,7 +193,7 @@ def refer(loaded: LoadedModel, device: Device, prompts: Sequence[Sequence[int]],
     with implementation(model, spelled_out):
         positions = counts_from_zero(model)
         for prompt in prompts:
-            tokens, logits = eager_generate(model, device, [prompt] * num_rows, NUM_TOKENS, positions=positions)
+            tokens, logits = eager_generate(model, [prompt] * num_rows, NUM_TOKENS, positions=positions)
             paths.append(tokens[0])
             eager.append(logits[0])
     host_model = copy.deepcopy(model).to("cpu")

@@ -20,16 +20,15 @@ from core.device import Device
 from core.verify.execution import error_line
 from core.verify.fakes.memory import same_bits
 from core_conformance.case import Case
+from core_conformance.dtypes import DTYPES, declared_dtypes, dtype_name, refused_dtype
 from core_conformance.inputs.opcalls import calls, positional, refusal
 from core_conformance.rules import contract, oracle
+from core_conformance.rules.choices import judge_route, judge_sample
 from core_conformance.rules.codes import judge_asymmetric, judge_coded, judge_fp4, judge_quantized
-from core_conformance.rules.faked import leaves, run_fake
 from core_conformance.rules.judging import Judge, Judged, by_t1, by_t2, each_value
-from core_conformance.rules.routing import judge_route
-from core_conformance.rules.sampling import judge_sample
+from core_conformance.rules.oracle import leaves, run_fake
 from core_conformance.trial import NotSupported, Trial
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """fp32 decides whether an algorithm is right, half precision how it rounds."""
 
 RULES: Mapping[str, Callable[[Trial, Judged], None]] = MappingProxyType(
@@ -47,8 +46,6 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     """Return the cases of this area for a device."""
     for op in judged_ops(device):
         for dtype in DTYPES:
-            short = str(dtype).removeprefix("torch.")
-            absent = refused_dtype(device, dtype)
             runs = {"reference": ("T2: the reference computes as well as on the host", partial(judge_reference, op=op))}
             for name, candidate in candidates(op, device).items():
                 runs[name] = (
@@ -57,17 +54,11 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                 )
             for name, (what, run) in runs.items():
                 yield Case(
-                    id=f"ops/{op.name}/{slug(name)}/{short}",
+                    id=f"ops/{op.name}/{slug(name)}/{dtype_name(dtype)}",
                     what=f"core::{op.name}: {what}",
                     run=partial(run, dtype=dtype),
-                    not_supported=absent,
+                    not_supported=refused_dtype(device, dtype),
                 )
-
-
-def refused_dtype(device: Device, dtype: torch.dtype) -> str:
-    """Return why a device need not compute in a dtype, by its own declaration; "" where it does."""
-    short = str(dtype).removeprefix("torch.")
-    return "" if dtype in device.capabilities.dtypes else f"the device declares no arithmetic in {short}"
 
 
 def judged_ops(device: Device) -> list[CanonicalOp]:
@@ -97,7 +88,7 @@ def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation,
         try:
             reason = refusal(op, of.condition, sample.kwargs)
         except Exception as error:
-            trial.require(False, f"{sample.name}: the condition raised {error_line(error)}; it must return a reason")
+            trial.fail(f"{sample.name}: the condition raised {error_line(error)}; it must return a reason")
             continue
         if reason is not None:
             refused.setdefault(reason, []).append(sample.name)
@@ -108,9 +99,9 @@ def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation,
         trial.note(f"{len(names)} calls refused: {reason} ({names[0]}{', …' if names[1:] else ''})")
     if admitted or trial.failures:
         return
-    if not any(_admits(trial, op, of, other) for other in DTYPES if other in trial.device.capabilities.dtypes):
+    if not any(_admits(trial, op, of, other) for other in declared_dtypes(trial.device)):
         reasons = "; ".join(refused)
-        trial.require(False, f"its condition takes none of the suite's calls, in any dtype of the device: {reasons}")
+        trial.fail(f"its condition takes none of the suite's calls, in any dtype of the device: {reasons}")
         return
     raise NotSupported("; ".join(refused))
 
@@ -136,7 +127,7 @@ def judge_call(
     try:
         results = _run(trial, op, function, args)
     except Exception as error:
-        trial.require(False, f"{name}: admitted, and then raises {error_line(error)}")
+        trial.fail(f"{name}: admitted, and then raises {error_line(error)}")
         return
     fakes = leaves(run_fake(op.overload, *positional(op, sample.kwargs)))
     if not contract.check_metadata(trial, name, results, fakes):

@@ -14,7 +14,8 @@ from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.cases.ops.collect import candidates, judge_call, judged_ops, refused_dtype, slug
+from core_conformance.cases.ops.collect import candidates, judge_call, judged_ops, slug
+from core_conformance.dtypes import DTYPES, dtype_name, refused_dtype
 from core_conformance.fuzzing import CALLS
 from core_conformance.fuzzing.running import described, pass_over, run_examples
 from core_conformance.fuzzing.source import Source
@@ -24,7 +25,6 @@ from core_conformance.trial import NotSupported, Trial
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _MAX_REASONS = 5
 
 
@@ -32,14 +32,12 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     """Return the cases of this module for a device."""
     for op in judged_ops(device):
         for name, candidate in {"reference": None, **candidates(op, device)}.items():
-            for dtype in _DTYPES:
-                short = str(dtype).removeprefix("torch.")
-                absent = refused_dtype(device, dtype)
+            for dtype in DTYPES[:2]:
                 yield Case(
-                    id=f"fuzz/{op.name}/{slug(name)}/{short}",
+                    id=f"fuzz/{op.name}/{slug(name)}/{dtype_name(dtype)}",
                     what=f"core::{op.name}: {name} on random shapes, strides and options",
                     run=partial(_fuzz, op=op, of=candidate, dtype=dtype),
-                    not_supported=absent,
+                    not_supported=refused_dtype(device, dtype),
                     timeout_s=600.0,
                 )
 
@@ -61,7 +59,6 @@ def _fuzz(trial: Trial, *, op: CanonicalOp, of: OpImplementation | None, dtype: 
         judge_call(own, op, Sample(name="the call", kwargs=kwargs), function, host=of is None)
 
     count = run_examples(trial, example)
-    for reason, times in refused.most_common(_MAX_REASONS):
-        trial.note(f"{times} calls refused: {reason}")
+    trial.note(*(f"{times} calls refused: {reason}" for reason, times in refused.most_common(_MAX_REASONS)))
     if not count:
         raise NotSupported("; ".join(reason for reason, _ in refused.most_common(_MAX_REASONS)))

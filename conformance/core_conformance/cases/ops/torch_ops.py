@@ -6,7 +6,7 @@ selects has to be exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,12 +16,13 @@ from core.common.conformance import ConformanceProfile
 from core.common.ops.arguments import Draw
 from core.device import Device
 from core_conformance.case import Case
-from core_conformance.inputs.movement import CASTS, COUNTING, MOVING, Mover, cast_values, rounded
+from core_conformance.dtypes import DTYPES, dtype_name, refused_dtype
+from core_conformance.inputs.casts import CASTS, cast_values, rounded
+from core_conformance.inputs.movement import COUNTING, MOVING, Mover
 from core_conformance.inputs.operators import ROUNDING, Operator
 from core_conformance.rules.judging import by_t2
+from core_conformance.rules.oracle import run_fake
 from core_conformance.trial import Trial
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
@@ -39,49 +40,81 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
         yield Case(id=f"torch/{mover.name}/integers", what=f"{mover.name}: gives the one right answer", run=run)
     for given, wanted in CASTS:
         run = partial(judge_cast, given=given, wanted=wanted)
-        yield _case(device, f"cast/{_short(given)}", (wanted, given), "rounds to nearest, halves to even", run)
+        yield _case(device, f"cast/{dtype_name(given)}", (wanted, given), "rounds to nearest, halves to even", run)
 
 
 def _case(device: Device, name: str, dtypes: tuple[torch.dtype, ...], what: str, run: partial[None]) -> Case:
     """Return a case named after the first dtype."""
-    absent = [_short(dtype) for dtype in dtypes if dtype not in device.capabilities.dtypes]
-    reason = f"the device declares no arithmetic in {absent[0]}" if absent else ""
-    return Case(id=f"torch/{name}/{_short(dtypes[0])}", what=f"{name}: {what}", run=run, not_supported=reason)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    reason = next(filter(None, (refused_dtype(device, dtype) for dtype in dtypes)), "")
+    return Case(id=f"torch/{name}/{dtype_name(dtypes[0])}", what=f"{name}: {what}", run=run, not_supported=reason)
 
 
 def judge_operator(trial: Trial, *, operator: Operator, dtype: torch.dtype) -> None:
     """Judge an operator by T2 on each of its inputs."""
     inputs = operator.inputs(Draw(dtype, torch.device("cpu"), seed=trial.seed))
-    for name, tensors in inputs.items():
+    for name, tensors, given in _laid_out(trial, inputs):
         with torch.no_grad():
-            result = operator.call(*(tensor.to(trial.device.torch_device) for tensor in tensors))
+            result = operator.call(*given)
         trial.device.synchronize()
-        wide = torch.float64 if operator.once else torch.float32
+        if not _is_where_it_belongs(trial, name, result, operator.call, given):
+            continue
         exact = operator.formula(*_as(tensors, torch.float64))
-        host = (exact if operator.once else operator.formula(*_as(tensors, wide))).to(dtype)
-        by_t2(trial, name or "result", result, host, lambda value=exact: value)  # type: ignore[misc]
+        host = (exact if operator.once else operator.formula(*_as(tensors, torch.float32))).to(dtype)
+        by_t2(trial, name, result, host, lambda value=exact: value)  # type: ignore[misc]
 
 
 def judge_mover(trial: Trial, *, mover: Mover, dtype: torch.dtype) -> None:
     """Require the very bits that the answer in plain Python has."""
     tensors = mover.inputs(Draw(dtype, torch.device("cpu"), seed=trial.seed))
-    with torch.no_grad():
-        result = mover.call(*(tensor.to(trial.device.torch_device) for tensor in tensors))
-    trial.device.synchronize()
     wanted = torch.tensor(mover.lists(*(tensor.tolist() for tensor in tensors)), dtype=mover.result or dtype)
-    trial.same("result", result, wanted)
+    for name, _, given in _laid_out(trial, {"": tensors}, dense=mover.dense):
+        with torch.no_grad():
+            result = mover.call(*given)
+        trial.device.synchronize()
+        if _is_where_it_belongs(trial, name, result, mover.call, given):
+            trial.same(name, result, wanted)
 
 
 def judge_cast(trial: Trial, *, given: torch.dtype, wanted: torch.dtype) -> None:
     """Require of each number the nearest one of the wanted dtype."""
     values = [rounded(value, given) for value in cast_values()]
-    result = torch.tensor(values, dtype=torch.float64).to(given).to(trial.device.torch_device).to(wanted)
+    source = torch.tensor(values, dtype=torch.float64).to(given).to(trial.device.torch_device)
+    result = source.to(wanted)
     trial.device.synchronize()
+    if not _is_where_it_belongs(trial, "result", result, lambda x: x.to(wanted), [source]):
+        return
     trial.same("result", result, torch.tensor([rounded(value, wanted) for value in values], dtype=wanted))
+
+
+def _laid_out(
+    trial: Trial, inputs: Mapping[str, tuple[Tensor, ...]], *, dense: bool = False
+) -> Iterator[tuple[str, tuple[Tensor, ...], list[Tensor]]]:
+    """Yield the name of each input, its tensors, and these on the device: as they are, and with their columns in memory
+    where their rows were. dense: only as they are."""
+    for name, tensors in inputs.items():
+        given = [tensor.to(trial.device.torch_device) for tensor in tensors]
+        yield name or "result", tensors, given
+        if not dense and any(tensor.dim() > 1 for tensor in given):
+            columns = [tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for tensor in given]
+            yield f"{name}, by columns" if name else "by columns", tensors, columns
+
+
+def _is_where_it_belongs(
+    trial: Trial, name: str, result: Tensor, call: Callable[..., Tensor], given: Sequence[Tensor]
+) -> bool:
+    """Require of a result the device, shape, dtype and strides that torch's fake of the call has; tell whether it has.
+
+    A result in the host's memory has the right values, and each operator after it runs on the host as well, or raises
+    where it meets a tensor of the device.
+    """
+    with torch.no_grad():
+        fake = run_fake(call, tuple(given), {})
+    before = len(trial.failures)
+    belongs = result.device.type == trial.device.torch_device.type
+    told = f"{name}: it lies on {str(result.device)!r}, its arguments on {str(trial.device.torch_device)!r}"
+    if trial.require(belongs, told):
+        trial.same_metadata(f"{name}, against torch's fake", result, fake)
+    return len(trial.failures) == before
 
 
 def _as(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:

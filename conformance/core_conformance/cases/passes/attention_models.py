@@ -6,12 +6,14 @@ B batch, T tokens, N query heads, K key heads, D head size, S slots of the cache
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core_conformance.cases.passes.models import SIZE, Built, GatedMlp, RmsNorm, rows
+from core_conformance.cases.passes.models import SIZE, Built, GatedMlp, Parts, RmsNorm, rows
 
 B, T, N, K, D, S = 2, 5, 4, 2, 16, 12
 
@@ -43,32 +45,28 @@ class Rotary(nn.Module):
         return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
 
-class Rotations(nn.Module):
-    """Rotations of a query and its key, of either style."""
-
-    def __init__(self, *, halves: bool) -> None:
-        super().__init__()
-        self.tables, self.halves = Rotary(halves=halves), halves
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.tables(positions, q.dtype)
-        turn = rotate_halves if self.halves else rotate_neighbours
-        return (q * cos) + (turn(q) * sin), (k * cos) + (turn(k) * sin)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = True) -> Tensor:
+    return (x * cos) + ((rotate_halves if halves else rotate_neighbours)(x) * sin)
 
 
-class NormedRotations(nn.Module):
-    """Query and key normed per head and then rotated, as Qwen 3 does."""
+def _rotations(model: Any, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate a query and its key, in the style of the model's tables."""
+    cos, sin = model.tables(positions, q.dtype)
+    halves = model.tables.halves
+    return _turned(q, cos, sin, halves=halves), _turned(k, cos, sin, halves=halves)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = Rotary()
-        self.q_norm, self.k_norm = RmsNorm(D, eps=1e-6), RmsNorm(D, eps=1e-6)
-        self.k_norm.weight = nn.Parameter(torch.linspace(1.4, 0.2, D))
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = self.q_norm(q.transpose(1, 2)).transpose(1, 2), self.k_norm(k.transpose(1, 2)).transpose(1, 2)
-        cos, sin = self.tables(positions, q.dtype)
-        return (q * cos) + (rotate_halves(q) * sin), (k * cos) + (rotate_halves(k) * sin)
+def _normed_rotations(model: Any, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Norm query and key per head, and then rotate them, as Qwen 3 does."""
+    q, k = model.q_norm(q.transpose(1, 2)).transpose(1, 2), model.k_norm(k.transpose(1, 2)).transpose(1, 2)
+    cos, sin = model.tables(positions, q.dtype)
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def _key_norm() -> RmsNorm:
+    norm = RmsNorm(D, eps=1e-6)
+    norm.weight = nn.Parameter(torch.linspace(1.4, 0.2, D))
+    return norm
 
 
 def repeated(x: Tensor) -> Tensor:
@@ -88,45 +86,30 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float
     return torch.matmul(weights, repeated(v)).transpose(1, 2).contiguous()
 
 
-class Attentions(nn.Module):
-    """Attention in one call and written out: causal, masked, windowed, capped."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        positions = torch.arange(T, device=q.device)
-        away = positions[:, None] - positions[None, :]
-        window = ((away >= 0) & (away < 3))[None, None]
-        call = F.scaled_dot_product_attention
-        return (
-            call(q, k, v, is_causal=True, scale=0.3, enable_gqa=True),
-            call(q, repeated(k), repeated(v), attn_mask=mask),
-            call(q, repeated(k), repeated(v), attn_mask=window),
-            written_out(q, k, v, mask),
-            written_out(q, k, v, mask, cap=2.0),
-        )
+def _attentions(model: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Attend in one call and written out: causal, masked, windowed, capped."""
+    positions = torch.arange(T, device=q.device)
+    away = positions[:, None] - positions[None, :]
+    window = ((away >= 0) & (away < 3))[None, None]
+    call = F.scaled_dot_product_attention
+    return (
+        call(q, k, v, is_causal=True, scale=0.3, enable_gqa=True),
+        call(q, repeated(k), repeated(v), attn_mask=mask),
+        call(q, repeated(k), repeated(v), attn_mask=window),
+        written_out(q, k, v, mask),
+        written_out(q, k, v, mask, cap=2.0),
+    )
 
 
-class CachedAttention(nn.Module):
-    """Attention over a static cache, which it writes first; its length is counted in the graph."""
-
-    keys: Tensor
-    values: Tensor
-    length: Tensor
-
-    def __init__(self, *, eager: bool) -> None:
-        super().__init__()
-        for start, name in enumerate(("keys", "values")):
-            self.register_buffer(name, torch.linspace(start, 1.5, B * K * S * D).view(B, K, S, D))
-        self.register_buffer("length", torch.tensor(4))
-        self.eager = eager
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        slots = torch.arange(T, device=q.device) + self.length
-        self.length.add_(T)
-        self.keys.index_copy_(2, slots, k)
-        self.values.index_copy_(2, slots, v)
-        if self.eager:
-            return written_out(q, self.keys, self.values, mask)
-        return F.scaled_dot_product_attention(q, repeated(self.keys), repeated(self.values), attn_mask=mask)
+def _cached(model: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, eager: bool) -> Tensor:
+    """Attend over a static cache, which it writes first; its length is counted in the graph."""
+    slots = torch.arange(T, device=q.device) + model.length
+    model.length.add_(T)
+    model.keys.index_copy_(2, slots, k)
+    model.values.index_copy_(2, slots, v)
+    if eager:
+        return written_out(q, model.keys, model.values, mask)
+    return F.scaled_dot_product_attention(q, repeated(model.keys), repeated(model.values), attn_mask=mask)
 
 
 class Layer(nn.Module):
@@ -141,27 +124,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.input_norm(x)
         q, k, v = (p(normed).view(B, T, -1, D).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = ((y * cos) + (rotate_halves(y) * sin) for y in (q, k))
+        q, k = (_turned(y, cos, sin) for y in (q, k))
         out = F.scaled_dot_product_attention(q, repeated(k), repeated(v), is_causal=True)
         x = x + self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
-        y: Tensor = x + self.mlp(self.post_norm(x))
-        return y
+        return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]  # torch's
 
 
-class Decoder(nn.Module):
-    """Two layers, a norm, and logits with a soft cap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = Rotary()
-        self.layers = nn.ModuleList([Layer(index) for index in range(2)])
-        self.norm, self.head = RmsNorm(eps=3e-4), nn.Linear(SIZE, 96, bias=False)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.tables(positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return 1.5 * torch.tanh(self.head(self.norm(x)) / 1.5)
+def _decoder(model: Any, x: Tensor, positions: Tensor) -> Tensor:
+    """Run two layers and a norm, and give logits with a soft cap."""
+    cos, sin = model.tables(positions, x.dtype)
+    for layer in model.layers:
+        x = layer(x, cos, sin)
+    return 1.5 * torch.tanh(model.head(model.norm(x)) / 1.5)
 
 
 def heads(num_heads: int, seed: int = 0) -> Tensor:
@@ -183,17 +157,35 @@ def _positions() -> Tensor:
     return torch.arange(3, 3 + T).expand(B, T) + torch.tensor([[0], [4]])
 
 
-def _rotations(halves: bool) -> Built:
-    return Rotations(halves=halves), {"q": heads(N), "k": heads(K), "positions": _positions()}
+def _to_rotate() -> dict[str, Tensor]:
+    return {"q": heads(N), "k": heads(K), "positions": _positions()}
+
+
+def _with_cache(*, eager: bool) -> Built:
+    keys, values = (torch.linspace(start, 1.5, B * K * S * D).view(B, K, S, D) for start in range(2))
+    model = Parts(partial(_cached, eager=eager), keys=keys, values=values, length=torch.tensor(4))
+    return model, _qkv(_causal(S, 4))
 
 
 ATTENTION_MODELS: Mapping[str, Callable[[], Built]] = {
-    "rotary-halves": lambda: _rotations(True),
-    "rotary-neighbours": lambda: _rotations(False),
-    "normed-rotary": lambda: (NormedRotations(), {"q": heads(N), "k": heads(K), "positions": _positions()}),
-    "attention": lambda: (Attentions(), _qkv(_causal(T, 0))),
-    "cached-attention": lambda: (CachedAttention(eager=False), _qkv(_causal(S, 4))),
-    "cached-attention-eager": lambda: (CachedAttention(eager=True), _qkv(_causal(S, 4))),
-    "decoder": lambda: (Decoder(), {"x": torch.stack([rows(T), rows(T, seed=2)]), "positions": _positions()}),
+    "rotary-halves": lambda: (Parts(_rotations, tables=Rotary()), _to_rotate()),
+    "rotary-neighbours": lambda: (Parts(_rotations, tables=Rotary(halves=False)), _to_rotate()),
+    "normed-rotary": lambda: (
+        Parts(_normed_rotations, tables=Rotary(), q_norm=RmsNorm(D, eps=1e-6), k_norm=_key_norm()),
+        _to_rotate(),
+    ),
+    "attention": lambda: (Parts(_attentions), _qkv(_causal(T, 0))),
+    "cached-attention": lambda: _with_cache(eager=False),
+    "cached-attention-eager": lambda: _with_cache(eager=True),
+    "decoder": lambda: (
+        Parts(
+            _decoder,
+            tables=Rotary(),
+            layers=nn.ModuleList([Layer(index) for index in range(2)]),
+            norm=RmsNorm(eps=3e-4),
+            head=nn.Linear(SIZE, 96, bias=False),
+        ),
+        {"x": torch.stack([rows(T), rows(T, seed=2)]), "positions": _positions()},
+    ),
 }
-"""As `pass_models.MODELS`."""
+"""As `models.MODELS`."""

@@ -1,19 +1,27 @@
-"""Whether a pass reports what it did: a change for each match it claims, a name for each site, its promise kept."""
+"""Whether a pass is what it says: each match it claims is a change, each site has a name, its uuid is stable."""
 
 from __future__ import annotations
 
+import json
 import operator
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import fx
 
 from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Scalar
 from core.common.passes.rewrite import remove_dead
 from core.common.passes.sites import MADE_BY, Made, site_name
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
 from core_conformance.cases.passes.runs import Bench, Change, Walk
+from core_conformance.trial import Trial
 
 Signature = tuple[Any, ...]
 
@@ -32,7 +40,7 @@ def touched(before: fx.GraphModule, after: fx.GraphModule) -> tuple[list[str], l
 
 
 def unclaimed(walk: Walk, declared: Pass) -> list[str]:
-    """Return what a pass's report on one graph says that the graph does not bear out."""
+    """Return the claims of a pass's report on one graph that the graph contradicts."""
     report, change = walk.reports[declared.name], walk.changes.get(declared.name)
     reasons = [] if change is None else list(_false_claims(report, change))
     if report.expected is not None and report.expected != report.matched:
@@ -100,3 +108,40 @@ def unstable(bench: Bench, change: Change) -> list[str]:
         return [f"a second run reports {report.matched} matches and changes nothing"] if report.matched else []
     fault = again.verification.fault
     return [] if fault is None else [f"a second run breaks {fault.where or fault.node}: {fault.reason}"]
+
+
+def check_identity(trial: Trial, declared: Pass) -> None:
+    """Compare a pass's uuid with that of an equal declaration, of one with other parameters, and of a new process."""
+    uuid = declared.uuid()
+    trial.require(replace(declared).uuid() == uuid, "two equal declarations have different uuids")
+    for name, value in declared.params.items():
+        other = replace(declared, params={**declared.params, name: _other(value)})
+        trial.require(other.uuid() != uuid, f"the uuid is the same for {name}={value!r} and {name}={_other(value)!r}")
+    elsewhere = _in_another_process(trial.name)
+    if declared.name not in elsewhere:
+        trial.note("the device as another process opens it has no such pass")
+        return
+    trial.require(elsewhere[declared.name] == uuid, "the uuid is another one in another process: no cache would hit")
+
+
+def _other(value: Scalar) -> Scalar:
+    if isinstance(value, bool):
+        return not value
+    return f"{value}'" if isinstance(value, str) else value + 1
+
+
+@cache
+def _in_another_process(device: str) -> Mapping[str, str]:
+    """Return the uuids of a device's passes by name, from a process with another seed for its hashes."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(
+        [sys.executable, "-m", "core", "passes", "--device", device, "--json"],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"`core passes --device {device} --json` fails: {done.stderr.strip()[-500:]}")
+    return {each["name"]: each["uuid"] for each in json.loads(done.stdout)["passes"]}

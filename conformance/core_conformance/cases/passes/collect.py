@@ -20,17 +20,16 @@ from core.compilation.rewriting import device_passes
 from core.device import Device
 from core.verify.execution import bind, run_graph
 from core_conformance.case import Case
-from core_conformance.cases.passes.claims import unclaimed, unstable
+from core_conformance.cases.ops.collect import slug
+from core_conformance.cases.passes.claims import check_identity, unclaimed, unstable
 from core_conformance.cases.passes.examples import example_dtypes
 from core_conformance.cases.passes.firings import Firings, firings
-from core_conformance.cases.passes.identity import check_identity
 from core_conformance.cases.passes.mutations import near_misses
 from core_conformance.cases.passes.pipeline import TINY, check_program, check_tiny_model
 from core_conformance.cases.passes.runs import CORPUS, Bench, Change, bench, tokens_for
+from core_conformance.dtypes import DTYPES, dtype_name, working_dtype
 from core_conformance.trial import NotSupported, Skip, Trial
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""fp32 first: half precision alone hides a wrong eps."""
 _NUM_MODELS = 2
 """In how many models near-misses are made."""
 
@@ -42,35 +41,36 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     for name in CORPUS:
         for dtype in DTYPES[:2]:
             yield Case(
-                id=f"passes/pipeline/{name}/{_text(dtype)}",
+                id=f"passes/pipeline/{name}/{dtype_name(dtype)}",
                 what=f"the model {name}, rewritten by all passes, gives what it gives eagerly",
                 run=partial(check_program, name=name, dtype=dtype),
-                not_supported=_no_dtype(device, dtype),
+                not_supported=_why_no_dtype(device, dtype),
             )
     for name in TINY:
-        dtype = next((dtype for dtype in DTYPES if dtype in device.capabilities.dtypes), torch.float32)
         yield Case(
             id=f"passes/models/{name}",
             what=f"every pass and implementation in a tiny {name}, and the program of it, are right",
-            run=partial(check_tiny_model, model_type=name, dtype=dtype),
+            run=partial(check_tiny_model, model_type=name, dtype=working_dtype(device)),
         )
 
 
 def _cases(device: Device, declared: Pass) -> Iterator[Case]:
     refused = refusal(device, declared)
-    usable = [dtype for dtype in DTYPES if not _unfit(device, declared, dtype)]
+    usable = [dtype for dtype in DTYPES if not _why_unfit(device, declared, dtype)]
     main = _main(declared, usable)
     if main is None:
-        refused = refused or f"none of the dtypes {', '.join(map(_text, DTYPES))} is both the pass's and the device's"
+        refused = (
+            refused or f"none of the dtypes {', '.join(map(dtype_name, DTYPES))} is both the pass's and the device's"
+        )
 
     def case(kind: str, what: str, run: Callable[..., None], no: str = "", **options: object) -> Case:
-        name = f"passes/{'-'.join(declared.name.lower().replace('/', ' ').split())}/{kind}"
+        name = f"passes/{slug(declared.name)}/{kind}"
         return Case(id=name, what=what, run=partial(run, declared=declared, **options), not_supported=refused or no)
 
     yield case("fires", "it matches where it has to, and reports what it did", _check_firing, dtype=main)
     for dtype in DTYPES:
-        what = f"what it rewrites keeps its numbers in {_text(dtype)}"
-        yield case(_text(dtype), what, _check_numbers, _unfit(device, declared, dtype), dtype=dtype)
+        what = f"what it rewrites keeps its numbers in {dtype_name(dtype)}"
+        yield case(dtype_name(dtype), what, _check_numbers, _why_unfit(device, declared, dtype), dtype=dtype)
     yield case("near-miss", "what almost matches keeps its numbers", _check_near_misses, dtype=main)
     yield case("identity", "its uuid is stable, and another for other parameters", check_identity)
 
@@ -90,15 +90,15 @@ def refusal(device: Device, declared: Pass) -> str:
     return f"its guard: {reason}" if reason else ""
 
 
-def _unfit(device: Device, declared: Pass, dtype: torch.dtype) -> str:
+def _why_unfit(device: Device, declared: Pass, dtype: torch.dtype) -> str:
     allowed = declared.guards.dtypes
     if allowed is not None and dtype not in allowed:
-        return f"its guard: dtype {_text(dtype)} is none of {', '.join(sorted(map(_text, allowed)))}"
-    return _no_dtype(device, dtype)
+        return f"its guard: dtype {dtype_name(dtype)} is none of {', '.join(sorted(map(dtype_name, allowed)))}"
+    return _why_no_dtype(device, dtype)
 
 
-def _no_dtype(device: Device, dtype: torch.dtype) -> str:
-    return "" if dtype in device.capabilities.dtypes else f"the device does not compute in {_text(dtype)}"
+def _why_no_dtype(device: Device, dtype: torch.dtype) -> str:
+    return "" if dtype in device.capabilities.dtypes else f"the device does not compute in {dtype_name(dtype)}"
 
 
 def _main(declared: Pass, usable: list[torch.dtype]) -> torch.dtype | None:
@@ -107,16 +107,11 @@ def _main(declared: Pass, usable: list[torch.dtype]) -> torch.dtype | None:
     return next((dtype for dtype in usable if not given or dtype in given), usable[0] if usable else None)
 
 
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _check_firing(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
     """Require a match in each own example, and one somewhere; check each report by the graph."""
     own = bench(trial.device)
     found = firings(own, declared, dtype)
-    for reason in found.silent:
-        trial.require(False, reason)
+    trial.fail(*found.silent)
     for walk in found.walks:
         report = walk.reports.get(declared.name)
         where = walk.sample.name
@@ -124,25 +119,20 @@ def _check_firing(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
             continue
         assert report is not None
         trial.require(not report.error, f"{where}: it fails: {report.error}")
-        for reason in unclaimed(walk, declared):
-            trial.require(False, f"{where}: {reason}")
+        trial.fail(*(f"{where}: {reason}" for reason in unclaimed(walk, declared)))
     matched = found.matched(declared.name)
     if not matched and not found.silent:
         _explain_nothing(trial, declared, found)
     for change in found.changes(declared.name):
-        for reason in unstable(own, change):
-            trial.require(False, f"{change.sample.name}: {reason}")
-    for walk in matched:
-        trial.note(f"{walk.matched(declared.name)} in {walk.sample.name}")
-    for note in found.notes:
-        trial.note(note)
+        trial.fail(*(f"{change.sample.name}: {reason}" for reason in unstable(own, change)))
+    trial.note(*(f"{walk.matched(declared.name)} in {walk.sample.name}" for walk in matched), *found.notes)
 
 
 def _explain_nothing(trial: Trial, declared: Pass, found: Firings) -> None:
     # Each pass of core has its model in the corpus; what another one lacks, no missing model would have shown.
     if found.missing and declared.owner == "core":
         raise Skip(f"it matches nowhere, and some models do not run here: {'; '.join(found.missing)}")
-    trial.require(False, found.nowhere(declared))
+    trial.fail(found.nowhere(declared))
 
 
 def _check_numbers(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
@@ -152,19 +142,20 @@ def _check_numbers(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
     if not changes:
         given = example_dtypes(declared)
         if declared.guards.dtypes is None and given and dtype not in given:
-            traced = ", ".join(sorted(map(_text, given)))
-            raise NotSupported(f"its patterns are traced for {traced} and match nothing in {_text(dtype)}")
+            traced = ", ".join(sorted(map(dtype_name, given)))
+            raise NotSupported(f"its patterns are traced for {traced} and match nothing in {dtype_name(dtype)}")
         _explain_nothing(trial, declared, found)
     for change in changes:
-        _judge(trial, change.sample.name, change)
+        if _judge(trial, change.sample.name, change) and change.verification.fault is None:
+            _judge_by_trace(trial, change.sample.name, change)
 
 
-def _judge(trial: Trial, name: str, change: Change) -> None:
+def _judge(trial: Trial, name: str, change: Change) -> str:
+    """Judge what a pass made of a graph; return why it could not be judged, "" where it could."""
     found = change.verification
     reason = "" if found.fault is None else f"at {found.fault.where or found.fault.node}: {found.fault.reason}"
     trial.record(name, "T1", found.worst_ratio, reason)
-    if found.unjudged and not reason:
-        _judge_by_trace(trial, name, change)
+    return found.unjudged
 
 
 def _judge_by_trace(trial: Trial, name: str, change: Change) -> None:
@@ -213,10 +204,7 @@ def _judge_near_miss(trial: Trial, own: Bench, change: Change, what: str, module
     report, again = own.again(change, module)
     name = f"{change.sample.name}, {what}"
     trial.require(not report.error, f"{name}: it fails: {report.error}")
-    if again is not None:
-        found = again.verification
-        reason = "" if found.fault is None else f"at {found.fault.where or found.fault.node}: {found.fault.reason}"
-        trial.record(name, "T1", found.worst_ratio, reason)
-        if found.unjudged:
-            trial.note(f"{name}: {found.unjudged}; what differs was not judged")
+    unjudged = again is not None and _judge(trial, name, again)
+    if unjudged:
+        trial.note(f"{name}: {unjudged}; what differs was not judged")
     return report.matched

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from core.common.passes.declaration import Pass
 from core.errors import TraceError
 from core_conformance.cases.passes.examples import declared_samples, pattern_samples
+from core_conformance.cases.passes.many_models import NUM_SITES, repeated
 from core_conformance.cases.passes.runs import CORPUS, Bench, CannotRun, Change, Sample, Walk, tokens_for
 
 
 @dataclass
 class Firings:
-    """What became of one pass over all samples of a dtype.
+    """What became of one pass over all samples of a dtype."""
 
-    walks: of every sample that ran. silent: why an own example counts as a failure. notes: what else is worth reading.
-    missing: samples that do not run here, with the reason.
-    """
-
+    #: Of every sample that ran.
     walks: list[Walk] = field(default_factory=list)
+    #: Why an own example counts as a failure.
     silent: list[str] = field(default_factory=list)
+    #: What else is worth reading.
     notes: list[str] = field(default_factory=list)
+    #: The samples that do not run here, each with the reason.
     missing: list[str] = field(default_factory=list)
 
     def matched(self, name: str) -> list[Walk]:
@@ -61,7 +63,11 @@ def _firings(bench: Bench, declared: Pass, dtype: torch.dtype) -> Firings:
     found = Firings()
     for sample in declared_samples(declared):
         walk = _walk(bench, declared, sample, dtype, found)
-        if walk is not None and not walk.matched(declared.name):
+        if walk is None:
+            continue
+        if walk.matched(declared.name):
+            found.notes += _walk_several(bench, declared, sample, dtype, found)
+        else:
             found.silent.append(f"{sample.name}: {_why_silent(bench, declared, walk, dtype)}")
     patterns = enumerate(pattern_samples(declared) if declared.examples is None else ())
     taken = [_try(bench, declared, index, tries, dtype, found) for index, tries in patterns]
@@ -85,6 +91,16 @@ def _walk(bench: Bench, declared: Pass, sample: Sample, dtype: torch.dtype, foun
     return walk
 
 
+def _walk_several(bench: Bench, declared: Pass, sample: Sample, dtype: torch.dtype, found: Firings) -> list[str]:
+    """Run a sample in which the pass matched, several times over in one graph; return why that could not be, if so."""
+    several = Sample(f"{sample.name}, {NUM_SITES} times", partial(repeated, sample.build))
+    try:
+        found.walks.append(bench.walk(several, dtype, tokens_for(declared)))
+    except (CannotRun, TraceError) as error:
+        return [str(error)]
+    return []
+
+
 def _try(bench: Bench, declared: Pass, index: int, tries: Iterable[Sample], dtype: torch.dtype, found: Firings) -> str:
     """Run a pattern on one set of shapes after another until the pass matches; return what keeps it from matching."""
     count = 0
@@ -95,6 +111,7 @@ def _try(bench: Bench, declared: Pass, index: int, tries: Iterable[Sample], dtyp
             continue
         if walk.matched(declared.name):
             found.walks.append(walk)
+            found.notes += _walk_several(bench, declared, sample, dtype, found)
             return ""
         if bench.alone(declared, sample, dtype).matched(declared.name):
             return f"{sample.name}: {_taken(declared, walk)}"

@@ -6,9 +6,11 @@ calls its parts by several spellings. H is the hidden size, T the number of toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,49 +39,41 @@ class RmsNorm(nn.Module):
         return (wide * (self.offset + weight if self.offset else weight)).type_as(x)
 
 
-class Norms(nn.Module):
-    """RMSNorms in every spelling and with several eps; the input is small enough for these to matter."""
+class Parts(nn.Module):
+    """A model that is a function of its parts (submodules, parameters, buffers), which it reads as attributes."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
         super().__init__()
-        self.llama = nn.ModuleList([RmsNorm(eps=eps) for eps in EPSILONS])
-        self.early = RmsNorm(eps=2e-6, late=False)
-        self.gemma = RmsNorm(eps=1e-6, late=False, offset=1.0)
-        self.builtin = nn.RMSNorm(SIZE, eps=4e-5)
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        plain = x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + 5e-5)
-        return (*(norm(x) for norm in self.llama), self.early(x), self.gemma(x), self.builtin(x), plain)
-
-
-class ResidualNorms(nn.Module):
-    """Residual adds and the norm of each sum, which later layers read too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = RmsNorm(eps=1e-5), RmsNorm(eps=3e-4, late=False, offset=1.0)
-        self.mix = nn.Linear(SIZE, SIZE, bias=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + y
-        normed = self.mix(self.first(total))
-        total = normed + total
-        return self.second(total), total
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
 
 
-class LayerNorms(nn.Module):
-    """Layer norms as a module, without weights, and written out."""
+def _norms(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Norm in every spelling and with several eps; the input is small enough for these to matter."""
+    plain = x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + 5e-5)
+    return (*(norm(x) for norm in model.llama), model.early(x), model.gemma(x), model.builtin(x), plain)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE, eps=2e-5)
-        self.weight = nn.Parameter(torch.linspace(0.4, 1.9, SIZE))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        wide = x.float()
-        centred = wide - wide.mean(-1, keepdim=True)
-        written = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return self.norm(x), F.layer_norm(x, (SIZE,), eps=3e-4), (self.weight.float() * written).to(x.dtype)
+def _residual_norms(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Add residuals and norm each sum, which later layers read too."""
+    total = x + y
+    total = model.mix(model.first(total)) + total
+    return model.second(total), total
+
+
+def _layer_norms(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Norm by a module, without weights, and written out."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    written = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return model.norm(x), F.layer_norm(x, (SIZE,), eps=3e-4), (model.weight.float() * written).to(x.dtype)
 
 
 class GatedMlp(nn.Module):
@@ -97,47 +91,28 @@ class GatedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = [projection(x) for projection in self.projections]
         gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-        out: Tensor = self.down(self.activation(gate) * up)
-        return out
+        return self.down(self.activation(gate) * up)  # type: ignore[no-any-return]  # torch's
 
 
-class Gates(nn.Module):
-    """Gated MLPs with each activation that models use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        gelu = {form: (lambda x, form=form: F.gelu(x, approximate=form)) for form in ("none", "tanh")}
-        mlps = [GatedMlp(activation) for activation in (F.silu, gelu["none"], gelu["tanh"], F.relu)]
-        joined = [GatedMlp(activation, joined=True) for activation in (F.silu, gelu["tanh"])]
-        self.mlps = nn.ModuleList([*mlps, *joined])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(mlp(x) for mlp in self.mlps)
+def _gates() -> nn.Module:
+    """Return gated MLPs with each activation that models use."""
+    gelu = {form: (lambda x, form=form: F.gelu(x, approximate=form)) for form in ("none", "tanh")}
+    mlps = [GatedMlp(activation) for activation in (F.silu, gelu["none"], gelu["tanh"], F.relu)]
+    joined = [GatedMlp(activation, joined=True) for activation in (F.silu, gelu["tanh"])]
+    return Parts(lambda model, x: tuple(mlp(x) for mlp in model.mlps), mlps=nn.ModuleList([*mlps, *joined]))
 
 
-class SoftCaps(nn.Module):
-    """Soft caps of logits in several spellings, in a step that also counts and stores what it saw."""
-
-    counts: Tensor
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("counts", torch.zeros(1, dtype=torch.int64))
-        self.register_buffer("seen", torch.linspace(-1, 1, 3 * TOKENS * SIZE).view(3 * TOKENS, SIZE))
-        self.norm = RmsNorm()
-
-    def forward(self, x: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-        self.counts.add_(1)
-        self.seen.index_copy_(0, slots, x)
-        first = 30.0 * torch.tanh(self.norm(x) * 20 / 30.0)
-        logits = x * 40
-        logits = logits / 50.0
-        logits = torch.tanh(logits)
-        second = logits * 50.0
-        self.seen.mul_(0.5)
-        third = torch.tanh(x / 2) * 2 + torch.tanh(x)
-        return first, second, third
+def _soft_caps(model: Any, x: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Cap logits in several spellings, in a step that also counts and stores what it saw."""
+    model.counts.add_(1)
+    model.seen.index_copy_(0, slots, x)
+    first = 30.0 * torch.tanh(model.norm(x) * 20 / 30.0)
+    logits = x * 40
+    logits = logits / 50.0
+    logits = torch.tanh(logits)
+    second = logits * 50.0
+    model.seen.mul_(0.5)
+    return first, second, torch.tanh(x / 2) * 2 + torch.tanh(x)
 
 
 class Router(nn.Module):
@@ -154,21 +129,15 @@ class Router(nn.Module):
         return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), indices
 
 
-class Routers(nn.Module):
-    """Each way to choose experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Router(8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        logits = self.router.project(x)
-        plain, chosen = torch.topk(F.softmax(logits.float(), dim=-1), 3, dim=-1)
-        scores = logits.sigmoid()
-        _, indices = torch.topk(scores + self.router.bias, k=3, dim=-1)
-        weights = torch.gather(scores, 1, indices)
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-6) * 2.5
-        return (*self.router(x), plain.to(x.dtype), chosen, weights, indices)
+def _routers(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Choose experts in each way."""
+    logits = model.router.project(x)
+    plain, chosen = torch.topk(F.softmax(logits.float(), dim=-1), 3, dim=-1)
+    scores = logits.sigmoid()
+    _, indices = torch.topk(scores + model.router.bias, k=3, dim=-1)
+    weights = torch.gather(scores, 1, indices)
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-6) * 2.5
+    return (*model.router(x), plain.to(x.dtype), chosen, weights, indices)
 
 
 class Experts(nn.Module):
@@ -191,8 +160,7 @@ class Experts(nn.Module):
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=rows.device)
         rows = (rows * row_weights.unsqueeze(-1))[inverse]
-        out: Tensor = rows.view(x.size(0), 2, x.size(1)).sum(dim=1).to(x.dtype)
-        return out
+        return rows.view(x.size(0), 2, x.size(1)).sum(dim=1).to(x.dtype)  # type: ignore[no-any-return]  # torch's
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -210,42 +178,25 @@ def _experts() -> Built:
     return Experts(), {"x": rows(19)}
 
 
-class Merged(nn.Module):
-    """Linears of one input, of different widths and with biases, and a gated MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(SIZE, size) for size in (64, 32, 32))
-        self.mlp = GatedMlp(F.silu)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.q(x).sin(), self.k(x).sin(), self.v(x).cos(), self.mlp(x)
+def _merged(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Apply linears of one input, of different widths and with biases, and a gated MLP."""
+    return model.q(x).sin(), model.k(x).sin(), model.v(x).cos(), model.mlp(x)
 
 
-class NoOps(nn.Module):
-    """What computes nothing, between what does; and sums with small numbers, which do not."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = F.dropout(x.sin().to(x.dtype) * 1, 0.1, training=False).contiguous().view(TOKENS, SIZE)
-        z = (x.cos() * 1.0 + 1e-4).reshape(TOKENS, SIZE).to(x.dtype)
-        return (y / 1).exp(), z.clone().tanh()
+def _no_ops(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mix ops that change nothing with ops that do, sums with small numbers among these."""
+    y = F.dropout(x.sin().to(x.dtype) * 1, 0.1, training=False).contiguous().view(TOKENS, SIZE)
+    z = (x.cos() * 1.0 + 1e-4).reshape(TOKENS, SIZE).to(x.dtype)
+    return (y / 1).exp(), z.clone().tanh()
 
 
-class Repeated(nn.Module):
-    """What is computed twice, slices that only look alike, and reads before and after a write."""
-
-    state: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("state", torch.linspace(-2, 3, TOKENS * SIZE).view(TOKENS, SIZE))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        first, again = x.sin() * 0.5, x.sin() * 0.5
-        head, tail = x[:, : SIZE // 2] * 3, x[:, SIZE // 2 :] * 3
-        before = self.state * 2
-        self.state.add_(x)
-        return first + again.cos(), head - tail, before, self.state * 2
+def _repeated(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Compute one value twice, take two slices that only look alike, and read before and after a write."""
+    first, again = x.sin() * 0.5, x.sin() * 0.5
+    head, tail = x[:, : SIZE // 2] * 3, x[:, SIZE // 2 :] * 3
+    before = model.state * 2
+    model.state.add_(x)
+    return first + again.cos(), head - tail, before, model.state * 2
 
 
 def rows(num_tokens: int = TOKENS, *, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -267,20 +218,57 @@ def perturb(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _capped() -> Built:
-    return SoftCaps(), {"x": rows(), "slots": torch.tensor([3, 14, 7, 0, 5])}
+def _linspace(first: float, last: float, *shape: int) -> Tensor:
+    return torch.linspace(first, last, math.prod(shape)).view(shape)
 
 
 MODELS: Mapping[str, Callable[[], Built]] = {
-    "rms-norm": lambda: (Norms(), {"x": rows(scale=0.1)}),
-    "residual-norm": lambda: (ResidualNorms(), {"x": rows(), "y": rows(seed=1)}),
-    "layer-norm": lambda: (LayerNorms(), {"x": rows(scale=0.3)}),
-    "gated-mlp": lambda: (Gates(), {"x": rows(scale=2.0)}),
-    "soft-cap": _capped,
-    "router": lambda: (Routers(), {"x": rows(37, scale=2.0)}),
+    "rms-norm": lambda: (
+        Parts(
+            _norms,
+            llama=nn.ModuleList([RmsNorm(eps=eps) for eps in EPSILONS]),
+            early=RmsNorm(eps=2e-6, late=False),
+            gemma=RmsNorm(eps=1e-6, late=False, offset=1.0),
+            builtin=nn.RMSNorm(SIZE, eps=4e-5),
+        ),
+        {"x": rows(scale=0.1)},
+    ),
+    "residual-norm": lambda: (
+        Parts(
+            _residual_norms,
+            first=RmsNorm(eps=1e-5),
+            second=RmsNorm(eps=3e-4, late=False, offset=1.0),
+            mix=nn.Linear(SIZE, SIZE, bias=False),
+        ),
+        {"x": rows(), "y": rows(seed=1)},
+    ),
+    "layer-norm": lambda: (
+        Parts(_layer_norms, norm=nn.LayerNorm(SIZE, eps=2e-5), weight=nn.Parameter(_linspace(0.4, 1.9, SIZE))),
+        {"x": rows(scale=0.3)},
+    ),
+    "gated-mlp": lambda: (_gates(), {"x": rows(scale=2.0)}),
+    "soft-cap": lambda: (
+        Parts(
+            _soft_caps,
+            counts=torch.zeros(1, dtype=torch.int64),
+            seen=_linspace(-1, 1, 3 * TOKENS, SIZE),
+            norm=RmsNorm(),
+        ),
+        {"x": rows(), "slots": torch.tensor([3, 14, 7, 0, 5])},
+    ),
+    "router": lambda: (Parts(_routers, router=Router(8)), {"x": rows(37, scale=2.0)}),
     "experts": _experts,
-    "linears": lambda: (Merged(), {"x": rows()}),
-    "no-ops": lambda: (NoOps(), {"x": rows()}),
-    "repeats": lambda: (Repeated(), {"x": rows()}),
+    "linears": lambda: (
+        Parts(
+            _merged,
+            q=nn.Linear(SIZE, 64),
+            k=nn.Linear(SIZE, 32),
+            v=nn.Linear(SIZE, 32),
+            mlp=GatedMlp(F.silu),
+        ),
+        {"x": rows()},
+    ),
+    "no-ops": lambda: (Parts(_no_ops), {"x": rows()}),
+    "repeats": lambda: (Parts(_repeated, state=_linspace(-2, 3, TOKENS, SIZE)), {"x": rows()}),
 }
 """Name -> what builds the model and its inputs by name, in fp32 on the host."""

@@ -101,7 +101,7 @@ def _replace_number(node: fx.Node, position: int, factor: float) -> None:
 
 
 def _second_users(module: fx.GraphModule, nodes: list[fx.Node], change: Change) -> Iterator[Edit]:
-    """Return one interior value besides."""
+    """Let the graph return one interior value too."""
     output = module.graph.output_node()
     old: Any = output.args[0]
     for node in nodes:
@@ -142,7 +142,7 @@ def _round(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> None:
 
 
 def _functions(module: fx.GraphModule, nodes: list[fx.Node], change: Change) -> Iterator[Edit]:
-    """Let one node compute another function of the same arguments."""
+    """Replace the function of one node by another one of the same arguments."""
     for node in nodes:
         other = _INSTEAD.get(node.target)
         if other is not None:

@@ -46,7 +46,8 @@ def check_program(trial: Trial, name: str, dtype: torch.dtype) -> None:
     module = rewritten.traced.module
     choose_implementations(module, device.ops)
     (example,) = graph.examples
-    inputs = own_inputs(module, rewritten.traced.values(example), written=_names(module))
+    placeholders = (node.name for node in module.graph.find_nodes(op="placeholder"))
+    inputs = own_inputs(module, rewritten.traced.values(example), written=frozenset(placeholders))
     lowering = "inline" if "inline" in device.lowerings.available else device.lowerings.default
     lowered = device.lowerings.available[lowering](LoweringRequest(graph=module, example_inputs=tuple(inputs.values())))
     with torch.no_grad():
@@ -56,10 +57,6 @@ def check_program(trial: Trial, name: str, dtype: torch.dtype) -> None:
     reason = "" if fault is None else f"{fault.name} against the model: {fault.reason}"
     trial.record("results", "T1", step.worst_ratio, reason)
     _check_writes(trial, original, graph.values()[0], inputs)
-
-
-def _names(module: fx.GraphModule) -> frozenset[str]:
-    return frozenset(node.name for node in module.graph.find_nodes(op="placeholder"))
 
 
 def _check_writes(trial: Trial, original: fx.GraphModule, values: Sequence[Any], inputs: dict[str, Any]) -> None:

@@ -17,7 +17,9 @@ from torch import Tensor, fx
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.passes.constants import Constants
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Guards
+from core.common.passes.results import PassResult
 from core.compilation.implementations import put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
@@ -31,6 +33,7 @@ from core.engine.check.graphs import PhaseGraph
 from core.verify.execution import bind, error_line
 from core.verify.verify import Verification, verify
 from core_conformance.cases.passes.attention_models import ATTENTION_MODELS
+from core_conformance.cases.passes.many_models import WIDE_MODELS
 from core_conformance.cases.passes.models import MODELS, Built, perturb
 
 Tokens = tuple[int, int] | None
@@ -38,17 +41,18 @@ Tokens = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Sample:
-    """A model to run passes over. build: makes it and its inputs by name, in fp32 on the host, the same each time.
-
-    owed: the pass that brought it must match in it.
-    """
+    """A model to run passes over."""
 
     name: str
+    #: Makes the model and its inputs by name, in fp32 on the host, the same each time.
     build: Callable[[], Built]
+    #: Whether the pass that brought it must match in it.
     owed: bool = False
 
 
-CORPUS: Mapping[str, Sample] = {name: Sample(name, build) for name, build in {**MODELS, **ATTENTION_MODELS}.items()}
+CORPUS: Mapping[str, Sample] = {
+    name: Sample(name, build) for name, build in {**MODELS, **ATTENTION_MODELS, **WIDE_MODELS}.items()
+}
 
 
 class CannotRun(Exception):
@@ -92,10 +96,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Change:
-    """What one pass did to one graph: its report, the graph before and after, and what their placeholders hold.
-
-    graph: the sample as it was traced, which no pass has touched.
-    """
+    """What one pass did to one graph: its report, the graph before and after, and what their placeholders hold."""
 
     sample: Sample
     dtype: torch.dtype
@@ -103,6 +104,7 @@ class Change:
     report: PassReport
     before: fx.GraphModule
     after: fx.GraphModule
+    #: The sample as it was traced, which no pass has touched.
     graph: PhaseGraph
     constants: Constants
 
@@ -121,14 +123,14 @@ class Change:
 
 @dataclass
 class Walk:
-    """One sample under all passes. reports, changes: by the pass's name; changes of those that did or claim anything.
-
-    failed: why the walk ended before its end, else "".
-    """
+    """One sample under all passes."""
 
     sample: Sample
+    #: By the pass's name.
     reports: dict[str, PassReport] = field(default_factory=dict)
+    #: Changes of the passes that did or claim anything, by name.
     changes: dict[str, Change] = field(default_factory=dict)
+    #: Why the walk ended early, "" where it did not.
     failed: str = ""
 
     def matched(self, name: str) -> int:
@@ -232,14 +234,11 @@ class Bench:
         return report, found[-1] if found else None
 
 
-def _nothing(_: object) -> PassResult:
-    return PassResult(matched=0)
-
-
 def _stand_in(declared: Pass, stage: Any) -> Pass:
     return replace(
         declared,
-        run=_nothing,
+        find=None,
+        run=lambda _: PassResult(matched=0),
         mechanism="graph",
         patterns=(),
         guards=Guards(),

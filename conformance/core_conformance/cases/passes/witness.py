@@ -16,16 +16,17 @@ from core.device import Device
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What witnesses saw. uncaptured: run the callables themselves instead of their graphs.
+    """What witnesses saw."""
 
-    callables: by the key that was captured whole. replays: calls of `replay` by key, parts included. called: keys whose
-    Python ran in the course of a replay. storages: memory of static inputs and outputs, held weakly.
-    """
-
+    #: Whether to run the callables themselves instead of their graphs.
     uncaptured: bool = False
+    #: By the key that was captured whole.
     callables: dict[GraphKey, BoundCallable] = field(default_factory=dict)
+    #: Calls of `replay` by key, parts included.
     replays: Counter[GraphKey] = field(default_factory=Counter)
+    #: Keys whose Python ran in the course of a replay.
     called: Counter[GraphKey] = field(default_factory=Counter)
+    #: Memory of static inputs and outputs, held weakly.
     storages: list[StorageWeakRef] = field(default_factory=list)
     replaying: bool = False
 

@@ -10,21 +10,14 @@ repeated keys and values, mask and cache write as one op, whichever way the mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_ranks
 from core.common.ops.attention.scores import exponentials, soft_capped
-from core.common.ops.declaration import CanonicalOp, Sample, declare
-
-SCHEMA = (
-    "dense_attention(Tensor query, Tensor key, Tensor value, *, float scale, Tensor(a!)? key_cache=None, "
-    "Tensor(b!)? value_cache=None, Tensor? positions=None, Tensor? mask=None, bool causal=False, int window=0, "
-    "float softcap=0.0, Tensor? sinks=None, ScalarType? out_dtype=None) -> Tensor"
-)
+from core.common.ops.declaration import CanonicalOp, declare
 
 
 def reference(
@@ -57,7 +50,6 @@ def reference(
     number everywhere becomes the mean of all values, as in any softmax. out_dtype: the value's by default. Scores and
     sums are in fp32, in fp64 for an fp64 query. Memory order of the result: (B, T, H, V), as projections read it.
     """
-    _check(query, key, value, key_cache, value_cache, positions, mask, sinks)
     if key_cache is not None and value_cache is not None and positions is not None:
         key = key_cache.index_copy_(2, positions, key.to(key_cache.dtype))
         value = value_cache.index_copy_(2, positions, value.to(value_cache.dtype))
@@ -92,7 +84,11 @@ def _empty(query: Tensor, value: Tensor, out_dtype: torch.dtype | None) -> Tenso
     return query.new_empty(sizes, dtype=out_dtype or value.dtype).transpose(1, 2)
 
 
-def fake(
+def _fake(query: Tensor, key: Tensor, value: Tensor, *, out_dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _empty(query, value, out_dtype)
+
+
+def _check(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,30 +98,12 @@ def fake(
     positions: Tensor | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     **_: Any,
-) -> Tensor:
-    """Check the arguments; return (B, H, T, V) in memory order (B, T, H, V)."""
-    _check(query, key, value, key_cache, value_cache, positions, mask, sinks)
-    return _empty(query, value, out_dtype)
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor | None,
-    value_cache: Tensor | None,
-    positions: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
 ) -> None:
-    """Raise `RuntimeError` unless ranks, heads, sizes and dtypes are as the schema says."""
     op = "dense_attention"
-    ranks = {"query": query, "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
-    for name, tensor in ranks.items():
-        check(tensor is None or tensor.dim() == 4, op, f"{name} must have rank 4")
-    check_floating(op, sinks=sinks, **ranks)
+    tensors = {"query": query, "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    check_ranks(op, 4, **tensors)
+    check_floating(op, sinks=sinks, **tensors)
     heads, kv_heads = query.shape[1], key.shape[1]
     check(kv_heads == value.shape[1], op, f"{kv_heads} key heads and {value.shape[1]} value heads differ")
     check(heads % kv_heads == 0, op, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
@@ -160,8 +138,12 @@ def _call(
     sizes: tuple[int, int] = (16, 16),
     start: int | None = None,
     batch: int = 2,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Build one call. lengths: T and S; start: the first position to write, None for no cache."""
+    """Return one call.
+
+    lengths: T and S. start: the first position to write, None for no cache. options: arguments of the op.
+    """
     (num_heads, kv_heads), (num_tokens, num_keys), (size, value_size) = heads, lengths, sizes
     length = num_keys if start is None else num_tokens
     call = {
@@ -174,52 +156,56 @@ def _call(
         call["key_cache"] = draw(batch, kv_heads, num_keys, size)
         call["value_cache"] = draw(batch, kv_heads, num_keys, value_size)
         call["positions"] = torch.arange(start, start + num_tokens, device=draw.device)
-    return call
+    return call | options
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield calls with and without caches: grouped heads, masks of each kind, window, soft-cap, sinks, hidden rows."""
-    draw = Draw(dtype, device)
-
-    def sample(name: str, call: dict[str, Any], **more: Any) -> Sample:
-        return Sample(name=name, kwargs=call | more)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return calls with and without caches: grouped heads, masks of each kind, window, soft-cap, sinks, hidden rows."""
+    dtype, device = draw.dtype, draw.device
 
     def tril(num_tokens: int, num_keys: int, start: int = 0) -> Tensor:
         return torch.ones(num_tokens, num_keys, dtype=torch.bool, device=device).tril(start)
 
-    lowest = torch.finfo(dtype).min
-    seen = tril(5, 11, 3)
-    yield sample("no cache, no mask", _call(draw))
-    yield sample("decode", _call(draw, lengths=(1, 13), start=6), mask=tril(1, 13, 6)[None, None])
-    yield sample("prefill", _call(draw, lengths=(7, 13), start=0), mask=tril(7, 13).expand(2, 1, -1, -1))
-    yield sample("chunk, causal", _call(draw, lengths=(3, 12), start=5), causal=True)
-    yield sample("window 3", _call(draw, lengths=(9, 9)), causal=True, window=3)
-    yield sample("window 4 with a cache", _call(draw, lengths=(3, 12), start=6), causal=True, window=4)
-    yield sample("soft-cap", _call(draw), softcap=2.5, mask=seen)
-    yield sample("odd scale, value size 8", _call(draw, sizes=(16, 8)), scale=0.37)
-    yield sample("one kv head", _call(draw, heads=(6, 1), lengths=(4, 9), start=2), mask=tril(4, 9, 2))
-    yield sample("one sequence, as many kv heads", _call(draw, heads=(3, 3), batch=1))
-    yield sample("additive mask", _call(draw), mask=torch.zeros(5, 11, dtype=dtype, device=device).where(seen, lowest))
-    bias = torch.linspace(-3, 3, 4 * 5 * 11, dtype=torch.float64).to(dtype).to(device)
-    yield sample("additive mask per head", _call(draw), mask=bias.view(1, 4, 5, 11))
-    yield sample("boolean mask per head", _call(draw), mask=torch.arange(220, device=device).view(1, 4, 5, 11) % 3 != 1)
-    yield sample("row hidden by false", _call(draw), mask=tril(5, 11, -2))
-    hidden = torch.zeros(5, 11, dtype=dtype, device=device).where(tril(5, 11, -2), lowest)
-    yield sample("row hidden by the lowest number", _call(draw), mask=hidden)
-    ramp = torch.linspace(-1, 2, 4, dtype=torch.float64).to(dtype).to(device)
-    yield sample("sinks", _call(draw), sinks=ramp, mask=seen)
-    yield sample("sinks per token", _call(draw), sinks=draw(2, 4, 5, 1), mask=tril(5, 11, -2))
-    yield sample("wide query, narrow result", _call(draw), out_dtype=torch.bfloat16)
-    yield sample("no tokens", _call(draw, lengths=(0, 11)))
+    def hiding(seen: Tensor) -> Tensor:
+        return torch.zeros(5, 11, dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)
+
+    def ramp(first: float, last: float, count: int) -> Tensor:
+        return torch.linspace(first, last, count, dtype=torch.float64).to(dtype).to(device)
+
+    seen, hidden = tril(5, 11, 3), tril(5, 11, -2)
+    per_head = torch.arange(220, device=device).view(1, 4, 5, 11) % 3 != 1
+    return {
+        "no cache, no mask": _call(draw),
+        "decode": _call(draw, lengths=(1, 13), start=6, mask=tril(1, 13, 6)[None, None]),
+        "prefill": _call(draw, lengths=(7, 13), start=0, mask=tril(7, 13).expand(2, 1, -1, -1)),
+        "chunk, causal": _call(draw, lengths=(3, 12), start=5, causal=True),
+        "window 3": _call(draw, lengths=(9, 9), causal=True, window=3),
+        "window 4 with a cache": _call(draw, lengths=(3, 12), start=6, causal=True, window=4),
+        "soft-cap": _call(draw, softcap=2.5, mask=seen),
+        "odd scale, value size 8": _call(draw, sizes=(16, 8), scale=0.37),
+        "one kv head": _call(draw, heads=(6, 1), lengths=(4, 9), start=2, mask=tril(4, 9, 2)),
+        "one sequence, as many kv heads": _call(draw, heads=(3, 3), batch=1),
+        "additive mask": _call(draw, mask=hiding(seen)),
+        "additive mask per head": _call(draw, mask=ramp(-3, 3, 220).view(1, 4, 5, 11)),
+        "boolean mask per head": _call(draw, mask=per_head),
+        "row hidden by false": _call(draw, mask=hidden),
+        "row hidden by the lowest number": _call(draw, mask=hiding(hidden)),
+        "sinks": _call(draw, sinks=ramp(-1, 2, 4), mask=seen),
+        "sinks per token": _call(draw, mask=hidden) | {"sinks": draw(2, 4, 5, 1)},
+        "wide query, narrow result": _call(draw, out_dtype=torch.bfloat16),
+        "no tokens": _call(draw, lengths=(0, 11)),
+    }
 
 
 DENSE_ATTENTION = declare(
     CanonicalOp(
-        name="dense_attention",
-        schema=SCHEMA,
+        schema="dense_attention(Tensor query, Tensor key, Tensor value, *, float scale, Tensor(a!)? key_cache=None, "
+        "Tensor(b!)? value_cache=None, Tensor? positions=None, Tensor? mask=None, bool causal=False, int window=0, "
+        "float softcap=0.0, Tensor? sinks=None, ScalarType? out_dtype=None) -> Tensor",
         reference=reference,
-        fake=fake,
-        samples=samples,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
         break_point=True,
         costly=True,
     )

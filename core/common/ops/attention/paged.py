@@ -9,25 +9,19 @@ Block 0 is the null block: no sequence owns it, padding tokens write there, and 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import check
+from core.common.ops.arguments import at_least_fp32, check, check_ranks
 from core.common.ops.attention.cache import check_scales, read
 from core.common.ops.attention.cache import write_cache as write_cache  # devices' own kernels write by it too
 from core.common.ops.attention.eager import by_sequence
-from core.common.ops.attention.samples import samples
+from core.common.ops.attention.samples import calls as calls  # behind a rotation too
 from core.common.ops.attention.scores import exponentials, soft_capped
 from core.common.ops.declaration import CanonicalOp, declare
-
-SCHEMA = (
-    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor block_table, Tensor slot_mapping, Tensor seq_lens, Tensor query_starts, *, float scale, int window=0, "
-    "float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, int max_query_len=0, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
-)
 
 
 def reference(
@@ -69,12 +63,10 @@ def reference(
     None for 1. All keys and values are read back from the cache, this step's too: a token attends to the same codes
     whether they were written by its own step, by an earlier one or by another chunk of its prompt.
     """
-    check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
-    check_scales("attention", key_cache, value_cache, k_scale, v_scale)
     write_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     num_tokens, num_heads, _ = query.shape
     num_kv_heads = key_cache.shape[2]
-    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+    acc = at_least_fp32(query.dtype)
 
     keys = key_cache[block_table.long()].flatten(1, 2)  # (B, M * P, K, D)
     values = value_cache[block_table.long()].flatten(1, 2)
@@ -95,11 +87,6 @@ def reference(
     values = read(values, acc, v_scale).masked_fill(~live[:, :, None, None], 0.0)
     out = torch.einsum("bkgqs,bskv->bqkgv", weights / total, values).flatten(2, 3)  # (B, Q, H, V)
     return _to_tokens(out, query_starts, num_tokens).to(query.dtype)
-
-
-def eager(*args: Any, **kwargs: Any) -> Tensor:
-    """Do what `reference` does, sequence by sequence, as their lengths say on the host."""
-    return by_sequence(reference, *args, **kwargs)
 
 
 def visible_positions(positions: Tensor, seq_lens: Tensor, num_keys: int, *, window: int, causal: bool) -> Tensor:
@@ -132,21 +119,8 @@ def _to_tokens(out: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
     return out[sequence, step].masked_fill((tokens >= query_starts[-1])[:, None, None], 0.0)
 
 
-def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    **options: Any,
-) -> Tensor:
-    """Check the arguments; return (T, H, V)."""
-    check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
-    check_scales("attention", key_cache, value_cache, options.get("k_scale"), options.get("v_scale"))
+def fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return (T, H, V)."""
     return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
 
 
@@ -160,13 +134,16 @@ def check_arguments(
     slot_mapping: Tensor,
     seq_lens: Tensor,
     query_starts: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **_: Any,
 ) -> None:
-    """Raise `RuntimeError` unless ranks, heads and index dtypes are as the schema says."""
-    floating = (("query", query, 3), ("key", key, 3), ("value", value, 3))
-    caches = (("key_cache", key_cache, 4), ("value_cache", value_cache, 4))
+    """Raise `RuntimeError` unless ranks, heads, index dtypes and scales are as `reference` says."""
     op = "attention"
-    for name, tensor, rank in (*floating, *caches, ("block_table", block_table, 2)):
-        check(tensor.dim() == rank, op, f"{name} must have rank {rank}")
+    check_ranks(op, 3, query=query, key=key, value=value)
+    check_ranks(op, 4, key_cache=key_cache, value_cache=value_cache)
+    check_ranks(op, 2, block_table=block_table)
     heads, kv_heads = query.shape[1], key.shape[1]
     check(heads % kv_heads == 0, op, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
     fits = key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:]
@@ -176,16 +153,20 @@ def check_arguments(
     for name, index in (("seq_lens", seq_lens), ("query_starts", query_starts)):
         whole = index.dtype in (torch.int32, torch.int64)
         check(whole, op, f"{name} must be torch.int32 or torch.int64")
+    check_scales(op, key_cache, value_cache, k_scale, v_scale)
 
 
 ATTENTION = declare(
     CanonicalOp(
-        name="attention",
-        schema=SCHEMA,
+        schema="attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor block_table, Tensor slot_mapping, Tensor seq_lens, Tensor query_starts, *, float scale, int window=0, "
+        "float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, int max_query_len=0, "
+        "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
         reference=reference,
         fake=fake,
-        samples=samples,
+        check=check_arguments,
+        calls=calls,
         break_point=True,
-        eager=eager,
+        eager=partial(by_sequence, reference),
     )
 )

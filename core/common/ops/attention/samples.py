@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import at_least_fp32
+from core.common.ops.arguments import Draw
 from core.common.ops.attention.cache import stored
-from core.common.ops.declaration import Sample
 
 
-def _sample(
-    dtype: torch.dtype,
-    device: torch.device,
+def _call(
+    draw: Draw,
     lens: tuple[tuple[int, int], ...],
     *,
     heads: tuple[int, int] = (4, 2),
@@ -42,10 +39,10 @@ def _sample(
     num_tokens = len(slots) + padding[0]
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(draw.dtype).to(draw.device)
 
     def index(data: list[int], length: int, fill: int, kind: torch.dtype) -> Tensor:
-        return torch.tensor(data + [fill] * (length - len(data)), dtype=kind, device=device)
+        return torch.tensor(data + [fill] * (length - len(data)), dtype=kind, device=draw.device)
 
     return {
         "query": randn(num_tokens, heads[0], sizes[0]),
@@ -53,7 +50,7 @@ def _sample(
         "value": randn(num_tokens, heads[1], sizes[1]),
         "key_cache": randn(num_blocks, page, heads[1], sizes[0]),
         "value_cache": randn(num_blocks, page, heads[1], sizes[1]),
-        "block_table": table.to(device),
+        "block_table": table.to(draw.device),
         "slot_mapping": index(slots, num_tokens, 0, torch.int64),
         "seq_lens": index([length for _, length in lens], num_seqs, 0, torch.int32),
         "query_starts": index(starts, num_seqs + 1, starts[-1], torch.int32),
@@ -62,54 +59,57 @@ def _sample(
     }
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield calls of every form: decode, prefill, mixed, padded, grouped heads, window, soft-cap, sinks, masks."""
-    cases: dict[str, dict[str, Any]] = {
+_MIXED = ((3, 9), (1, 6), (7, 7))
+
+
+def calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return calls of every form: decode, prefill, mixed, padded, grouped heads, window, soft-cap, sinks, masks."""
+    forms: dict[str, dict[str, Any]] = {
         "decode": {"lens": ((1, 7), (1, 1), (1, 13)), "max_query_len": 1},
         "decode padded": {"lens": ((1, 7), (1, 5)), "padding": (2, 2), "max_query_len": 1},
         "prefill": {"lens": ((5, 5), (11, 11))},
-        "chunk and mixed": {"lens": ((3, 9), (1, 6), (7, 7)), "padding": (4, 1)},
+        "chunk and mixed": {"lens": _MIXED, "padding": (4, 1)},
         "window 3": {"lens": ((9, 9), (1, 8)), "window": 3},
         "soft-cap": {"lens": ((6, 6), (1, 4)), "softcap": 2.5},
         "odd scale, value size 8": {"lens": ((5, 5), (2, 7)), "sizes": (16, 8), "scale": 0.37},
         "one kv head": {"lens": ((4, 4),), "heads": (6, 1)},
         "bidirectional": {"lens": ((4, 4), (3, 3)), "causal": False},
+        **{name: {"lens": ((5, 5), (1, 7))} for name in ("sinks", "boolean mask", "additive mask per head")},
+        "non-contiguous query": {"lens": ((5, 5), (1, 7))},
     }
-    for name, case in cases.items():
-        yield Sample(name=name, kwargs=_sample(dtype, device, **case))
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    yield Sample(name="sinks", kwargs={**base, "sinks": torch.linspace(-1, 2, 4, dtype=dtype, device=device)})
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    width = base["block_table"].shape[1] * base["key_cache"].shape[1]
-    grid = torch.arange(6 * width, device=device).view(6, 1, width)
-    yield Sample(name="boolean mask", kwargs={**base, "mask": grid % 3 != 1})
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    bias = torch.linspace(-3, 3, 6 * 4 * width, dtype=dtype, device=device).view(6, 4, width)
-    yield Sample(name="additive mask per head", kwargs={**base, "mask": bias})
-    base = _sample(dtype, device, ((5, 5), (1, 7)))
-    strided = base["query"].transpose(0, 1).contiguous().transpose(0, 1)
-    yield Sample(name="non-contiguous query", kwargs={**base, "query": strided})
-    yield from _samples_of_codes(dtype, device)
+    made = {name: _call(draw, **form) for name, form in forms.items()}
+    width = made["sinks"]["block_table"].shape[1] * made["sinks"]["key_cache"].shape[1]
+
+    def ramp(first: float, last: float, count: int) -> Tensor:
+        return torch.linspace(first, last, count, dtype=draw.dtype, device=draw.device)
+
+    made["sinks"]["sinks"] = ramp(-1, 2, 4)
+    made["boolean mask"]["mask"] = torch.arange(6 * width, device=draw.device).view(6, 1, width) % 3 != 1
+    made["additive mask per head"]["mask"] = ramp(-3, 3, 6 * 4 * width).view(6, 4, width)
+    strided = made["non-contiguous query"]
+    strided["query"] = strided["query"].transpose(0, 1).contiguous().transpose(0, 1)
+    return made | _calls_of_codes(draw)
 
 
-def _samples_of_codes(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield calls with caches of codes: one scale, one for each head, none, and values beyond their range.
+def _calls_of_codes(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return calls with caches of codes: one scale, one for each head, none, and values beyond their range.
 
     No scale is a fraction of small numbers: values of half precision over it would lie right between two codes.
     """
-    mixed, wide = ((3, 9), (1, 6), (7, 7)), at_least_fp32(dtype)
 
-    def sample(name: str, lens: tuple[tuple[int, int], ...], k: list[float], v: list[float], **more: Any) -> Sample:
-        call = _sample(dtype, device, lens, **more)
-        for cache, scale, numbers in (("key_cache", "k_scale", k), ("value_cache", "v_scale", v)):
-            given = torch.tensor(numbers, dtype=wide, device=device)
+    def coded(k_scale: list[float], v_scale: list[float], **form: Any) -> dict[str, Any]:
+        call = _call(draw, **form)
+        for cache, scale, numbers in (("key_cache", "k_scale", k_scale), ("value_cache", "v_scale", v_scale)):
+            given = torch.tensor(numbers, dtype=draw.wide, device=draw.device)
             call[scale] = (given if len(numbers) > 1 else given[0]) if numbers else None
             call[cache] = stored(call[cache], torch.float8_e4m3fn, call[scale])
-        return Sample(name=name, kwargs=call)
+        return call
 
-    yield sample("codes, decode", ((1, 7), (1, 1), (1, 13)), [0.02137], [0.01291], padding=(1, 1), max_query_len=1)
-    yield sample(
-        "codes, a scale per head", mixed, [0.02079, 0.11231], [0.03067, 0.00717], padding=(4, 1), sizes=(16, 8)
-    )
-    yield sample("codes, no scale", mixed, [], [], window=3)
-    yield sample("codes, beyond the range", mixed, [0.00311], [0.00419, 0.02043], softcap=2.5)
+    decode = {"lens": ((1, 7), (1, 1), (1, 13)), "padding": (1, 1), "max_query_len": 1}
+    by_head = {"lens": _MIXED, "padding": (4, 1), "sizes": (16, 8)}
+    return {
+        "codes, decode": coded([0.02137], [0.01291], **decode),
+        "codes, a scale per head": coded([0.02079, 0.11231], [0.03067, 0.00717], **by_head),
+        "codes, no scale": coded([], [], lens=_MIXED, window=3),
+        "codes, beyond the range": coded([0.00311], [0.00419, 0.02043], lens=_MIXED, softcap=2.5),
+    }

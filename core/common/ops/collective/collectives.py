@@ -10,84 +10,74 @@ into a reduce-scatter and an all-gather: Korthikanti et al., arXiv 2205.05198.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from core.common.ops.arguments import Draw, check
-from core.common.ops.declaration import CanonicalOp, Sample, declare
-
-ALL_REDUCE_SCHEMA = "all_reduce(Tensor x, str group) -> Tensor"
-REDUCE_SCATTER_SCHEMA = "reduce_scatter(Tensor x, str group, int dim=0) -> Tensor"
-ALL_GATHER_SCHEMA = "all_gather(Tensor x, str group, int dim=0, SymInt? size=None) -> Tensor"
-LOCAL_SHARD_SCHEMA = "local_shard(Tensor x, str group, int dim=0) -> Tensor"
+from core.common.ops.declaration import CanonicalOp, declare
 
 
-def all_reduce(x: Tensor, group: str) -> Tensor:
+def _or_copy(among: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function of a group's name, called with the process group; a copy of x where nobody shares it."""
+
+    @functools.wraps(among)
+    def run(x: Tensor, group: str, *where: Any, **named: Any) -> Tensor:
+        found = _shared(group)
+        if found is None:
+            return x.clone(memory_format=torch.contiguous_format)
+        return among(x, found, *where, **named)
+
+    return run
+
+
+# Functional collectives, since they are what torch's passes and compilers know; all have fake kernels.
+_c10d = torch.ops._c10d_functional
+
+
+@_or_copy
+def all_reduce(x: Tensor, group: Any) -> Tensor:
     """Return the sum of x over the processes of `group`, a new contiguous tensor of x's shape and dtype.
 
     Order of summation, and so the last bits, are the backend's.
     """
-    check(not x.is_complex(), "all_reduce", f"x must be real, not {x.dtype}")
-    found = _shared(group)
-    if found is None:
-        return x.clone(memory_format=torch.contiguous_format)
-    # Functional collectives, since they are what torch's passes and compilers know; both have fake kernels.
-    pending = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", found.group_name)
-    out: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    out: Tensor = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
     return out
 
 
-def reduce_scatter(x: Tensor, group: str, dim: int = 0) -> Tensor:
+@_or_copy
+def reduce_scatter(x: Tensor, group: Any, dim: int = 0) -> Tensor:
     """Return this process's part of the sum of x over the processes of `group`, a new contiguous tensor.
 
     Dimension `dim`, which the number of processes must divide, is cut into equal parts in the order of ranks.
     """
-    check(not x.is_complex(), "reduce_scatter", f"x must be real, not {x.dtype}")
-    _check_parts("reduce_scatter", x, group, dim)
-    found = _shared(group)
-    if found is None:
-        return x.clone(memory_format=torch.contiguous_format)
     rows = x.movedim(dim, 0).contiguous()
-    pending = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", found.size(), found.group_name)
-    part: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    part: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name))
     return part.movedim(0, dim).contiguous()
 
 
-def all_gather(x: Tensor, group: str, dim: int = 0, size: int | None = None) -> Tensor:
+@_or_copy
+def all_gather(x: Tensor, group: Any, dim: int = 0, size: int | None = None) -> Tensor:
     """Return the x of all processes of `group`, one after another along `dim` in the order of ranks, contiguous.
 
-    size: of that dimension in the result, for a caller who knows it by another name than "processes times the size of
-    x"; another size is an error. None for the product.
+    size: of that dimension in the result, where the caller has a name of its own for "processes times the size of x";
+    another number is an error. None for the product.
     """
-    _check_dim("all_gather", x, dim)
-    num_processes = group_size(group)
-    check(
-        size is None or size == x.shape[dim] * num_processes,
-        "all_gather",
-        f"size {size} is not that of {num_processes} parts of {x.shape[dim]}",
-    )
-    found = _shared(group)
-    if found is None:
-        return x.clone(memory_format=torch.contiguous_format)
     rows = x.movedim(dim, 0).contiguous()
     # Gathering moves bytes, and not every backend knows the formats of codes.
     moved = rows.view(torch.uint8) if rows.dtype in _BYTES and rows.dim() else rows
-    pending = torch.ops._c10d_functional.all_gather_into_tensor(moved, num_processes, found.group_name)
-    whole: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    whole: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(moved, group.size(), group.group_name))
     return whole.view(x.dtype).movedim(0, dim).contiguous()
 
 
-def local_shard(x: Tensor, group: str, dim: int = 0) -> Tensor:
+@_or_copy
+def local_shard(x: Tensor, group: Any, dim: int = 0) -> Tensor:
     """Return the part of x that `reduce_scatter` would give this process were x the sum: a copy, nothing is sent."""
-    _check_parts("local_shard", x, group, dim)
-    found = _shared(group)
-    if found is None:
-        return x.clone(memory_format=torch.contiguous_format)
-    size = x.shape[dim] // found.size()
-    return x.narrow(dim, found.rank() * size, size).clone(memory_format=torch.contiguous_format)
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
 
 
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,11 +99,15 @@ def _shared(group: str) -> Any:
     return found if found.size() > 1 else None
 
 
+def _check_real(op: str, x: Tensor) -> None:
+    check(not x.is_complex(), op, f"x must be real, not {x.dtype}")
+
+
 def _check_dim(op: str, x: Tensor, dim: int) -> None:
     check(-x.dim() <= dim < x.dim(), op, f"x of shape {tuple(x.shape)} has no dimension {dim}")
 
 
-def _check_parts(op: str, x: Tensor, group: str, dim: int) -> None:
+def _check_shard(x: Tensor, group: str, dim: int = 0, *, op: str = "local_shard") -> None:
     _check_dim(op, x, dim)
     size, num_processes = x.shape[dim], group_size(group)
     # A symbolic size must not be asked: the answer would narrow down the sizes that a trace serves.
@@ -121,31 +115,32 @@ def _check_parts(op: str, x: Tensor, group: str, dim: int) -> None:
     check(fits, op, f"dimension {dim} of x has size {size}, which {num_processes} processes do not divide")
 
 
-def all_reduce_fake(x: Tensor, group: str) -> Tensor:
-    """Check the argument; return x's shape and dtype, contiguous."""
-    check(not x.is_complex(), "all_reduce", f"x must be real, not {x.dtype}")
+def _check_reduce(x: Tensor, group: str) -> None:
+    _check_real("all_reduce", x)
+
+
+def _check_scatter(x: Tensor, group: str, dim: int = 0) -> None:
+    _check_real("reduce_scatter", x)
+    _check_shard(x, group, dim, op="reduce_scatter")
+
+
+def _check_gather(x: Tensor, group: str, dim: int = 0, size: int | None = None) -> None:
+    _check_dim("all_gather", x, dim)
+    num_processes, part = group_size(group), x.shape[dim]
+    # Nor must these.
+    fits = not isinstance(size, int) or not isinstance(part, int) or size == part * num_processes
+    check(fits, "all_gather", f"size {size} is not that of {num_processes} parts of {part}")
+
+
+def _reduce_fake(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def reduce_scatter_fake(x: Tensor, group: str, dim: int = 0) -> Tensor:
-    """Check the arguments; return one part's shape, contiguous. That a symbolic size is divided is not asked."""
-    check(not x.is_complex(), "reduce_scatter", f"x must be real, not {x.dtype}")
-    return local_shard_fake(x, group, dim, op="reduce_scatter")
+def _gather_fake(x: Tensor, group: str, dim: int = 0, size: int | None = None) -> Tensor:
+    return x.new_empty(_resized(x, dim, x.shape[dim] * group_size(group) if size is None else size))
 
 
-def all_gather_fake(x: Tensor, group: str, dim: int = 0, size: int | None = None) -> Tensor:
-    """Check the arguments; return the shape of all parts together, contiguous."""
-    _check_dim("all_gather", x, dim)
-    num_processes, part = group_size(group), x.shape[dim]
-    plain = isinstance(size, int) and isinstance(part, int)
-    fits = not plain or size == part * num_processes
-    check(fits, "all_gather", f"size {size} is not that of {num_processes} parts of {part}")
-    return x.new_empty(_resized(x, dim, part * num_processes if size is None else size))
-
-
-def local_shard_fake(x: Tensor, group: str, dim: int = 0, *, op: str = "local_shard") -> Tensor:
-    """Check the arguments; return one part's shape, contiguous. That a symbolic size is divided is not asked."""
-    _check_parts(op, x, group, dim)
+def _shard_fake(x: Tensor, group: str, dim: int = 0) -> Tensor:
     num_processes = group_size(group)
     return x.new_empty(x.shape if num_processes == 1 else _resized(x, dim, x.shape[dim] // num_processes))
 
@@ -156,67 +151,66 @@ def _resized(x: Tensor, dim: int, size: Any) -> list[Any]:
     return shape
 
 
-def _samples(draw: Draw, **options: Any) -> Iterator[Sample]:
-    yield Sample(name="rows", kwargs={"x": draw(7, 48), "group": ""})
-    yield Sample(name="no tokens", kwargs={"x": draw(0, 48), "group": ""})
-    yield Sample(name="transposed", kwargs={"x": draw(5, 3, 8).transpose(0, 1), "group": ""})
-    if options:
-        yield Sample(name="another dimension", kwargs={"x": draw(1, 7, 48), "group": "", **options})
+def _reduce_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return tensors of several ranks for the default group."""
+    return {
+        "rows": {"x": draw(7, 48), "group": ""},
+        "no tokens": {"x": draw(0, 48), "group": ""},
+        "transposed": {"x": draw(5, 3, 8).transpose(0, 1), "group": ""},
+    }
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield tensors of several ranks for the default group."""
-    yield from _samples(Draw(dtype, device, seed=12))
+def _shard_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return the same, and a batch of one whose tokens are its second dimension."""
+    return _reduce_calls(draw) | {"another dimension": {"x": draw(1, 7, 48), "group": "", "dim": 1}}
 
 
-def shard_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the same, and a batch of one whose tokens are its second dimension."""
-    yield from _samples(Draw(dtype, device, seed=13), dim=1)
-
-
-def gather_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the same, with and without the size."""
-    draw = Draw(dtype, device, seed=14)
-    yield from _samples(draw, dim=1)
-    yield Sample(name="last dimension, sized", kwargs={"x": draw(7, 48), "group": "", "dim": -1, "size": 48})
+def _gather_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return the same, with and without the size."""
+    sized = {"group": "", "dim": -1, "size": 48}
+    return _shard_calls(draw) | {"last dimension, sized": {"x": draw(7, 48), **sized}}
 
 
 ALL_REDUCE = declare(
     CanonicalOp(
-        name="all_reduce",
-        schema=ALL_REDUCE_SCHEMA,
+        schema="all_reduce(Tensor x, str group) -> Tensor",
         reference=all_reduce,
-        fake=all_reduce_fake,
-        samples=samples,
+        fake=_reduce_fake,
+        check=_check_reduce,
+        calls=_reduce_calls,
+        seed=12,
         break_point=True,
     )
 )
 REDUCE_SCATTER = declare(
     CanonicalOp(
-        name="reduce_scatter",
-        schema=REDUCE_SCATTER_SCHEMA,
+        schema="reduce_scatter(Tensor x, str group, int dim=0) -> Tensor",
         reference=reduce_scatter,
-        fake=reduce_scatter_fake,
-        samples=shard_samples,
+        fake=_shard_fake,
+        check=_check_scatter,
+        calls=_shard_calls,
+        seed=13,
         break_point=True,
     )
 )
 ALL_GATHER = declare(
     CanonicalOp(
-        name="all_gather",
-        schema=ALL_GATHER_SCHEMA,
+        schema="all_gather(Tensor x, str group, int dim=0, SymInt? size=None) -> Tensor",
         reference=all_gather,
-        fake=all_gather_fake,
-        samples=gather_samples,
+        fake=_gather_fake,
+        check=_check_gather,
+        calls=_gather_calls,
+        seed=14,
         break_point=True,
     )
 )
 LOCAL_SHARD = declare(
     CanonicalOp(
-        name="local_shard",
-        schema=LOCAL_SHARD_SCHEMA,
+        schema="local_shard(Tensor x, str group, int dim=0) -> Tensor",
         reference=local_shard,
-        fake=local_shard_fake,
-        samples=shard_samples,
+        fake=_shard_fake,
+        check=_check_shard,
+        calls=_shard_calls,
+        seed=13,
     )
 )

@@ -7,96 +7,80 @@ via Decomposition in Large Deep Learning Models", ASPLOS 2023). Groups are those
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from core.common.ops.arguments import Draw, check
-from core.common.ops.collective.collectives import all_gather, all_gather_fake, reduce_scatter, reduce_scatter_fake
-from core.common.ops.declaration import CanonicalOp, Sample, declare
-
-GATHER_SCHEMA = (
-    "all_gather_linear(Tensor x, Tensor weight, Tensor? bias, str group, int dim=0, SymInt? size=None) "
-    "-> (Tensor result, Tensor gathered)"
-)
-SCATTER_SCHEMA = "linear_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int dim=0) -> Tensor"
+from core.common.ops.collective.collectives import ALL_GATHER, REDUCE_SCATTER
+from core.common.ops.declaration import CanonicalOp, declare
 
 
-def all_gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dim: int = 0, size: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (linear(gathered, weight, bias), gathered), where gathered is `all_gather(x, group, dim, size)`.
+def _gathered(gather: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return linear(gathered, weight, bias) and gathered, of the reference of `core::all_gather` or its fake."""
 
-    dim is none of the features: these are the last dimension.
-    """
-    _check("all_gather_linear", x, dim)
-    gathered = all_gather(x, group, dim, size)
-    return functional.linear(gathered, weight, bias), gathered
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        gathered = gather(x, *where, **named)
+        return functional.linear(gathered, weight, bias), gathered
+
+    return run
 
 
-def linear_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dim: int = 0) -> Tensor:
-    """Return `reduce_scatter(linear(x, weight, bias), group, dim)`: every process adds its own bias."""
-    _check("linear_reduce_scatter", x, dim)
-    return reduce_scatter(functional.linear(x, weight, bias), group, dim)
+def _scattered(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what `core::reduce_scatter` or its fake makes of a linear: every process adds its own bias."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any, **named: Any) -> Tensor:
+        return scatter(functional.linear(x, weight, bias), *where, **named)
+
+    return run
 
 
-def _check(op: str, x: Tensor, dim: int) -> None:
-    check(x.dim() >= 2, op, "x must have rank 2 or more")
-    check(dim not in (-1, x.dim() - 1), op, f"dimension {dim} holds the features of x, not tokens")
+def _check(op: str) -> Callable[..., None]:
+    """Return the check of an op: dim is none of the features, which are the last dimension."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dim: int = 0, *_: Any, **__: Any) -> None:
+        check(x.dim() >= 2, op, "x must have rank 2 or more")
+        check(dim not in (-1, x.dim() - 1), op, f"dimension {dim} holds the features of x, not tokens")
+
+    return run
 
 
-def _gather_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dim: int = 0, size: int | None = None
-) -> tuple[Tensor, Tensor]:
-    _check("all_gather_linear", x, dim)
-    gathered = all_gather_fake(x, group, dim, size)
-    return functional.linear(gathered, weight, bias), gathered
-
-
-def _scatter_fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dim: int = 0) -> Tensor:
-    _check("linear_reduce_scatter", x, dim)
-    return reduce_scatter_fake(functional.linear(x, weight, bias), group, dim)
-
-
-def _samples(draw: Draw) -> Iterator[Sample]:
-    layer: dict[str, Any] = {"weight": draw(32, 48, scale=48**-0.5), "bias": draw(32), "group": ""}
-    yield Sample(name="rows", kwargs={"x": draw(7, 48), **layer})
-    yield Sample(name="no bias", kwargs={"x": draw(7, 48), **layer, "bias": None})
-    yield Sample(name="no tokens", kwargs={"x": draw(0, 48), **layer})
-    yield Sample(name="slice of wider rows", kwargs={"x": draw(5, 144)[:, 48:96], **layer})
-    yield Sample(name="a sequence", kwargs={"x": draw(1, 9, 48), **layer, "dim": 1})
-
-
-def gather_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield rows and a batch of one sequence, with and without bias."""
-    yield from _samples(Draw(dtype, device, seed=18))
-
-
-def scatter_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the same."""
-    yield from _samples(Draw(dtype, device, seed=19))
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return rows and a batch of one sequence, with and without bias."""
+    layer = {"weight": draw(32, 48, scale=48**-0.5), "bias": draw(32), "group": ""}
+    return {
+        "rows": {"x": draw(7, 48), **layer},
+        "no bias": {"x": draw(7, 48), **layer, "bias": None},
+        "no tokens": {"x": draw(0, 48), **layer},
+        "slice of wider rows": {"x": draw(5, 144)[:, 48:96], **layer},
+        "a sequence": {"x": draw(1, 9, 48), **layer, "dim": 1},
+    }
 
 
 ALL_GATHER_LINEAR = declare(
     CanonicalOp(
-        name="all_gather_linear",
-        schema=GATHER_SCHEMA,
-        reference=all_gather_linear,
-        fake=_gather_fake,
-        samples=gather_samples,
+        schema="all_gather_linear(Tensor x, Tensor weight, Tensor? bias, str group, int dim=0, SymInt? size=None) "
+        "-> (Tensor result, Tensor gathered)",
+        reference=_gathered(ALL_GATHER.reference),
+        fake=_gathered(ALL_GATHER.fake),
+        check=_check("all_gather_linear"),
+        calls=_calls,
+        seed=18,
         break_point=True,
     )
 )
+"""(linear(gathered, weight, bias), gathered), where gathered is `all_gather(x, group, dim, size)`."""
 LINEAR_REDUCE_SCATTER = declare(
     CanonicalOp(
-        name="linear_reduce_scatter",
-        schema=SCATTER_SCHEMA,
-        reference=linear_reduce_scatter,
-        fake=_scatter_fake,
-        samples=scatter_samples,
+        schema="linear_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, str group, int dim=0) -> Tensor",
+        reference=_scattered(REDUCE_SCATTER.reference),
+        fake=_scattered(REDUCE_SCATTER.fake),
+        check=_check("linear_reduce_scatter"),
+        calls=_calls,
+        seed=19,
         break_point=True,
     )
 )
+"""`reduce_scatter(linear(x, weight, bias), group, dim)`."""

@@ -10,125 +10,113 @@ dtype, in `gated_linear` before the gate; a kernel may keep it wider there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.arguments import Draw, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.mlp.activation import ACTIVATIONS, check_gate, gated_activation_fused
-
-SCHEMA = "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
-GATED_SCHEMA = (
-    "gated_linear(Tensor x, Tensor weight, Tensor? bias, *, str kind, bool gate_first=True, bool interleaved=False, "
-    "float limit=0.0, float up_offset=0.0) -> Tensor"
-)
+from core.common.ops.arguments import Draw, check, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
+from core.common.ops.mlp.activation import ACTIVATIONS, GPT_OSS, check_gate, gated_activation_fused
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`: (..., K) -> (..., N), as `torch.nn.functional.linear`."""
-    _check("linear", x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    kind: str,
-    gate_first: bool = True,
-    interleaved: bool = False,
-    limit: float = 0.0,
-    up_offset: float = 0.0,
-) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) -> Tensor:
     """Return `gated_activation_fused` of `linear`: (..., K) -> (..., I).
 
     weight (2 * I, K), bias (2 * I,) or None. The arguments by name are those of `core::gated_activation_fused`.
     """
-    _check_gated(x, weight, bias, kind, limit)
-    whole = functional.linear(x, weight, bias)
-    return gated_activation_fused(
-        whole, kind=kind, gate_first=gate_first, interleaved=interleaved, limit=limit, up_offset=up_offset
-    )
+    return gated_activation_fused(functional.linear(x, weight, bias), **gate)
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _check("linear", x, weight, bias)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: str, limit: float = 0.0, **_: Any) -> Tensor:
-    _check_gated(x, weight, bias, kind, limit)
+def _gated_fake(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 
-def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise `RuntimeError` unless dtypes and sizes go together."""
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, op: str = "linear") -> None:
     check_floating(op, x=x, weight=weight, bias=bias)
     fits = x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
     check(fits, op, f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not (..., K) and (N, K)")
     check(x.dtype == weight.dtype, op, f"x is {x.dtype}, weight {weight.dtype}")
-    if bias is not None:
-        fits = bias.dim() == 1 and bias.shape[0] == weight.shape[0]
-        check(fits, op, f"bias must have shape ({weight.shape[0]},), not {tuple(bias.shape)}")
-        check(bias.dtype == x.dtype, op, f"x is {x.dtype}, bias {bias.dtype}")
+    check_shape(op, (weight.shape[0],), bias=bias)
+    check(bias is None or bias.dtype == x.dtype, op, f"x is {x.dtype}, bias {bias if bias is None else bias.dtype}")
 
 
-def _check_gated(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, limit: float) -> None:
-    _check("gated_linear", x, weight, bias)
+def _check_gated(x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: str, limit: float = 0.0, **_: Any) -> None:
+    _check(x, weight, bias, op="gated_linear")
     check_gate("gated_linear", kind, limit)
     rows = weight.shape[0]
     check(rows % 2 == 0, "gated_linear", f"weight must have as many rows for the gate as for up, not {rows} in all")
 
 
-def _inputs(draw: Draw) -> Iterator[tuple[str, Tensor]]:
-    """Yield forms of x worth testing, all with rows of 48."""
-    yield "odd rows", draw(7, 48)
-    yield "one row", draw(1, 48)
-    yield "no tokens", draw(0, 48)
-    yield "rank 1", draw(48)
-    yield "rank 3", draw(1, 5, 48)
-    yield "rank 4", draw(2, 3, 5, 48)
-    yield "slice of wider rows", draw(5, 144)[:, 48:96]
-    yield "transposed", draw(5, 2, 48).transpose(0, 1)
-    yield "large values", draw(5, 48, scale=3e2)
+def _rows(draw: Draw) -> dict[str, Tensor]:
+    """Return forms of x worth testing, all with rows of 48."""
+    return {
+        "odd rows": draw(7, 48),
+        "one row": draw(1, 48),
+        "no tokens": draw(0, 48),
+        "rank 1": draw(48),
+        "rank 3": draw(1, 5, 48),
+        "rank 4": draw(2, 3, 5, 48),
+        "slice of wider rows": draw(5, 144)[:, 48:96],
+        "transposed": draw(5, 2, 48).transpose(0, 1),
+        "large values": draw(5, 48, scale=3e2),
+    }
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every form of x, with and without a bias, and weights that are parts of others."""
-    draw = Draw(dtype, device, seed=23)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every form of x, with and without a bias, and weights that are parts of others."""
     weight, bias = draw(40, 48, scale=0.2), draw(40)
-    for name, x in _inputs(draw):
-        yield Sample(name=name, kwargs={"x": x, "weight": weight, "bias": None})
-        yield Sample(name=f"{name}, bias", kwargs={"x": x, "weight": weight, "bias": bias})
+    calls: dict[str, dict[str, Any]] = {}
+    for name, x in _rows(draw).items():
+        calls[name] = {"x": x, "weight": weight, "bias": None}
+        calls[f"{name}, bias"] = {"x": x, "weight": weight, "bias": bias}
     wider = draw(120, 48, scale=0.2)
-    yield Sample(name="rows of a taller weight", kwargs={"x": draw(3, 48), "weight": wider[40:80], "bias": None})
-    odd = {"x": draw(3, 33), "weight": draw(27, 33, scale=0.2), "bias": draw(27)}
-    yield Sample(name="odd sizes", kwargs=odd)
+    return calls | {
+        "rows of a taller weight": {"x": draw(3, 48), "weight": wider[40:80], "bias": None},
+        "odd sizes": {"x": draw(3, 33), "weight": draw(27, 33, scale=0.2), "bias": draw(27)},
+    }
 
 
-def gated_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every kind, every layout of gate and up, every form of x."""
-    draw = Draw(dtype, device, seed=24)
+def _gated_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every kind, every layout of gate and up, every form of x."""
     weight, bias = draw(64, 48, scale=0.2), draw(64)
-    for kind in ACTIVATIONS:
-        yield Sample(name=kind, kwargs={"x": draw(7, 48), "weight": weight, "bias": None, "kind": kind})
-    for name, x in _inputs(draw):
-        yield Sample(name=name, kwargs={"x": x, "weight": weight, "bias": bias, "kind": "silu"})
-    both = {"weight": weight, "bias": bias}
-    yield Sample(name="up first", kwargs={"x": draw(2, 3, 48), **both, "kind": "silu", "gate_first": False})
-    yield Sample(name="interleaved", kwargs={"x": draw(5, 48), **both, "kind": "gelu", "interleaved": True})
-    clamped = {"kind": "quick_gelu", "interleaved": True, "limit": 7.0, "up_offset": 1.0}
-    yield Sample(name="gpt-oss", kwargs={"x": draw(5, 48, scale=30.0), **both, **clamped})
+    calls: dict[str, dict[str, Any]] = {kind: {"x": draw(7, 48), "bias": None, "kind": kind} for kind in ACTIVATIONS}
+    calls |= {name: {"x": x, "kind": "silu"} for name, x in _rows(draw).items()}
+    calls |= {
+        "up first": {"x": draw(2, 3, 48), "kind": "silu", "gate_first": False},
+        "interleaved": {"x": draw(5, 48), "kind": "gelu", "interleaved": True},
+        "gpt-oss": {"x": draw(5, 48, scale=30.0), "interleaved": True, **GPT_OSS},
+    }
+    return {name: {"weight": weight, "bias": bias, **call} for name, call in calls.items()}
 
 
-LINEAR = declare(CanonicalOp(name="linear", schema=SCHEMA, reference=linear, fake=_fake_linear, samples=samples))
+LINEAR = declare(
+    CanonicalOp(
+        schema="linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+        reference=linear,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=23,
+    )
+)
 GATED_LINEAR = declare(
     CanonicalOp(
-        name="gated_linear", schema=GATED_SCHEMA, reference=gated_linear, fake=_fake_gated, samples=gated_samples
+        schema="gated_linear(Tensor x, Tensor weight, Tensor? bias, *, str kind, bool gate_first=True, "
+        "bool interleaved=False, float limit=0.0, float up_offset=0.0) -> Tensor",
+        reference=gated_linear,
+        fake=_gated_fake,
+        check=_check_gated,
+        calls=_gated_calls,
+        seed=24,
     )
 )

@@ -9,25 +9,19 @@ each stored as code + 8, so that codes run from -8 to 7. Groups of one scale: Fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 from core.common.ops.quantize.symmetric import RANGES, check_zero_point, dequantize
 
 PACKED_BITS = 4
 WORD_BITS = 32
 CODES_PER_WORD = WORD_BITS // PACKED_BITS
-
-SCHEMA = (
-    "weight_only_linear(Tensor x, Tensor w_codes, Tensor w_scale, Tensor? w_zero_point, Tensor? bias, *, "
-    "int num_bits=8) -> Tensor"
-)
 
 
 def weight_only_linear(
@@ -37,7 +31,6 @@ def weight_only_linear(
 
     num_bits: 8, or 4 for packed codes. bias is added before rounding. Computed in fp32, fp64 for fp64 x.
     """
-    _check(x, w_codes, w_scale, w_zero_point, bias, num_bits)
     compute = at_least_fp32(x.dtype)
     w = dequantize(unpacked(w_codes, num_bits, x.shape[-1]), w_scale, w_zero_point, compute)
     return functional.linear(x.to(compute), w, None if bias is None else bias.to(compute)).to(x.dtype)
@@ -57,24 +50,18 @@ def unpack(words: Tensor, num_bits: int, num_codes: int) -> Tensor:
     return (codes[..., :num_codes] - (1 << (num_bits - 1))).to(torch.int8)
 
 
-def fake(
-    x: Tensor, w_codes: Tensor, w_scale: Tensor, w_zero_point: Tensor | None, bias: Tensor | None, *, num_bits: int = 8
-) -> Tensor:
-    """Check the arguments; return (..., N)."""
-    _check(x, w_codes, w_scale, w_zero_point, bias, num_bits)
+def _fake(x: Tensor, w_codes: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], w_codes.shape[0]))
 
 
 def _check(
-    x: Tensor, w_codes: Tensor, w_scale: Tensor, w_zero_point: Tensor | None, bias: Tensor | None, num_bits: int
+    x: Tensor, w_codes: Tensor, w_scale: Tensor, w_zero_point: Tensor | None, bias: Tensor | None, *, num_bits: int = 8
 ) -> None:
     op = "weight_only_linear"
     check_floating(op, x=x, w_scale=w_scale, bias=bias)
     check(x.dim() >= 1 and w_codes.dim() == 2, op, "x must have rank 1 or more and w_codes rank 2")
     check_weight_codes(op, w_codes, w_scale, w_zero_point, num_bits, x.shape[-1])
-    if bias is not None:
-        fits = bias.dim() == 1 and bias.shape[0] == w_codes.shape[0]
-        check(fits, op, f"bias must have shape ({w_codes.shape[0]},), not {tuple(bias.shape)}")
+    check_shape(op, (w_codes.shape[0],), bias=bias)
 
 
 def check_weight_codes(
@@ -95,36 +82,44 @@ def check_weight_codes(
     check_zero_point(op, "w", codes, scale, zero_point)
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield each format, one scale per row and per group, with and without zero points and bias."""
-    draw = Draw(dtype, device, seed=13)
-    wide, bias = at_least_fp32(dtype), draw(24)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return each format, one scale per row and per group, with and without zero points and bias."""
+    bias = draw(24)
 
     def weight(num_bits: int, groups: int, code: torch.dtype = torch.int8, zero: bool = False) -> dict[str, Any]:
         codes = draw(24, 48, scale=40.0, dtype=torch.float32).to(code)
         if num_bits == PACKED_BITS:
             codes = (draw(24, 6, dtype=torch.float64) * 2**29).to(torch.int32)
         zeros = draw(24, groups, scale=3.0, dtype=torch.float32).to(torch.int8) if zero else None
-        scale = draw(24, groups, scale=0.002, shift=0.01, dtype=wide)
+        scale = draw(24, groups, scale=0.002, shift=0.01, dtype=draw.wide)
         return {"w_codes": codes, "w_scale": scale, "w_zero_point": zeros, "num_bits": num_bits}
 
-    for name, given in {
+    formats = {
         "int8 by row": weight(8, 1),
         "int8 by group, zero points": weight(8, 3, zero=True),
         "fp8 by row": weight(8, 1, torch.float8_e4m3fn),
         "int4 by row": weight(4, 1),
         "int4 by group": weight(4, 3),
         "int4 by group, zero points": weight(4, 3, zero=True),
-    }.items():
-        yield Sample(name=name, kwargs={"x": draw(7, 48), **given, "bias": bias})
-    yield Sample(name="no bias", kwargs={"x": draw(2, 3, 48), **weight(4, 6), "bias": None})
-    yield Sample(name="no tokens", kwargs={"x": draw(0, 48), **weight(4, 6), "bias": bias})
-    yield Sample(name="one row", kwargs={"x": draw(1, 48), **weight(4, 6), "bias": bias})
-    yield Sample(name="slice of wider rows", kwargs={"x": draw(5, 144)[:, 48:96], **weight(8, 1), "bias": bias})
-    ragged = {**weight(4, 1), "x": draw(3, 45)}  # the last int32 of a row is not full
-    yield Sample(name="int4, odd rows", kwargs={**ragged, "bias": None})
+    }
+    return {name: {"x": draw(7, 48), **given, "bias": bias} for name, given in formats.items()} | {
+        "no bias": {"x": draw(2, 3, 48), **weight(4, 6), "bias": None},
+        "no tokens": {"x": draw(0, 48), **weight(4, 6), "bias": bias},
+        "one row": {"x": draw(1, 48), **weight(4, 6), "bias": bias},
+        "slice of wider rows": {"x": draw(5, 144)[:, 48:96], **weight(8, 1), "bias": bias},
+        # The last int32 of a row is not full.
+        "int4, odd rows": {**weight(4, 1), "x": draw(3, 45), "bias": None},
+    }
 
 
 WEIGHT_ONLY_LINEAR = declare(
-    CanonicalOp(name="weight_only_linear", schema=SCHEMA, reference=weight_only_linear, fake=fake, samples=samples)
+    CanonicalOp(
+        schema="weight_only_linear(Tensor x, Tensor w_codes, Tensor w_scale, Tensor? w_zero_point, Tensor? bias, *, "
+        "int num_bits=8) -> Tensor",
+        reference=weight_only_linear,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=13,
+    )
 )

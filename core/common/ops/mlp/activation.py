@@ -15,7 +15,7 @@ Rounding is eager's: act is computed and rounded in the gate's dtype, then multi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.arguments import Draw, check, check_choice, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, check, check_choice, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
 
 def _gelu_new(x: Tensor) -> Tensor:
@@ -44,22 +44,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 
-SCHEMA = "gated_activation(Tensor gate, Tensor up, *, str kind, float limit=0.0, float up_offset=0.0) -> Tensor"
-FUSED_SCHEMA = (
-    "gated_activation_fused(Tensor gate_up, *, str kind, bool gate_first=True, bool interleaved=False, "
-    "float limit=0.0, float up_offset=0.0) -> Tensor"
-)
-
 
 def gated_activation(gate: Tensor, up: Tensor, *, kind: str, limit: float = 0.0, up_offset: float = 0.0) -> Tensor:
     """Return `act(gate) * (up + up_offset)`, of the shape of both and their common dtype.
 
     limit, unless 0: gate is cut off above it and up at both sides of zero, before anything else.
     """
-    check_floating("gated_activation", gate=gate, up=up)
-    shapes = f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape"
-    check(gate.shape == up.shape, "gated_activation", shapes)
-    check_gate("gated_activation", kind, limit)
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return ACTIVATIONS[kind](gate) * (up + up_offset if up_offset else up)
@@ -78,13 +68,6 @@ def gated_activation_fused(
 
     gate_first: the gate is the first half, else the second. interleaved: gate and up alternate instead, as in gpt-oss.
     """
-    check_floating("gated_activation_fused", gate_up=gate_up)
-    check_gate("gated_activation_fused", kind, limit)
-    check(
-        gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0,
-        "gated_activation_fused",
-        f"the last dimension of gate_up {tuple(gate_up.shape)} must be even",
-    )
     first, second = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
     gate, up = (first, second) if gate_first else (second, first)
     return gated_activation(gate, up, kind=kind, limit=limit, up_offset=up_offset)
@@ -96,47 +79,68 @@ def check_gate(op: str, kind: str, limit: float) -> None:
     check(limit >= 0, op, f"limit must be positive, or 0 for none, not {limit}")
 
 
-_GPT_OSS: Mapping[str, Any] = MappingProxyType({"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0})
+def _check(gate: Tensor, up: Tensor, *, kind: str, limit: float = 0.0, **_: Any) -> None:
+    check_floating("gated_activation", gate=gate, up=up)
+    check_shape("gated_activation", tuple(gate.shape), up=up)
+    check_gate("gated_activation", kind, limit)
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every kind, the forms of input that eager code has, and clamped gates with values beyond the limit."""
-    draw = Draw(dtype, device, seed=4)
-    for kind in ACTIVATIONS:
-        yield Sample(name=kind, kwargs={"gate": draw(7, 40, scale=2.0), "up": draw(7, 40), "kind": kind})
-    yield Sample(name="no tokens", kwargs={"gate": draw(0, 40), "up": draw(0, 40), "kind": "silu"})
-    large = {"gate": draw(5, 40, scale=30.0), "up": draw(5, 40, scale=30.0)}
-    yield Sample(name="large values", kwargs={**large, "kind": "silu"})
-    yield Sample(name="clamped", kwargs={**large, "kind": "silu", "limit": 7.0})
-    yield Sample(name="gpt-oss", kwargs={**large, **_GPT_OSS})
+def _check_fused(gate_up: Tensor, *, kind: str, limit: float = 0.0, **_: Any) -> None:
+    op, shape = "gated_activation_fused", tuple(gate_up.shape)
+    check_floating(op, gate_up=gate_up)
+    check_gate(op, kind, limit)
+    check(len(shape) >= 1 and shape[-1] % 2 == 0, op, f"the last dimension of gate_up {shape} must be even")
+
+
+GPT_OSS: Mapping[str, Any] = MappingProxyType({"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0})
+"""The gate of gpt-oss, for tests."""
+
+
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every kind, the forms of input that eager code has, and clamped gates with values beyond the limit."""
+    calls = {kind: {"gate": draw(7, 40, scale=2.0), "up": draw(7, 40), "kind": kind} for kind in ACTIVATIONS}
+    none = {"gate": draw(0, 40), "up": draw(0, 40), "kind": "silu"}
+    large = {"gate": draw(5, 40, scale=30.0), "up": draw(5, 40, scale=30.0), "kind": "silu"}
     gate, up = draw(2, 3, 80).chunk(2, dim=-1)
-    yield Sample(name="halves of one tensor", kwargs={"gate": gate, "up": up, "kind": "silu"})
+    return calls | {
+        "no tokens": none,
+        "large values": large,
+        "clamped": {**large, "limit": 7.0},
+        "gpt-oss": {**large, **GPT_OSS},
+        "halves of one tensor": {"gate": gate, "up": up, "kind": "silu"},
+    }
 
 
-def fused_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every kind and every layout of gate and up."""
-    draw = Draw(dtype, device, seed=5)
-    for kind in ACTIVATIONS:
-        yield Sample(name=kind, kwargs={"gate_up": draw(7, 80, scale=2.0), "kind": kind})
-    yield Sample(name="up first", kwargs={"gate_up": draw(2, 3, 80), "kind": "silu", "gate_first": False})
-    yield Sample(name="interleaved", kwargs={"gate_up": draw(5, 80), "kind": "gelu", "interleaved": True})
-    yield Sample(name="gpt-oss", kwargs={"gate_up": draw(5, 80, scale=30.0), "interleaved": True, **_GPT_OSS})
-    yield Sample(name="no tokens", kwargs={"gate_up": draw(0, 80), "kind": "silu"})
-    yield Sample(name="slice of wider rows", kwargs={"gate_up": draw(5, 200)[:, 60:140], "kind": "silu"})
+def _fused_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every kind and every layout of gate and up."""
+    return {kind: {"gate_up": draw(7, 80, scale=2.0), "kind": kind} for kind in ACTIVATIONS} | {
+        "up first": {"gate_up": draw(2, 3, 80), "kind": "silu", "gate_first": False},
+        "interleaved": {"gate_up": draw(5, 80), "kind": "gelu", "interleaved": True},
+        "gpt-oss": {"gate_up": draw(5, 80, scale=30.0), "interleaved": True, **GPT_OSS},
+        "no tokens": {"gate_up": draw(0, 80), "kind": "silu"},
+        "slice of wider rows": {"gate_up": draw(5, 200)[:, 60:140], "kind": "silu"},
+    }
 
 
 # The fakes are the references: strides follow the gate, and only the same ops on fake tensors give exactly those.
 GATED_ACTIVATION = declare(
     CanonicalOp(
-        name="gated_activation", schema=SCHEMA, reference=gated_activation, fake=gated_activation, samples=samples
+        schema="gated_activation(Tensor gate, Tensor up, *, str kind, float limit=0.0, float up_offset=0.0) -> Tensor",
+        reference=gated_activation,
+        fake=gated_activation,
+        check=_check,
+        calls=_calls,
+        seed=4,
     )
 )
 GATED_ACTIVATION_FUSED = declare(
     CanonicalOp(
-        name="gated_activation_fused",
-        schema=FUSED_SCHEMA,
+        schema="gated_activation_fused(Tensor gate_up, *, str kind, bool gate_first=True, bool interleaved=False, "
+        "float limit=0.0, float up_offset=0.0) -> Tensor",
         reference=gated_activation_fused,
         fake=gated_activation_fused,
-        samples=fused_samples,
+        check=_check_fused,
+        calls=_fused_calls,
+        seed=5,
     )
 )

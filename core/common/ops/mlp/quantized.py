@@ -1,95 +1,51 @@
 """`core::gated_activation_quantize`: the gate of a gated MLP whose product is only needed as codes.
 
 Shapes: gate and up (..., I), or both halves in one tensor (..., 2 * I); codes (..., I), contiguous; scales as
-`core::quantize` has them. It is the gate of core/common/ops/mlp/activation.py, rounded as there, and then
-`core::quantize`."""
+`core::quantize` has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from core.common.ops.arguments import Draw, check
-from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.mlp.activation import fused_samples, gated_activation, gated_activation_fused, samples
-from core.common.ops.norm.quantized import QUANTIZE_OPTIONS, in_each_form, in_turn
-from core.common.ops.quantize.symmetric import quantize, quantize_fake
-
-SCHEMA = (
-    f"gated_activation_quantize(Tensor gate, Tensor? up, Tensor? scale, *, str kind, {QUANTIZE_OPTIONS}, "
-    "bool gate_first=True, bool interleaved=False, float limit=0.0, float up_offset=0.0) "
-    "-> (Tensor codes, Tensor scale)"
-)
+from core.common.ops.composition import followed
+from core.common.ops.declaration import CanonicalOp, declare
+from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.ops.norm.quantized import in_each_form, in_turn
+from core.common.ops.quantize.symmetric import QUANTIZE
 
 
-def gated_activation_quantize(
-    gate: Tensor,
-    up: Tensor | None,
-    scale: Tensor | None,
-    *,
-    kind: str,
-    dtype: torch.dtype,
-    granularity: str = "token",
-    group_size: int = 0,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return (codes, scale) of `core::quantize` of `core::gated_activation`; of its fused form where up is None.
-
-    gate: without up both halves, laid out as gate_first and interleaved say; these mean nothing else. scale, dtype,
-    granularity, group_size: as `core::quantize` takes them.
-    """
-    product = _product(gate, up, kind, options)
-    return quantize(product, scale, dtype=dtype, granularity=granularity, group_size=group_size)
-
-
-def gated_activation_quantize_fake(
-    gate: Tensor,
-    up: Tensor | None,
-    scale: Tensor | None,
-    *,
-    kind: str,
-    dtype: torch.dtype,
-    granularity: str = "token",
-    group_size: int = 0,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return codes of the product's shape and one scale per region."""
-    product = _product(gate, up, kind, options)
-    return quantize_fake(product, scale, dtype=dtype, granularity=granularity, group_size=group_size)
-
-
-def _product(gate: Tensor, up: Tensor | None, kind: str, options: Mapping[str, Any]) -> Tensor:
+def _product(gate: Tensor, up: Tensor | None, **options: Any) -> Any:
+    """Return `core::gated_activation` of two tensors, or its fused form of one: the gate, where up is None."""
     if up is None:
-        return gated_activation_fused(gate, kind=kind, **options)
-    rest = dict(options)
-    plain = rest.pop("gate_first", True) and not rest.pop("interleaved", False)
+        return GATED_ACTIVATION_FUSED.reference(gate, **options)
+    plain = options.pop("gate_first", True) and not options.pop("interleaved", False)
     check(plain, "gated_activation_quantize", "gate_first and interleaved say how one tensor holds both, and up is one")
-    return gated_activation(gate, up, kind=kind, **rest)
+    return GATED_ACTIVATION.reference(gate, up, **options)
 
 
 _GROUPS = (8, 10)
 
 
-def gated_activation_quantize_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every form of codes with one gate, and every gate of one tensor and of two with one form."""
-    first, *others = fused_samples(dtype, device)
-    whole = (*in_each_form(first, Draw(dtype, device, seed=23), 40, _GROUPS), *in_turn(others, _GROUPS))
-    for sample in whole:
-        kwargs = dict(sample.kwargs)
-        yield Sample(name=sample.name, kwargs={"gate": kwargs.pop("gate_up"), "up": None, **kwargs})
-    for sample in in_turn(samples(dtype, device), _GROUPS):
-        yield Sample(name=f"two tensors, {sample.name}", kwargs=sample.kwargs)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every form of codes with one gate, and every gate of one tensor and of two with one form."""
+    first, *others = GATED_ACTIVATION_FUSED.samples(draw.dtype, draw.device)
+    calls = in_each_form(first, draw, 40, _GROUPS) | in_turn(others, _GROUPS)
+    for call in calls.values():
+        call |= {"gate": call.pop("gate_up"), "up": None}
+    apart = in_turn(GATED_ACTIVATION.samples(draw.dtype, draw.device), _GROUPS)
+    return calls | {f"two tensors, {name}": call for name, call in apart.items()}
 
 
-GATED_ACTIVATION_QUANTIZE = declare(
-    CanonicalOp(
-        name="gated_activation_quantize",
-        schema=SCHEMA,
-        reference=gated_activation_quantize,
-        fake=gated_activation_quantize_fake,
-        samples=gated_activation_quantize_samples,
-    )
+_GATE = CanonicalOp(
+    schema="gated_activation(Tensor gate, Tensor? up, *, str kind, bool gate_first=True, bool interleaved=False, "
+    "float limit=0.0, float up_offset=0.0) -> Tensor",
+    reference=_product,
+    fake=_product,
+    calls=_calls,
 )
+GATED_ACTIVATION_QUANTIZE = declare(followed(_GATE, QUANTIZE, _calls, seed=23))
+"""(codes, scale). Without up the gate holds both halves, as gate_first and interleaved say, which mean nothing else."""

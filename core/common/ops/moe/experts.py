@@ -7,22 +7,16 @@ Source: Shazeer et al., arXiv 1701.06538.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
-from core.common.ops.mlp.activation import check_gate, gated_activation_fused
-
-GROUPED_MLP_SCHEMA = (
-    "grouped_mlp(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, *, str kind, "
-    "bool transposed=False, bool interleaved=False, float limit=0.0, float up_offset=0.0, Tensor? gate_up_bias=None, "
-    "Tensor? down_bias=None) -> Tensor"
-)
+from core.common.ops.arguments import Draw, check, check_floating, check_ranks, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
+from core.common.ops.mlp.activation import GPT_OSS, check_gate, gated_activation_fused
 
 
 def grouped_mlp(
@@ -32,30 +26,23 @@ def grouped_mlp(
     gate_up: Tensor,
     down: Tensor,
     *,
-    kind: str,
     transposed: bool = False,
-    interleaved: bool = False,
-    limit: float = 0.0,
-    up_offset: float = 0.0,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    **gate: Any,
 ) -> Tensor:
     """Return (T, D) in x's dtype: for each token the weighted sum of the gated MLPs of its k experts.
 
     x (T, D); weights and indices (T, k) as `moe_route` gives them; gate_up (E, 2 * I, D) and down (E, D, I) as
-    nn.Linear stores them, or transposed (E, D, 2 * I) and (E, I, D); gate_up_bias (E, 2 * I), down_bias (E, D). kind,
-    interleaved, limit, up_offset: the gate, as in `core::gated_activation_fused`. An index outside 0 to E - 1 adds
+    nn.Linear stores them, or transposed (E, D, 2 * I) and (E, I, D); gate_up_bias (E, 2 * I), down_bias (E, D). gate:
+    kind, interleaved, limit and up_offset, as in `core::gated_activation_fused`. An index outside 0 to E - 1 adds
     nothing, as for experts of another rank. Each expert's MLP is computed and rounded in x's dtype, weighted in the
     promotion of that with weights, and summed over k there.
     """
-    _check_grouped_mlp(x, weights, indices, (gate_up, down, gate_up_bias, down_bias), transposed)
-    check_gate("grouped_mlp", kind, limit)
-
     matrices = (gate_up, down) if transposed else (gate_up.transpose(1, 2), down.transpose(1, 2))
 
     def mlp(rows: Tensor, project: _Project) -> Tensor:
-        hidden = project(rows, matrices[0], gate_up_bias)
-        hidden = gated_activation_fused(hidden, kind=kind, interleaved=interleaved, limit=limit, up_offset=up_offset)
+        hidden = gated_activation_fused(project(rows, matrices[0], gate_up_bias), **gate)
         return project(hidden, matrices[1], down_bias)
 
     compute = _sorted_by_expert if can_group(x, *matrices) else _every_expert
@@ -127,24 +114,29 @@ def _project(rows: Tensor, matrices: Tensor, biases: Tensor | None, *, expert: i
     return out if biases is None else out + biases[expert]
 
 
-def grouped_mlp_fake(
-    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, **options: Any
-) -> Tensor:
-    """Check the arguments; return (T, D)."""
-    parameters = (gate_up, down, options.get("gate_up_bias"), options.get("down_bias"))
-    _check_grouped_mlp(x, weights, indices, parameters, options.get("transposed", False))
-    check_gate("grouped_mlp", options["kind"], options.get("limit", 0.0))
+def _fake(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def _check_grouped_mlp(x: Tensor, weights: Tensor, indices: Tensor, parameters: _Parameters, transposed: bool) -> None:
-    op, (gate_up, down, gate_up_bias, down_bias) = "grouped_mlp", parameters
+def _check(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    kind: str,
+    transposed: bool = False,
+    limit: float = 0.0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **_: Any,
+) -> None:
+    op = "grouped_mlp"
     check_floating(op, x=x, weights=weights)
-    for name, tensor, rank in (("x", x, 2), ("indices", indices, 2), ("gate_up", gate_up, 3), ("down", down, 3)):
-        check(tensor.dim() == rank, op, f"{name} must have rank {rank}, not {tensor.dim()}")
+    check_gate(op, kind, limit)
+    check_ranks(op, 2, x=x, indices=indices)
+    check_ranks(op, 3, gate_up=gate_up, down=down)
     check(
         weights.shape == indices.shape and indices.shape[0] == x.shape[0],
         op,
@@ -162,15 +154,13 @@ def _check_grouped_mlp(x: Tensor, weights: Tensor, indices: Tensor, parameters: 
         f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} must be {expected[0]} and {expected[1]} "
         f"for transposed={transposed}",
     )
-    for name, bias, width in (("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, size)):
-        if bias is not None:
-            fits = tuple(bias.shape) == (experts, width)
-            check(fits, op, f"{name} must have shape ({experts}, {width}), not {tuple(bias.shape)}")
+    check_shape(op, (experts, 2 * inner), gate_up_bias=gate_up_bias)
+    check_shape(op, (experts, size), down_bias=down_bias)
 
 
-def _experts(draw: Draw, num_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+def _experts(draw: Draw, num_tokens: int, inner: int = 24, **options: Any) -> dict[str, Any]:
     """Return one call with 5 experts, of which the last two get no token."""
-    shape, experts, inner = (num_tokens, 2), 5, options.pop("inner", 24)
+    shape, experts = (num_tokens, 2), 5
     indices = draw(num_tokens, 3, dtype=torch.float64).argsort(-1)[:, :2]
     gate_up, down = draw(experts, 2 * inner, 16, scale=0.3), draw(experts, 16, inner, scale=0.3)
     if options.get("transposed"):
@@ -179,33 +169,32 @@ def _experts(draw: Draw, num_tokens: int, options: dict[str, Any]) -> dict[str, 
     return {**call, "gate_up": gate_up, "down": down, "kind": "silu", **options}
 
 
-def grouped_mlp_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield both storage orders, biases, gates, wide weights, odd sizes, experts without tokens and the reverse."""
-    draw = Draw(dtype, device, seed=9)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return both storage orders, biases, gates, wide weights, odd sizes, experts without tokens and the reverse."""
     biases = {"gate_up_bias": draw(5, 48), "down_bias": draw(5, 16)}
-    gpt_oss = {"kind": "quick_gelu", "interleaved": True, "limit": 7.0, "up_offset": 1.0, "transposed": True, **biases}
-    cases: dict[str, dict[str, Any]] = {
+    forms: dict[str, dict[str, Any]] = {
         "qwen3": {},
-        "wide weights": {"weights": draw(9, 2, dtype=at_least_fp32(dtype)).sigmoid()},
-        "gpt-oss": gpt_oss,
+        "wide weights": {"weights": draw(9, 2, dtype=draw.wide).sigmoid()},
+        "gpt-oss": {"interleaved": True, "transposed": True, **GPT_OSS, **biases},
         "transposed": {"transposed": True, "kind": "gelu_tanh"},
         "int32 indices": {"indices": draw(9, 5, dtype=torch.float64).argsort(-1)[:, :2].int()},
         "experts elsewhere": {"indices": draw(9, 9, dtype=torch.float64).argsort(-1)[:, :2] - 2},
         "rows of odd length": {"inner": 13},
     }
-    for name, options in cases.items():
-        yield Sample(name=name, kwargs=_experts(draw, 9, dict(options)))
-    yield Sample(name="one token", kwargs=_experts(draw, 1, {}))
-    yield Sample(name="no tokens", kwargs=_experts(draw, 0, {}))
+    calls = {name: _experts(draw, 9, **options) for name, options in forms.items()}
+    return calls | {"one token": _experts(draw, 1), "no tokens": _experts(draw, 0)}
 
 
 GROUPED_MLP = declare(
     CanonicalOp(
-        name="grouped_mlp",
-        schema=GROUPED_MLP_SCHEMA,
+        schema="grouped_mlp(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, *, str kind, "
+        "bool transposed=False, bool interleaved=False, float limit=0.0, float up_offset=0.0, "
+        "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
         reference=grouped_mlp,
-        fake=grouped_mlp_fake,
-        samples=grouped_mlp_samples,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=9,
         costly=True,
     )
 )

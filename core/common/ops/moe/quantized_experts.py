@@ -10,22 +10,16 @@ are quantised. Gate and second quantisation stand between two of these ops, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_ranks
+from core.common.ops.declaration import CanonicalOp, declare
 from core.common.ops.linear.weight_only import check_weight_codes, unpacked
 from core.common.ops.moe.experts import can_group
 from core.common.ops.quantize.symmetric import RANGES, check_zero_point, dequantize
-
-SCHEMA = (
-    "quantized_grouped_linear(Tensor x, Tensor? x_scale, Tensor ends, Tensor w_codes, Tensor w_scale, "
-    "Tensor? w_zero_point, *, ScalarType out_dtype, int num_bits=8, Tensor? x_zero_point=None) -> Tensor"
-)
 
 
 def quantized_grouped_linear(
@@ -46,7 +40,6 @@ def quantized_grouped_linear(
     `torch._grouped_mm` takes the shapes and out_dtype is bf16, sums of products are rounded to bf16 before the scales
     multiply them; weights with several scales to a row are rounded to bf16 then, too.
     """
-    _check(x, x_scale, ends, w_codes, w_scale, w_zero_point, num_bits, x_zero_point)
     codes = unpacked(w_codes, num_bits, x.shape[1])
     row_experts = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True)
     if _fits_grouped(x, codes, out_dtype):
@@ -99,20 +92,9 @@ def _grouped(
     return products.to(torch.bfloat16).masked_fill((row_experts == codes.shape[0])[:, None], 0.0)
 
 
-def fake(
-    x: Tensor,
-    x_scale: Tensor | None,
-    ends: Tensor,
-    w_codes: Tensor,
-    w_scale: Tensor,
-    w_zero_point: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    num_bits: int = 8,
-    x_zero_point: Tensor | None = None,
+def _fake(
+    x: Tensor, _: Tensor | None, ends: Tensor, w_codes: Tensor, *__: Any, out_dtype: torch.dtype, **___: Any
 ) -> Tensor:
-    """Check the arguments; return (R, N)."""
-    _check(x, x_scale, ends, w_codes, w_scale, w_zero_point, num_bits, x_zero_point)
     return x.new_empty((x.shape[0], w_codes.shape[1]), dtype=out_dtype)
 
 
@@ -123,13 +105,16 @@ def _check(
     w_codes: Tensor,
     w_scale: Tensor,
     w_zero_point: Tensor | None,
-    num_bits: int,
-    x_zero_point: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    num_bits: int = 8,
+    x_zero_point: Tensor | None = None,
 ) -> None:
     op = "quantized_grouped_linear"
     check_floating(op, x_scale=x_scale, w_scale=w_scale)
-    for name, tensor, rank in (("x", x, 2), ("ends", ends, 1), ("w_codes", w_codes, 3)):
-        check(tensor.dim() == rank, op, f"{name} must have rank {rank}, not {tensor.dim()}")
+    check_ranks(op, 1, ends=ends)
+    check_ranks(op, 2, x=x)
+    check_ranks(op, 3, w_codes=w_codes)
     check_weight_codes(op, w_codes, w_scale, w_zero_point, num_bits, x.shape[1])
     fits = ends.dtype == torch.int32 and ends.shape[0] == w_codes.shape[0]
     check(fits, op, f"ends must be torch.int32 of shape ({w_codes.shape[0]},), not {ends.dtype} {tuple(ends.shape)}")
@@ -144,17 +129,15 @@ def _check(
     check_zero_point(op, "x", x, x_scale, x_zero_point)
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield both formats, weights alone, groups, zero points, experts without rows and rows without an expert."""
-    draw = Draw(dtype, device, seed=14)
-    wide = at_least_fp32(dtype)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return both formats, weights alone, groups, zero points, experts without rows and rows without an expert."""
     int8, fp8 = torch.int8, torch.float8_e4m3fn
 
     def codes(code: torch.dtype, *shape: int) -> Tensor:
         return draw(*shape, scale=40.0, dtype=torch.float32).to(code)
 
     def scale(*shape: int) -> Tensor:
-        return draw(*shape, scale=0.002, shift=0.01, dtype=wide)
+        return draw(*shape, scale=0.002, shift=0.01, dtype=draw.wide)
 
     def weight(code: torch.dtype, groups: int = 1, num_bits: int = 8, zero: bool = False) -> dict[str, Any]:
         packed = (draw(4, 24, 6, dtype=torch.float64) * 2**29).to(torch.int32)
@@ -164,35 +147,37 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
             "w_scale": scale(4, 24, groups),
             "w_zero_point": zeros,
             "num_bits": num_bits,
-            "out_dtype": dtype,
         }
 
-    ends = torch.tensor([3, 3, 8, 11], dtype=torch.int32, device=device)
+    calls: dict[str, dict[str, Any]] = {}
     for code in RANGES:
         short = str(code).removeprefix("torch.")
-        by_token = {"x": codes(code, 11, 48), "x_scale": scale(11, 1), "ends": ends}
-        yield Sample(name=f"{short}, token", kwargs={**by_token, **weight(code)})
-        by_tensor = {"x": codes(code, 13, 48), "x_scale": scale(), "ends": ends}
-        yield Sample(name=f"{short}, tensor, rows of no expert", kwargs={**by_tensor, **weight(code)})
+        calls[f"{short}, token"] = {"x": codes(code, 11, 48), "x_scale": scale(11, 1), **weight(code)}
+        without = f"{short}, tensor, rows of no expert"
+        calls[without] = {"x": codes(code, 13, 48), "x_scale": scale(), **weight(code)}
     zeros = {"x_zero_point": draw(11, 1, scale=30.0, dtype=torch.float32).to(int8)}
-    asymmetric = {"x": codes(int8, 11, 48), "x_scale": scale(11, 1), "ends": ends, **zeros}
-    yield Sample(name="zero points", kwargs={**asymmetric, **weight(int8)})
-    values = {"x": draw(11, 48), "x_scale": None, "ends": ends}
-    yield Sample(name="weights alone, fp8", kwargs={**values, **weight(fp8)})
-    yield Sample(name="weights alone, int8, zero points", kwargs={**values, **weight(int8, zero=True)})
-    yield Sample(name="weights alone, int4 by group", kwargs={**values, **weight(int8, 3, 4)})
+    calls["zero points"] = {"x": codes(int8, 11, 48), "x_scale": scale(11, 1), **zeros, **weight(int8)}
+    values = {"x": draw(11, 48), "x_scale": None}
+    calls |= {
+        "weights alone, fp8": {**values, **weight(fp8)},
+        "weights alone, int8, zero points": {**values, **weight(int8, zero=True)},
+        "weights alone, int4 by group": {**values, **weight(int8, 3, 4)},
+    }
     one = weight(int8)
     one |= {name: one[name][:1] for name in ("w_codes", "w_scale")}
-    none = {"x": draw(0, 48), "x_scale": None, "ends": torch.zeros_like(ends[:1])}
-    yield Sample(name="no tokens, one expert", kwargs={**none, **one})
+    ends = torch.tensor([3, 3, 8, 11], dtype=torch.int32, device=draw.device)
+    calls["no tokens, one expert"] = {"x": draw(0, 48), "x_scale": None, "ends": torch.zeros_like(ends[:1]), **one}
+    return {name: {"ends": ends, "out_dtype": draw.dtype, **call} for name, call in calls.items()}
 
 
 QUANTIZED_GROUPED_LINEAR = declare(
     CanonicalOp(
-        name="quantized_grouped_linear",
-        schema=SCHEMA,
+        schema="quantized_grouped_linear(Tensor x, Tensor? x_scale, Tensor ends, Tensor w_codes, Tensor w_scale, "
+        "Tensor? w_zero_point, *, ScalarType out_dtype, int num_bits=8, Tensor? x_zero_point=None) -> Tensor",
         reference=quantized_grouped_linear,
-        fake=fake,
-        samples=samples,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=14,
     )
 )

@@ -13,23 +13,16 @@ scoring turns logits into scores:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating, check_ranks, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
 SCORINGS = ("softmax", "sigmoid", "softmax_selected", "sqrtsoftplus")
-
-ROUTE_SCHEMA = (
-    'moe_route(Tensor logits, int top_k, *, str scoring="softmax", Tensor? bias=None, bool renormalize=False, '
-    "float renormalize_eps=0.0, float scale=1.0, int num_groups=0, int top_groups=0, int scored_per_group=2, "
-    "bool sorted=True, ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> (Tensor weights, Tensor indices)"
-)
 
 
 def moe_route(
@@ -57,7 +50,6 @@ def moe_route(
     out_dtype, by default the dtype of logits. Which of equal scores is selected is not promised, nor any order of a
     token's experts where sorted is False, as with `torch.topk`.
     """
-    _check_route(logits, top_k, scoring, bias, (num_groups, top_groups, scored_per_group))
     scores = _score(logits.to(compute_dtype or at_least_fp32(logits.dtype)), scoring)
     ranking = scores if bias is None else scores + bias
     if num_groups:
@@ -92,54 +84,58 @@ def _hide_groups(ranking: Tensor, num_groups: int, top_groups: int, scored_per_g
     return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
-def moe_route_fake(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return (T, k) twice."""
-    groups = (options.get("num_groups", 0), options.get("top_groups", 0), options.get("scored_per_group", 2))
-    _check_route(logits, top_k, options.get("scoring", "softmax"), options.get("bias"), groups)
+def _fake(logits: Tensor, top_k: int, *, out_dtype: torch.dtype | None = None, **_: Any) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
-    dtype = options.get("out_dtype") or logits.dtype
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+    return logits.new_empty(shape, dtype=out_dtype or logits.dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-def _check_route(logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: tuple[int, int, int]) -> None:
-    op, (num_groups, top_groups, scored) = "moe_route", groups
+def _check(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 0,
+    top_groups: int = 0,
+    scored_per_group: int = 2,
+    **_: Any,
+) -> None:
+    op = "moe_route"
     check_floating(op, logits=logits, bias=bias)
-    check(logits.dim() == 2, op, f"logits must have rank 2, not {logits.dim()}")
+    check_ranks(op, 2, logits=logits)
     num_experts = logits.shape[1]
     check(1 <= top_k <= num_experts, op, f"top_k must be 1 to {num_experts}, the number of experts, not {top_k}")
     check_choice(op, "scoring", scoring, SCORINGS)
-    if bias is not None:
-        fits = bias.dim() == 1 and bias.shape[0] == num_experts
-        check(fits, op, f"bias must have shape ({num_experts},), not {tuple(bias.shape)}")
+    check_shape(op, (num_experts,), bias=bias)
     if num_groups:
         fits = num_groups > 0 and num_experts % num_groups == 0
         check(fits, op, f"{num_experts} experts do not divide into {num_groups} groups")
         size = num_experts // num_groups
         check(1 <= top_groups <= num_groups, op, f"top_groups must be 1 to {num_groups}, not {top_groups}")
         check(top_k <= top_groups * size, op, f"{top_groups} groups of {size} hold fewer than top_k={top_k} experts")
-        check(1 <= scored <= size, op, f"scored_per_group must be 1 to {size}, not {scored}")
+        fits = 1 <= scored_per_group <= size
+        check(fits, op, f"scored_per_group must be 1 to {size}, not {scored_per_group}")
 
 
-def route_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the routers of the model families above; logits are spread so that no two scores tie in half precision."""
-    draw = Draw(dtype, device, seed=8)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return the routers of the model families above; logits are spread so that no two scores tie in half precision."""
     grouped = {"num_groups": 4, "top_groups": 2}
-    cases: dict[str, dict[str, Any]] = {
-        "mixtral": {"top_k": 2, "renormalize": True, "out_dtype": at_least_fp32(dtype)},
+    routers: dict[str, dict[str, Any]] = {
+        "mixtral": {"top_k": 2, "renormalize": True, "out_dtype": draw.wide},
         "qwen3": {"top_k": 3, "renormalize": True},
         "olmoe": {"top_k": 3},
         "deepseek-v2": {"top_k": 3, **grouped, "scored_per_group": 1, "scale": 1.6},
         "deepseek-v3": {"top_k": 3, "scoring": "sigmoid", "renormalize": True, "renormalize_eps": 1e-20, **grouped}
         | {"bias": draw(8, scale=0.5), "scale": 2.5},
-        "gpt-oss": {"top_k": 4, "scoring": "softmax_selected", "compute_dtype": dtype},
+        "gpt-oss": {"top_k": 4, "scoring": "softmax_selected", "compute_dtype": draw.dtype},
         "deepseek-v4": {"top_k": 3, "scoring": "sqrtsoftplus", "bias": draw(8, scale=0.5), "renormalize": True},
         "one expert": {"top_k": 1, "scoring": "sigmoid"},
         "all experts": {"top_k": 8},
     }
-    for name, options in cases.items():
-        yield Sample(name=name, kwargs={"logits": _logits(draw, 21), **options})
-    yield Sample(name="no tokens", kwargs={"logits": draw(0, 8), **cases["deepseek-v3"]})
-    yield Sample(name="large values", kwargs={"logits": _logits(draw, 21) * 50, "top_k": 2, "renormalize": True})
+    return {name: {"logits": _logits(draw, 21), **options} for name, options in routers.items()} | {
+        "no tokens": {"logits": draw(0, 8), **routers["deepseek-v3"]},
+        "large values": {"logits": _logits(draw, 21) * 50, "top_k": 2, "renormalize": True},
+    }
 
 
 def _logits(draw: Draw, num_tokens: int, num_experts: int = 8) -> Tensor:
@@ -150,5 +146,15 @@ def _logits(draw: Draw, num_tokens: int, num_experts: int = 8) -> Tensor:
 
 
 MOE_ROUTE = declare(
-    CanonicalOp(name="moe_route", schema=ROUTE_SCHEMA, reference=moe_route, fake=moe_route_fake, samples=route_samples)
+    CanonicalOp(
+        schema='moe_route(Tensor logits, int top_k, *, str scoring="softmax", Tensor? bias=None, '
+        "bool renormalize=False, float renormalize_eps=0.0, float scale=1.0, int num_groups=0, int top_groups=0, "
+        "int scored_per_group=2, bool sorted=True, ScalarType? compute_dtype=None, ScalarType? out_dtype=None) "
+        "-> (Tensor weights, Tensor indices)",
+        reference=moe_route,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=8,
+    )
 )

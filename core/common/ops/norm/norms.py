@@ -21,28 +21,19 @@ round, which in half precision changes most elements; the dtype arguments say wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
-NORM_DTYPES = (
+_ROUNDING = (
     "float offset=0.0, ScalarType? compute_dtype=None, ScalarType? normed_dtype=None, ScalarType? weight_dtype=None, "
     "ScalarType? out_dtype=None"
-)
-RMS_NORM_SCHEMA = f"rms_norm(Tensor x, Tensor? weight, float eps, *, {NORM_DTYPES}) -> Tensor"
-ADD_RMS_NORM_SCHEMA = (
-    f"add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, *, {NORM_DTYPES}) "
-    "-> (Tensor normed, Tensor sum)"
-)
-LAYER_NORM_SCHEMA = (
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, *, ScalarType? compute_dtype=None, "
-    "ScalarType? out_dtype=None) -> Tensor"
 )
 
 
@@ -62,7 +53,6 @@ def rms_norm(
     compute_dtype defaults to fp32 (fp64 for fp64 x); normed_dtype to no rounding; weight_dtype to the weight's own;
     out_dtype to x's. offset is added to the weight only; without a weight it has no effect.
     """
-    _check_norm("rms_norm", x, weight=weight)
     wide = x.to(compute_dtype or at_least_fp32(x.dtype))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if normed_dtype is not None:
@@ -74,40 +64,14 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    compute_dtype: torch.dtype | None = None,
-    normed_dtype: torch.dtype | None = None,
-    weight_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **rounding: Any
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(sum), sum) where sum = x + residual, rounded to their common dtype before it is normalised.
 
     residual has x's shape. The other arguments are those of `rms_norm`; out_dtype defaults to the dtype of sum.
     """
-    check_floating("add_rms_norm", residual=residual)
-    check(
-        x.shape == residual.shape,
-        "add_rms_norm",
-        f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape",
-    )
-    _check_norm("add_rms_norm", x, weight=weight)
     total = x + residual
-    normed = rms_norm(
-        total,
-        weight,
-        eps,
-        offset=offset,
-        compute_dtype=compute_dtype,
-        normed_dtype=normed_dtype,
-        weight_dtype=weight_dtype,
-        out_dtype=out_dtype,
-    )
-    return normed, total
+    return rms_norm(total, weight, eps, **rounding), total
 
 
 def layer_norm(
@@ -123,7 +87,6 @@ def layer_norm(
 
     x, weight and bias are cast to compute_dtype first, by default fp32 (fp64 for fp64 x); out_dtype defaults to x's.
     """
-    _check_norm("layer_norm", x, weight=weight, bias=bias)
     compute = compute_dtype or at_least_fp32(x.dtype)
     scale, shift = (None if t is None else t.to(compute) for t in (weight, bias))
     return functional.layer_norm(x.to(compute), x.shape[-1:], scale, shift, eps).to(out_dtype or x.dtype)
@@ -132,87 +95,114 @@ def layer_norm(
 def _check_norm(op: str, x: Tensor, **per_channel: Tensor | None) -> None:
     check_floating(op, x=x, **per_channel)
     check(x.dim() >= 1, op, "x must have rank 1 or more")
-    for name, tensor in per_channel.items():
-        if tensor is not None:
-            fits = tensor.dim() == 1 and tensor.shape[0] == x.shape[-1]
-            check(fits, op, f"{name} must have shape ({x.shape[-1]},), the size of x's rows, not {tuple(tensor.shape)}")
+    check_shape(op, (x.shape[-1],), **per_channel)
 
 
-def _inputs(draw: Draw) -> Iterator[tuple[str, Tensor]]:
-    """Yield forms of x worth testing, all with rows of 48."""
-    yield "odd rows", draw(7, 48)
-    yield "no tokens", draw(0, 48)
-    yield "one token", draw(1, 1, 48)
-    yield "rank 4", draw(2, 3, 5, 48)
-    yield "slice of wider rows", draw(5, 144)[:, 48:96]
-    yield "transposed heads", draw(2, 5, 3, 48).transpose(1, 2)
-    yield "large values", draw(5, 48, scale=3e3)
-    yield "tiny values", draw(5, 48, scale=1e-4)
+def _check_rms_norm(x: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> None:
+    _check_norm("rms_norm", x, weight=weight)
 
 
-def _rms_options(draw: Draw) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield weight, eps and rounding as model families have them."""
+def _check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> None:
+    _check_norm("add_rms_norm", x, weight=weight)
+    check_floating("add_rms_norm", residual=residual)
+    check_shape("add_rms_norm", tuple(x.shape), residual=residual)
+
+
+def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any, **__: Any) -> None:
+    _check_norm("layer_norm", x, weight=weight, bias=bias)
+
+
+def _rows(draw: Draw) -> dict[str, Tensor]:
+    """Return forms of x worth testing, all with rows of 48."""
+    return {
+        "odd rows": draw(7, 48),
+        "no tokens": draw(0, 48),
+        "one token": draw(1, 1, 48),
+        "rank 4": draw(2, 3, 5, 48),
+        "slice of wider rows": draw(5, 144)[:, 48:96],
+        "transposed heads": draw(2, 5, 3, 48).transpose(1, 2),
+        "large values": draw(5, 48, scale=3e3),
+        "tiny values": draw(5, 48, scale=1e-4),
+    }
+
+
+def _rounding(draw: Draw) -> dict[str, Mapping[str, Any]]:
+    """Return weight, eps and rounding as model families have them."""
     weight = {"weight": draw(48, scale=0.4, shift=1.0)}
-    wide = {"weight": draw(48, scale=0.4, shift=1.0, dtype=at_least_fp32(draw.dtype))}
+    wide = {"weight": draw(48, scale=0.4, shift=1.0, dtype=draw.wide)}
     near_zero = {"weight": draw(48, scale=0.4)}
-    yield "llama", {**weight, "eps": 1e-5, "normed_dtype": draw.dtype}
-    yield "llama, wide weight", {**wide, "eps": 1e-6, "normed_dtype": draw.dtype, "out_dtype": wide["weight"].dtype}
-    yield "olmo2", {**weight, "eps": 3e-4}
-    yield "olmo2, wide weight", {**wide, "eps": 1e-6}
-    yield "gemma", {**near_zero, "eps": 1e-6, "offset": 1.0, "weight_dtype": at_least_fp32(draw.dtype)}
-    yield "no weight", {"weight": None, "eps": 1.5625e-7}
-    yield "all in x's dtype", {**weight, "eps": 1e-5, "compute_dtype": draw.dtype}
+    return {
+        "llama": {**weight, "eps": 1e-5, "normed_dtype": draw.dtype},
+        "llama, wide weight": {**wide, "eps": 1e-6, "normed_dtype": draw.dtype, "out_dtype": draw.wide},
+        "olmo2": {**weight, "eps": 3e-4},
+        "olmo2, wide weight": {**wide, "eps": 1e-6},
+        "gemma": {**near_zero, "eps": 1e-6, "offset": 1.0, "weight_dtype": draw.wide},
+        "no weight": {"weight": None, "eps": 1.5625e-7},
+        "all in x's dtype": {**weight, "eps": 1e-5, "compute_dtype": draw.dtype},
+    }
 
 
-def rms_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every form of x with one kind of rounding, and every kind of rounding with one form of x."""
-    draw = Draw(dtype, device, seed=1)
+def _rms_norm_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every form of x with one kind of rounding, and every kind of rounding with one form of x."""
     weight = draw(48, scale=0.4, shift=1.0)
-    for name, x in _inputs(draw):
-        yield Sample(name=name, kwargs={"x": x, "weight": weight, "eps": 1e-5, "normed_dtype": dtype})
-    for name, options in _rms_options(draw):
-        yield Sample(name=name, kwargs={"x": draw(9, 48), **options})
+    llama = {"weight": weight, "eps": 1e-5, "normed_dtype": draw.dtype}
+    calls = {name: {"x": x, **llama} for name, x in _rows(draw).items()}
+    return calls | {name: {"x": draw(9, 48), **options} for name, options in _rounding(draw).items()}
 
 
-def add_rms_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the forms of `rms_norm_samples` with a residual, and a residual wider than x."""
-    draw = Draw(dtype, device, seed=2)
+def _add_rms_norm_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return the same with a residual, and a residual wider than x."""
     weight = draw(48, scale=0.4, shift=1.0)
-    for name, x in _inputs(draw):
-        residual = draw(*x.shape)
-        yield Sample(name=name, kwargs={"x": x, "residual": residual, "weight": weight, "eps": 1e-5})
-    for name, options in _rms_options(draw):
-        yield Sample(name=name, kwargs={"x": draw(9, 48), "residual": draw(9, 48), **options})
-    wide = draw(9, 48, dtype=at_least_fp32(dtype))
-    yield Sample(name="wide residual", kwargs={"x": draw(9, 48), "residual": wide, "weight": weight, "eps": 1e-6})
+    calls = {
+        name: {"x": x, "residual": draw(*x.shape), "weight": weight, "eps": 1e-5} for name, x in _rows(draw).items()
+    }
+    for name, options in _rounding(draw).items():
+        calls[name] = {"x": draw(9, 48), "residual": draw(9, 48), **options}
+    wide = draw(9, 48, dtype=draw.wide)
+    return calls | {"wide residual": {"x": draw(9, 48), "residual": wide, "weight": weight, "eps": 1e-6}}
 
 
-def layer_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every form of x, with and without weight and bias."""
-    draw = Draw(dtype, device, seed=3)
+def _layer_norm_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every form of x, with and without weight and bias."""
     weight, bias = draw(48, scale=0.4, shift=1.0), draw(48)
-    for name, x in _inputs(draw):
-        yield Sample(name=name, kwargs={"x": x, "weight": weight, "bias": bias, "eps": 1e-5})
+    calls = {name: {"x": x, "weight": weight, "bias": bias, "eps": 1e-5} for name, x in _rows(draw).items()}
     shifted = draw(9, 48, shift=5.0)
-    yield Sample(name="no bias", kwargs={"x": shifted, "weight": weight, "bias": None, "eps": 1e-6})
-    yield Sample(name="neither", kwargs={"x": shifted, "weight": None, "bias": None, "eps": 3e-4})
+    return calls | {
+        "no bias": {"x": shifted, "weight": weight, "bias": None, "eps": 1e-6},
+        "neither": {"x": shifted, "weight": None, "bias": None, "eps": 3e-4},
+    }
 
 
 # The fakes are the references: strides follow x, and only the same ops on fake tensors give exactly those.
 RMS_NORM = declare(
-    CanonicalOp(name="rms_norm", schema=RMS_NORM_SCHEMA, reference=rms_norm, fake=rms_norm, samples=rms_norm_samples)
+    CanonicalOp(
+        schema=f"rms_norm(Tensor x, Tensor? weight, float eps, *, {_ROUNDING}) -> Tensor",
+        reference=rms_norm,
+        fake=rms_norm,
+        check=_check_rms_norm,
+        calls=_rms_norm_calls,
+        seed=1,
+    )
 )
 ADD_RMS_NORM = declare(
     CanonicalOp(
-        name="add_rms_norm",
-        schema=ADD_RMS_NORM_SCHEMA,
+        schema=f"add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, *, {_ROUNDING}) "
+        "-> (Tensor normed, Tensor sum)",
         reference=add_rms_norm,
         fake=add_rms_norm,
-        samples=add_rms_norm_samples,
+        check=_check_add_rms_norm,
+        calls=_add_rms_norm_calls,
+        seed=2,
     )
 )
 LAYER_NORM = declare(
     CanonicalOp(
-        name="layer_norm", schema=LAYER_NORM_SCHEMA, reference=layer_norm, fake=layer_norm, samples=layer_norm_samples
+        schema="layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, *, ScalarType? compute_dtype=None, "
+        "ScalarType? out_dtype=None) -> Tensor",
+        reference=layer_norm,
+        fake=layer_norm,
+        check=_check_layer_norm,
+        calls=_layer_norm_calls,
+        seed=3,
     )
 )

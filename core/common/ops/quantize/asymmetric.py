@@ -6,22 +6,16 @@ and zero point () for granularity "tensor", (..., 1) for "token". Source: Jacob 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
 GRANULARITIES = ("token", "tensor")
 LOW, HIGH = -128.0, 127.0
-
-SCHEMA = (
-    "quantize_asymmetric(Tensor x, Tensor? scale, Tensor? zero_point, *, ScalarType dtype, "
-    'str granularity="token") -> (Tensor codes, Tensor scale, Tensor zero_point)'
-)
 
 
 def quantize_asymmetric(
@@ -34,7 +28,6 @@ def quantize_asymmetric(
     and 127, and the zero point is rounded, so that zero has a code of its own. dtype: int8. NaN has no code: where
     the scale is given it is lost, as in `core::quantize`, and code 0, which processors give it, does not stand for 0.
     """
-    _check(x, scale, zero_point, dtype, granularity)
     compute = at_least_fp32(x.dtype)
     values = x.to(compute)
     if scale is None or zero_point is None:
@@ -62,11 +55,9 @@ def _scale_shape(x: Tensor, granularity: str) -> tuple[int, ...]:
     return () if granularity == "tensor" else (*x.shape[:-1], 1)
 
 
-def fake(
+def _fake(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None, *, dtype: torch.dtype, granularity: str = "token"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the arguments; return codes of x's shape, one scale and one zero point per region."""
-    _check(x, scale, zero_point, dtype, granularity)
     shape = _scale_shape(x, granularity)
     return (
         x.new_empty(x.shape, dtype=dtype),
@@ -75,45 +66,54 @@ def fake(
     )
 
 
-def _check(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dtype: torch.dtype, granularity: str) -> None:
+def _check(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, *, dtype: torch.dtype, granularity: str = "token"
+) -> None:
     op = "quantize_asymmetric"
     check_floating(op, x=x, scale=scale)
     check(x.dim() >= 1, op, "x must have rank 1 or more")
     check(dtype == torch.int8, op, f"dtype must be torch.int8, not {dtype}")
     check_choice(op, "granularity", granularity, GRANULARITIES)
     check((scale is None) == (zero_point is None), op, "scale and zero_point must be given both, or neither")
-    if scale is not None and zero_point is not None:
+    check_shape(op, _scale_shape(x, granularity), scale=scale, zero_point=zero_point)
+    if zero_point is not None:
         check(zero_point.dtype == torch.int8, op, f"zero_point must be torch.int8, not {zero_point.dtype}")
-        shape = _scale_shape(x, granularity)
-        for name, tensor in (("scale", scale), ("zero_point", zero_point)):
-            check(tuple(tensor.shape) == shape, op, f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield both granularities, with and without a scale, one-sided rows, rows of zeros, values beyond the range."""
-    draw = Draw(dtype, device, seed=12)
-    wide = at_least_fp32(dtype)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return both granularities, with and without a scale, one-sided rows, rows of zeros, values beyond the range."""
+    calls: dict[str, dict[str, Any]] = {}
     for granularity in GRANULARITIES:
-        options: dict[str, Any] = {"dtype": torch.int8, "granularity": granularity}
         x = draw(7, 48, scale=3.0, shift=1.0)
-        yield Sample(name=granularity, kwargs={"x": x, "scale": None, "zero_point": None, **options})
+        calls[granularity] = {"x": x, "scale": None, "zero_point": None, "granularity": granularity}
         shape = _scale_shape(x, granularity)
         given = {
-            "scale": draw(*shape, scale=0.002, shift=0.02, dtype=wide),
+            "scale": draw(*shape, scale=0.002, shift=0.02, dtype=draw.wide),
             "zero_point": draw(*shape, scale=30.0, dtype=torch.float32).to(torch.int8),
         }
-        yield Sample(name=f"{granularity}, given scale", kwargs={"x": x, **given, **options})
-    dynamic = {"scale": None, "zero_point": None, "dtype": torch.int8}
-    yield Sample(name="all positive", kwargs={"x": draw(5, 48).abs() + 1.0, **dynamic})
-    yield Sample(name="all negative", kwargs={"x": -draw(5, 48).abs() - 1.0, **dynamic})
-    rows = draw(3, 48)
-    yield Sample(name="rows of zeros", kwargs={"x": torch.cat((rows, torch.zeros_like(rows))), **dynamic})
-    yield Sample(name="no tokens", kwargs={"x": draw(0, 48), **dynamic})
-    yield Sample(name="nothing at all", kwargs={"x": draw(0, 48), **dynamic, "granularity": "tensor"})
-    yield Sample(name="transposed", kwargs={"x": draw(5, 3, 48).transpose(0, 1), **dynamic})
-    yield Sample(name="slice of wider rows", kwargs={"x": draw(5, 144)[:, 48:96], **dynamic})
+        calls[f"{granularity}, given scale"] = calls[granularity] | given
+    rows: dict[str, Tensor] = {
+        "all positive": draw(5, 48).abs() + 1.0,
+        "all negative": -draw(5, 48).abs() - 1.0,
+        "rows of zeros": torch.cat((draw(3, 48), torch.zeros(3, 48, dtype=draw.dtype, device=draw.device))),
+        "no tokens": draw(0, 48),
+        "nothing at all": draw(0, 48),
+        "transposed": draw(5, 3, 48).transpose(0, 1),
+        "slice of wider rows": draw(5, 144)[:, 48:96],
+    }
+    calls |= {name: {"x": x, "scale": None, "zero_point": None} for name, x in rows.items()}
+    calls["nothing at all"]["granularity"] = "tensor"
+    return {name: {"dtype": torch.int8, **call} for name, call in calls.items()}
 
 
 QUANTIZE_ASYMMETRIC = declare(
-    CanonicalOp(name="quantize_asymmetric", schema=SCHEMA, reference=quantize_asymmetric, fake=fake, samples=samples)
+    CanonicalOp(
+        schema="quantize_asymmetric(Tensor x, Tensor? scale, Tensor? zero_point, *, ScalarType dtype, "
+        'str granularity="token") -> (Tensor codes, Tensor scale, Tensor zero_point)',
+        reference=quantize_asymmetric,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=12,
+    )
 )

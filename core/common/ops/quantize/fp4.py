@@ -9,15 +9,14 @@ Shapes: x (..., K), K a multiple of 16; codes (..., K / 2) uint8; group scales (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
-SCHEMA = "quantize_fp4(Tensor x, Tensor? scale) -> (Tensor codes, Tensor group_scales, Tensor scale)"
 GROUP = 16
 """Neighbours in a row that share a scale."""
 LARGEST = 6.0
@@ -33,7 +32,6 @@ def quantize_fp4(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     e4m3 and at most 448; codes are x / (group scale * scale), cut off at 6 and rounded to nearest even. A group whose
     scale rounds to 0 has codes of zero. NaN has no code.
     """
-    _check(x, scale)
     compute = at_least_fp32(x.dtype)
     groups = x.to(compute).unflatten(-1, (-1, GROUP))
     # amax needs an element per group, and a tensor without tokens has none at all.
@@ -61,9 +59,7 @@ def _e2m1(values: Tensor) -> Tensor:
     return code | torch.signbit(values).to(torch.uint8) << 3
 
 
-def quantize_fp4_fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the arguments; return two codes per byte, one scale per group, one for all."""
-    _check(x, scale)
+def _fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, wide = x.shape[:-1], x.shape[-1]
     return (
         x.new_empty((*rows, wide // 2), dtype=torch.uint8),
@@ -77,23 +73,30 @@ def _check(x: Tensor, scale: Tensor | None) -> None:
     check_floating(op, x=x, scale=scale)
     fits = x.dim() >= 1 and x.shape[-1] % GROUP == 0
     check(fits, op, f"x must have rows of a multiple of {GROUP}, not shape {tuple(x.shape)}")
-    check(scale is None or scale.dim() == 0, op, "scale must have shape ()")
+    check_shape(op, (), scale=scale)
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield rows with and without a scale, groups of zeros, values beyond the scale's range, no tokens, strides."""
-    draw = Draw(dtype, device, seed=15)
-    wide = at_least_fp32(dtype)
-    given = torch.tensor(0.004, dtype=wide, device=device)
-    yield Sample(name="rows", kwargs={"x": draw(7, 48, scale=3.0), "scale": None})
-    yield Sample(name="given scale", kwargs={"x": draw(7, 48, scale=3.0), "scale": given})
-    yield Sample(name="values beyond the scale", kwargs={"x": draw(5, 48, scale=3e3), "scale": given})
-    rows = draw(3, 48)
-    yield Sample(name="rows of zeros", kwargs={"x": torch.cat((rows, torch.zeros_like(rows))), "scale": None})
-    yield Sample(name="no tokens", kwargs={"x": draw(0, 48), "scale": None})
-    yield Sample(name="transposed", kwargs={"x": draw(5, 3, 48).transpose(0, 1), "scale": None})
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return rows with and without a scale, groups of zeros, values beyond the scale's range, no tokens, strides."""
+    given = torch.tensor(0.004, dtype=draw.wide, device=draw.device)
+    zeros = torch.zeros(3, 48, dtype=draw.dtype, device=draw.device)
+    return {
+        "rows": {"x": draw(7, 48, scale=3.0), "scale": None},
+        "given scale": {"x": draw(7, 48, scale=3.0), "scale": given},
+        "values beyond the scale": {"x": draw(5, 48, scale=3e3), "scale": given},
+        "rows of zeros": {"x": torch.cat((draw(3, 48), zeros)), "scale": None},
+        "no tokens": {"x": draw(0, 48), "scale": None},
+        "transposed": {"x": draw(5, 3, 48).transpose(0, 1), "scale": None},
+    }
 
 
 QUANTIZE_FP4 = declare(
-    CanonicalOp(name="quantize_fp4", schema=SCHEMA, reference=quantize_fp4, fake=quantize_fp4_fake, samples=samples)
+    CanonicalOp(
+        schema="quantize_fp4(Tensor x, Tensor? scale) -> (Tensor codes, Tensor group_scales, Tensor scale)",
+        reference=quantize_fp4,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=15,
+    )
 )

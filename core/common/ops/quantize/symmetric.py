@@ -15,7 +15,7 @@ blocks are DeepSeek-V3's (arXiv 2412.19437, 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 
 GRANULARITIES = ("token", "tensor", "group")
 
@@ -32,15 +32,6 @@ RANGES: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
     {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 )
 """Code dtype -> smallest and largest code."""
-
-QUANTIZE_SCHEMA = (
-    'quantize(Tensor x, Tensor? scale, *, ScalarType dtype, str granularity="token", int group_size=0) '
-    "-> (Tensor codes, Tensor scale)"
-)
-LINEAR_SCHEMA = (
-    "quantized_linear(Tensor x_codes, Tensor x_scale, Tensor w_codes, Tensor w_scale, Tensor? bias, *, "
-    "ScalarType out_dtype, Tensor? x_zero_point=None, Tensor? w_zero_point=None) -> Tensor"
-)
 
 
 def quantize(
@@ -57,7 +48,6 @@ def quantize(
     gets that of the device's cast, which torch leaves open. Processors and PTX (cvt.rni.sat.s8.f32, as in vLLM's
     kernels) give 0, so that a NaN is lost there.
     """
-    _check_quantize(x, scale, dtype, granularity, group_size)
     compute = at_least_fp32(x.dtype)
     low, high = RANGES[dtype]
     regions = x.to(compute).unflatten(-1, (-1, group_size)) if granularity == "group" else x.to(compute)
@@ -86,16 +76,16 @@ def _scale_shape(x: Tensor, granularity: str, group_size: int) -> tuple[int, ...
     return (*x.shape[:-1], x.shape[-1] // group_size if granularity == "group" else 1)
 
 
-def quantize_fake(
+def _quantize_fake(
     x: Tensor, scale: Tensor | None, *, dtype: torch.dtype, granularity: str = "token", group_size: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return codes of x's shape and one scale per region."""
-    _check_quantize(x, scale, dtype, granularity, group_size)
     shape = _scale_shape(x, granularity, group_size)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=at_least_fp32(x.dtype))
 
 
-def _check_quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype, granularity: str, group_size: int) -> None:
+def _check_quantize(
+    x: Tensor, scale: Tensor | None, *, dtype: torch.dtype, granularity: str = "token", group_size: int = 0
+) -> None:
     op = "quantize"
     check_floating(op, x=x, scale=scale)
     check(x.dim() >= 1, op, "x must have rank 1 or more")
@@ -108,9 +98,7 @@ def _check_quantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype, granula
         )
     else:
         check(group_size == 0, op, f"group_size={group_size} has no meaning for granularity {granularity!r}")
-    if scale is not None:
-        shape = _scale_shape(x, granularity, group_size)
-        check(tuple(scale.shape) == shape, op, f"scale must have shape {shape}, not {tuple(scale.shape)}")
+    check_shape(op, _scale_shape(x, granularity, group_size), scale=scale)
 
 
 def quantized_linear(
@@ -130,7 +118,6 @@ def quantized_linear(
     bias (N,), added before rounding. Zero points go with int8 codes only; None means zero. Computed in fp32, fp64 if a
     scale is fp64.
     """
-    _check_linear(x_codes, x_scale, w_codes, w_scale, bias, x_zero_point, w_zero_point)
     compute = at_least_fp32(torch.promote_types(x_scale.dtype, w_scale.dtype))
     x, w = (
         dequantize(codes, scale, zero_point, compute)
@@ -155,19 +142,7 @@ def _spread(regions: Tensor, codes: Tensor) -> Tensor:
     return regions
 
 
-def quantized_linear_fake(
-    x_codes: Tensor,
-    x_scale: Tensor,
-    w_codes: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    x_zero_point: Tensor | None = None,
-    w_zero_point: Tensor | None = None,
-) -> Tensor:
-    """Check the arguments; return (..., N)."""
-    _check_linear(x_codes, x_scale, w_codes, w_scale, bias, x_zero_point, w_zero_point)
+def _linear_fake(x_codes: Tensor, _: Tensor, w_codes: Tensor, *__: Any, out_dtype: torch.dtype, **___: Any) -> Tensor:
     return x_codes.new_empty((*x_codes.shape[:-1], w_codes.shape[0]), dtype=out_dtype)
 
 
@@ -177,8 +152,10 @@ def _check_linear(
     w_codes: Tensor,
     w_scale: Tensor,
     bias: Tensor | None,
-    x_zero_point: Tensor | None,
-    w_zero_point: Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
 ) -> None:
     op = "quantized_linear"
     check_floating(op, x_scale=x_scale, w_scale=w_scale, bias=bias)
@@ -194,9 +171,7 @@ def _check_linear(
         check(fits, op, shapes)
     check_zero_point(op, "x", x_codes, x_scale, x_zero_point)
     check_zero_point(op, "w", w_codes, w_scale, w_zero_point)
-    if bias is not None:
-        fits = bias.dim() == 1 and bias.shape[0] == w_codes.shape[0]
-        check(fits, op, f"bias must have shape ({w_codes.shape[0]},), not {tuple(bias.shape)}")
+    check_shape(op, (w_codes.shape[0],), bias=bias)
 
 
 def check_zero_point(op: str, name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> None:
@@ -211,34 +186,32 @@ def check_zero_point(op: str, name: str, codes: Tensor, scale: Tensor, zero_poin
     check(fits, op, f"{name}_zero_point {tuple(zero_point.shape)} and {name}_scale {tuple(scale.shape)} must agree")
 
 
-def quantize_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield each granularity and format, with and without a scale, rows of zeros, values beyond the scale's range."""
-    draw = Draw(dtype, device, seed=10)
-    wide = at_least_fp32(dtype)
+def _quantize_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return each granularity and format, with and without a scale, rows of zeros, values beyond the scale's range."""
+    calls: dict[str, dict[str, Any]] = {}
     for code in RANGES:
         short = str(code).removeprefix("torch.")
         for granularity in GRANULARITIES:
-            options: dict[str, Any] = {"dtype": code, "granularity": granularity}
+            options = {"dtype": code, "granularity": granularity}
             options |= {"group_size": 16} if granularity == "group" else {}
             x = draw(7, 48, scale=3.0)
-            yield Sample(name=f"{short}, {granularity}", kwargs={"x": x, "scale": None, **options})
-            scale = draw(
-                *_scale_shape(x, granularity, options.get("group_size", 0)), scale=0.002, shift=0.01, dtype=wide
-            )
-            yield Sample(name=f"{short}, {granularity}, given scale", kwargs={"x": x, "scale": scale, **options})
+            scale = draw(*_scale_shape(x, granularity, 16), scale=0.002, shift=0.01, dtype=draw.wide)
+            calls[f"{short}, {granularity}"] = {"x": x, "scale": None, **options}
+            calls[f"{short}, {granularity}, given scale"] = {"x": x, "scale": scale, **options}
         rows = draw(3, 48)
         zeros = torch.cat((rows, torch.zeros_like(rows)))
-        yield Sample(name=f"{short}, rows of zeros", kwargs={"x": zeros, "scale": None, "dtype": code})
-        yield Sample(name=f"{short}, no tokens", kwargs={"x": draw(0, 48), "scale": None, "dtype": code})
+        calls[f"{short}, rows of zeros"] = {"x": zeros, "scale": None, "dtype": code}
+        calls[f"{short}, no tokens"] = {"x": draw(0, 48), "scale": None, "dtype": code}
     whole = {"scale": None, "dtype": torch.int8, "granularity": "tensor"}
-    yield Sample(name="nothing at all", kwargs={"x": draw(0, 48), **whole})
-    yield Sample(name="transposed", kwargs={"x": draw(5, 3, 48).transpose(0, 1), **whole})
+    return calls | {
+        "nothing at all": {"x": draw(0, 48), **whole},
+        "transposed": {"x": draw(5, 3, 48).transpose(0, 1), **whole},
+    }
 
 
-def linear_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield each pair of scale shapes in use, both formats, with and without bias."""
-    draw = Draw(dtype, device, seed=11)
-    wide, bias = at_least_fp32(dtype), draw(24)
+def _linear_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return each pair of scale shapes in use, both formats, with and without bias."""
+    bias = draw(24)
     scales = {
         "tensor by tensor": ((), ()),
         "token by channel": ((7, 1), (24, 1)),
@@ -248,32 +221,44 @@ def linear_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]
 
     def call(num_tokens: int, shapes: tuple[tuple[int, ...], tuple[int, ...]], code: torch.dtype) -> dict[str, Any]:
         codes = [draw(*shape, scale=40.0, dtype=torch.float32).to(code) for shape in ((num_tokens, 48), (24, 48))]
-        x_scale, w_scale = (draw(*shape, scale=0.002, shift=0.01, dtype=wide) for shape in shapes)
-        return {"x_codes": codes[0], "x_scale": x_scale, "w_codes": codes[1], "w_scale": w_scale, "out_dtype": dtype}
+        x_scale, w_scale = (draw(*shape, scale=0.002, shift=0.01, dtype=draw.wide) for shape in shapes)
+        weight = {"w_codes": codes[1], "w_scale": w_scale, "bias": bias}
+        return {"x_codes": codes[0], "x_scale": x_scale, **weight, "out_dtype": draw.dtype}
 
-    for code in RANGES:
-        short = str(code).removeprefix("torch.")
-        for name, shapes in scales.items():
-            yield Sample(name=f"{short}, {name}", kwargs={**call(7, shapes, code), "bias": bias})
+    calls = {
+        f"{str(code).removeprefix('torch.')}, {name}": call(7, shapes, code)
+        for code in RANGES
+        for name, shapes in scales.items()
+    }
     for name, shapes in scales.items():
         zeros = [draw(*shape, scale=30.0, dtype=torch.float32).to(torch.int8) for shape in shapes]
         both = {"x_zero_point": zeros[0], "w_zero_point": zeros[1] if name == "token by group" else None}
-        yield Sample(name=f"zero points, {name}", kwargs={**call(7, shapes, torch.int8), "bias": bias, **both})
-    yield Sample(name="no bias", kwargs={**call(7, ((7, 1), (24, 1)), torch.int8), "bias": None})
-    yield Sample(name="no tokens", kwargs={**call(0, ((0, 1), (24, 1)), torch.int8), "bias": bias})
+        calls[f"zero points, {name}"] = {**call(7, shapes, torch.int8), **both}
+    return calls | {
+        "no bias": {**call(7, ((7, 1), (24, 1)), torch.int8), "bias": None},
+        "no tokens": call(0, ((0, 1), (24, 1)), torch.int8),
+    }
 
 
 QUANTIZE = declare(
     CanonicalOp(
-        name="quantize", schema=QUANTIZE_SCHEMA, reference=quantize, fake=quantize_fake, samples=quantize_samples
+        schema='quantize(Tensor x, Tensor? scale, *, ScalarType dtype, str granularity="token", int group_size=0) '
+        "-> (Tensor codes, Tensor scale)",
+        reference=quantize,
+        fake=_quantize_fake,
+        check=_check_quantize,
+        calls=_quantize_calls,
+        seed=10,
     )
 )
 QUANTIZED_LINEAR = declare(
     CanonicalOp(
-        name="quantized_linear",
-        schema=LINEAR_SCHEMA,
+        schema="quantized_linear(Tensor x_codes, Tensor x_scale, Tensor w_codes, Tensor w_scale, Tensor? bias, *, "
+        "ScalarType out_dtype, Tensor? x_zero_point=None, Tensor? w_zero_point=None) -> Tensor",
         reference=quantized_linear,
-        fake=quantized_linear_fake,
-        samples=linear_samples,
+        fake=_linear_fake,
+        check=_check_linear,
+        calls=_linear_calls,
+        seed=11,
     )
 )

@@ -19,56 +19,25 @@ tensors. Where only one is turned (the layer uses another's key), or the two dif
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, check, check_choice, check_floating, check_shape
+from core.common.ops.declaration import CanonicalOp, declare
 from core.common.ops.norm.norms import rms_norm
 
 STYLES = ("half", "interleaved", "deinterleave")
 
-SCHEMA = (
-    'rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, str style="half", int rotary_dim=0, '
-    "ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> (Tensor query, Tensor key)"
-)
-SINGLE_SCHEMA = (
-    'rotary_single(Tensor x, Tensor cos, Tensor sin, *, str style="half", int rotary_dim=0, '
-    "ScalarType? compute_dtype=None, ScalarType? out_dtype=None) -> Tensor"
-)
-QK_NORM_SCHEMA = (
-    "qk_norm_rotary(Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, "
-    "float eps, *, float offset=0.0, ScalarType? norm_compute_dtype=None, ScalarType? normed_dtype=None, "
-    'ScalarType? weight_dtype=None, str style="half", int rotary_dim=0, ScalarType? compute_dtype=None, '
-    "ScalarType? out_dtype=None) -> (Tensor query, Tensor key)"
-)
+_TURNING = 'str style="half", int rotary_dim=0, ScalarType? compute_dtype=None, ScalarType? out_dtype=None'
+Dtype = torch.dtype | None
 
 
-def rotary(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    style: str = "half",
-    rotary_dim: int = 0,
-    compute_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return query and key with their first R features rotated and the rest as it was.
-
-    rotary_dim: R, 0 for all of D. compute_dtype: query, key, cos and sin are cast to it first (OLMo, Cohere: float32);
-    by default torch's promotion of query or key with cos rules. out_dtype: of the results, by default those that query
-    and key have (CodeGen goes on in float32). Memory order: that of query or key where all of D is
-    rotated in style half or interleaved, else contiguous, as torch.cat leaves it.
-    """
-    check_rotary("rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
-    cos, sin = _widened(cos, sin, rotary_dim or query.shape[-1], (style, compute_dtype))
-    dtypes = (compute_dtype, out_dtype)
-    return _rotate_first(query, cos, sin, style, dtypes), _rotate_first(key, cos, sin, style, dtypes)
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **turning: Any) -> tuple[Tensor, Tensor]:
+    """Return query and key, each turned as `rotary_single` does it."""
+    return rotary_single(query, cos, sin, **turning), rotary_single(key, cos, sin, **turning)
 
 
 def rotary_single(
@@ -78,13 +47,25 @@ def rotary_single(
     *,
     style: str = "half",
     rotary_dim: int = 0,
-    compute_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
+    compute_dtype: Dtype = None,
+    out_dtype: Dtype = None,
 ) -> Tensor:
-    """Return what `rotary` gives for one tensor, query or key; all else is said there."""
-    check_rotary("rotary_single", {"x": x}, cos, sin, (style, rotary_dim))
-    cos, sin = _widened(cos, sin, rotary_dim or x.shape[-1], (style, compute_dtype))
-    return _rotate_first(x, cos, sin, style, (compute_dtype, out_dtype))
+    """Return x, query or key, with its first R features rotated and the rest as it was.
+
+    rotary_dim: R, 0 for all of D. compute_dtype: x, cos and sin are cast to it first (OLMo, Cohere: float32); torch
+    promotes x and cos to a common dtype where none is given. out_dtype: of the result, x's by default (CodeGen goes on
+    in float32). Memory order: x's where all of D is rotated in style half or interleaved, else contiguous, as torch.cat
+    leaves it.
+    """
+    width = rotary_dim or x.shape[-1]
+    cos, sin = (_widened(table, width, style).to(compute_dtype or table.dtype) for table in (cos, sin))
+    turned = x if width == x.shape[-1] else x[..., :width]
+    if compute_dtype is not None:
+        turned = turned.to(compute_dtype)
+    aligned, crossed = _pair(turned, style)
+    out = out_dtype or x.dtype
+    rotated = (aligned * cos + crossed * sin).to(out)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:].to(out)), dim=-1)
 
 
 def qk_norm_rotary(
@@ -97,56 +78,27 @@ def qk_norm_rotary(
     eps: float,
     *,
     offset: float = 0.0,
-    norm_compute_dtype: torch.dtype | None = None,
-    normed_dtype: torch.dtype | None = None,
-    weight_dtype: torch.dtype | None = None,
-    style: str = "half",
-    rotary_dim: int = 0,
-    compute_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
+    norm_compute_dtype: Dtype = None,
+    normed_dtype: Dtype = None,
+    weight_dtype: Dtype = None,
+    **turning: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `rotary` of the `rms_norm` of query and key over their features, as Qwen 3 and Gemma 3 have it.
 
     query_weight and key_weight (D,). offset, normed_dtype, weight_dtype: as in `rms_norm`; norm_compute_dtype is its
-    compute_dtype, and the normed query and key are rounded to the dtype they came in. Both are done as in the two ops.
+    compute_dtype. The normed query and key are rounded to the dtypes they came in. turning: the keywords of `rotary`.
     """
-    check_rotary("qk_norm_rotary", {"query": query, "key": key}, cos, sin, (style, rotary_dim))
-    options: dict[str, Any] = {
-        "offset": offset,
-        "compute_dtype": norm_compute_dtype,
-        "normed_dtype": normed_dtype,
-        "weight_dtype": weight_dtype,
-    }
-    query, key = rms_norm(query, query_weight, eps, **options), rms_norm(key, key_weight, eps, **options)
-    turning: dict[str, Any] = {"style": style, "rotary_dim": rotary_dim, "compute_dtype": compute_dtype}
-    return rotary(query, key, cos, sin, **turning, out_dtype=out_dtype)
+    rounding: dict[str, Any] = {"compute_dtype": norm_compute_dtype, "normed_dtype": normed_dtype}
+    rounding |= {"weight_dtype": weight_dtype, "offset": offset}
+    query, key = rms_norm(query, query_weight, eps, **rounding), rms_norm(key, key_weight, eps, **rounding)
+    return rotary(query, key, cos, sin, **turning)
 
 
-def _widened(cos: Tensor, sin: Tensor, width: int, options: tuple[str, torch.dtype | None]) -> tuple[Tensor, Tensor]:
-    """Return the tables with a value per feature of the result, in the dtype that they are multiplied in."""
-    style, compute_dtype = options
-    first, second = (_widen(table, width, style).to(compute_dtype or table.dtype) for table in (cos, sin))
-    return first, second
-
-
-def _widen(table: Tensor, width: int, style: str) -> Tensor:
-    """Repeat one value per pair to one per feature of the result."""
+def _widened(table: Tensor, width: int, style: str) -> Tensor:
+    """Return a table with one value per feature of the result, also where it has one per pair."""
     if table.shape[-1] == width:
         return table
     return table.repeat_interleave(2, dim=-1) if style == "interleaved" else torch.cat((table, table), dim=-1)
-
-
-def _rotate_first(
-    x: Tensor, cos: Tensor, sin: Tensor, style: str, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-) -> Tensor:
-    width, (compute_dtype, out_dtype) = cos.shape[-1], dtypes
-    turned = x if width == x.shape[-1] else x[..., :width]
-    if compute_dtype is not None:
-        turned = turned.to(compute_dtype)
-    aligned, crossed = _pair(turned, style)
-    out = out_dtype or x.dtype
-    rotated = (aligned * cos + crossed * sin).to(out)
-    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:].to(out)), dim=-1)
 
 
 def _pair(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
@@ -160,9 +112,17 @@ def _pair(x: Tensor, style: str) -> tuple[Tensor, Tensor]:
     return torch.cat((first, second), dim=-1), torch.cat((-second, first), dim=-1)
 
 
-def check_rotary(op: str, turned: Mapping[str, Tensor], cos: Tensor, sin: Tensor, options: tuple[str, int]) -> None:
+def check_rotary(
+    op: str,
+    turned: Mapping[str, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    rotary_dim: int = 0,
+    **_: Any,
+) -> None:
     """Raise `RuntimeError` unless the tensors to turn, by their names in the schema, fit what turns them."""
-    style, rotary_dim = options
     check_floating(op, **turned, cos=cos, sin=sin)
     check_choice(op, "style", style, STYLES)
     (first, query), *others = turned.items()
@@ -184,6 +144,30 @@ def check_rotary(op: str, turned: Mapping[str, Tensor], cos: Tensor, sin: Tensor
         check(fits, op, f"cos {tuple(cos.shape)} does not broadcast to {name} {tuple(x.shape)}")
 
 
+def _check(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **turning: Any) -> None:
+    check_rotary("rotary", {"query": query, "key": key}, cos, sin, **turning)
+
+
+def _check_single(x: Tensor, cos: Tensor, sin: Tensor, **turning: Any) -> None:
+    check_rotary("rotary_single", {"x": x}, cos, sin, **turning)
+
+
+def _check_qk_norm(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    **options: Any,
+) -> None:
+    op = "qk_norm_rotary"
+    check_rotary(op, {"query": query, "key": key}, cos, sin, **options)
+    check_floating(op, query_weight=query_weight, key_weight=key_weight)
+    check_shape(op, (query.shape[-1],), query_weight=query_weight, key_weight=key_weight)
+
+
 def _tables(draw: Draw, width: int, num_tokens: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return cos and sin (1, 1, T, width) of positions from 3 on, frequencies as in the paper."""
     frequencies = 10_000.0 ** (-torch.arange(width, dtype=torch.float64) / width)
@@ -197,70 +181,82 @@ def _heads(draw: Draw, num_tokens: int, size: int = 16) -> dict[str, Tensor]:
     return {n: draw(2, num_tokens, heads, size).transpose(1, 2) for n, heads in (("query", 4), ("key", 2))}
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every style with tables of either width, partial rotation, wide tables, other layouts."""
-    draw = Draw(dtype, device, seed=6)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every style with tables of either width, partial rotation, wide tables, other layouts."""
+    calls: dict[str, dict[str, Any]] = {}
     for style in STYLES:
         for name, width in (("one value per pair", 8), ("one value per feature", 16)):
-            tables = _tables(draw, width, 5)
-            yield Sample(name=f"{style}, {name}", kwargs={**_heads(draw, 5), **tables, "style": style})
-        partial: dict[str, Any] = {"rotary_dim": 6, "style": style}
-        yield Sample(name=f"{style}, partial", kwargs={**_heads(draw, 7), **_tables(draw, 6, 7), **partial})
-    wide = at_least_fp32(dtype)
-    yield Sample(name="wide tables", kwargs={**_heads(draw, 5), **_tables(draw, 16, 5, wide)})
-    yield Sample(name="wide", kwargs={**_heads(draw, 5), **_tables(draw, 16, 5), "compute_dtype": wide})
-    going_on: dict[str, Any] = {"rotary_dim": 8, "out_dtype": wide}
-    yield Sample(name="going on wide", kwargs={**_heads(draw, 5), **_tables(draw, 8, 5, wide), **going_on})
-    yield Sample(name="no tokens", kwargs={**_heads(draw, 0), **_tables(draw, 16, 0)})
-    yield Sample(name="decode", kwargs={**_heads(draw, 1), **_tables(draw, 16, 1)})
+            calls[f"{style}, {name}"] = {**_heads(draw, 5), **_tables(draw, width, 5), "style": style}
+        calls[f"{style}, partial"] = {**_heads(draw, 7), **_tables(draw, 6, 7), "rotary_dim": 6, "style": style}
+    wide = draw.wide
+    going_on = {"rotary_dim": 8, "out_dtype": wide}
     tables = {name: table[0].transpose(0, 1) for name, table in _tables(draw, 16, 7).items()}
-    yield Sample(name="tokens before heads", kwargs={"query": draw(7, 4, 16), "key": draw(7, 1, 16), **tables})
+    return calls | {
+        "wide tables": {**_heads(draw, 5), **_tables(draw, 16, 5, wide)},
+        "wide": {**_heads(draw, 5), **_tables(draw, 16, 5), "compute_dtype": wide},
+        "going on wide": {**_heads(draw, 5), **_tables(draw, 8, 5, wide), **going_on},
+        "no tokens": {**_heads(draw, 0), **_tables(draw, 16, 0)},
+        "decode": {**_heads(draw, 1), **_tables(draw, 16, 1)},
+        "tokens before heads": {"query": draw(7, 4, 16), "key": draw(7, 1, 16), **tables},
+    }
 
 
-def single_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield those of `rotary`, of the query alone and in the end of the key, whose heads differ."""
-    for sample in samples(dtype, device):
-        rest = {name: value for name, value in sample.kwargs.items() if name not in ("query", "key")}
-        yield Sample(name=sample.name, kwargs={"x": sample.kwargs["query"], **rest})
-    yield Sample(name="key", kwargs={"x": sample.kwargs["key"], **rest})
+def _single_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return those of `rotary`, of the query alone and in the end of the key, whose heads differ."""
+    calls = _calls(draw)
+    keys = {name: call.pop("key") for name, call in calls.items()}
+    for call in calls.values():
+        call["x"] = call.pop("query")
+    last = next(reversed(calls))
+    return calls | {"key": {**calls[last], "x": keys[last]}}
 
 
-def qk_norm_samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield the norms of Qwen 3 and Gemma 3, no weights, and partial interleaved rotation."""
-    draw = Draw(dtype, device, seed=7)
+def _qk_norm_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return the norms of Qwen 3 and Gemma 3, no weights, and partial interleaved rotation."""
     weights = {"query_weight": draw(16, scale=0.4, shift=1.0), "key_weight": draw(16, scale=0.4, shift=1.0)}
     near_zero = {name: weight - 1 for name, weight in weights.items()}
-    neither = dict.fromkeys(weights)
-    wide = at_least_fp32(dtype)
-    cases: dict[str, dict[str, Any]] = {
-        "qwen3": {**weights, "eps": 1e-6, "normed_dtype": dtype},
-        "gemma3": {**near_zero, "eps": 1e-5, "offset": 1.0, "weight_dtype": wide},
-        "no weights": {**neither, "eps": 3e-4, "compute_dtype": wide},
+    norms: dict[str, dict[str, Any]] = {
+        "qwen3": {**weights, "eps": 1e-6, "normed_dtype": draw.dtype},
+        "gemma3": {**near_zero, "eps": 1e-5, "offset": 1.0, "weight_dtype": draw.wide},
+        "no weights": {**dict.fromkeys(weights), "eps": 3e-4, "compute_dtype": draw.wide},
     }
-    for name, options in cases.items():
-        yield Sample(name=name, kwargs={**_heads(draw, 5), **_tables(draw, 16, 5), **options})
     partial = {**weights, "eps": 1.5625e-7, "style": "interleaved", "rotary_dim": 8}
-    yield Sample(name="partial", kwargs={**_heads(draw, 7), **_tables(draw, 4, 7), **partial})
-    yield Sample(name="no tokens", kwargs={**_heads(draw, 0), **_tables(draw, 16, 0), **weights, "eps": 1e-6})
+    return {name: {**_heads(draw, 5), **_tables(draw, 16, 5), **norm} for name, norm in norms.items()} | {
+        "partial": {**_heads(draw, 7), **_tables(draw, 4, 7), **partial},
+        "no tokens": {**_heads(draw, 0), **_tables(draw, 16, 0), **weights, "eps": 1e-6},
+    }
 
 
 # The fakes are the references: strides follow the inputs, and only the same ops on fake tensors give exactly those.
-ROTARY = declare(CanonicalOp(name="rotary", schema=SCHEMA, reference=rotary, fake=rotary, samples=samples))
+ROTARY = declare(
+    CanonicalOp(
+        schema=f"rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, *, {_TURNING}) -> (Tensor query, Tensor key)",
+        reference=rotary,
+        fake=rotary,
+        check=_check,
+        calls=_calls,
+        seed=6,
+    )
+)
 ROTARY_SINGLE = declare(
     CanonicalOp(
-        name="rotary_single",
-        schema=SINGLE_SCHEMA,
+        schema=f"rotary_single(Tensor x, Tensor cos, Tensor sin, *, {_TURNING}) -> Tensor",
         reference=rotary_single,
         fake=rotary_single,
-        samples=single_samples,
+        check=_check_single,
+        calls=_single_calls,
+        seed=6,
     )
 )
 QK_NORM_ROTARY = declare(
     CanonicalOp(
-        name="qk_norm_rotary",
-        schema=QK_NORM_SCHEMA,
+        schema="qk_norm_rotary(Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor cos, "
+        "Tensor sin, float eps, *, float offset=0.0, ScalarType? norm_compute_dtype=None, "
+        f"ScalarType? normed_dtype=None, ScalarType? weight_dtype=None, {_TURNING}) -> (Tensor query, Tensor key)",
         reference=qk_norm_rotary,
         fake=qk_norm_rotary,
-        samples=qk_norm_samples,
+        check=_check_qk_norm,
+        calls=_qk_norm_calls,
+        seed=7,
     )
 )

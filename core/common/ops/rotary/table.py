@@ -10,21 +10,15 @@ features, F half the number of rotated features (Su et al., arXiv 2104.09864). c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating
-from core.common.ops.declaration import CanonicalOp, Sample, declare
+from core.common.ops.arguments import Draw, at_least_fp32, check, check_choice, check_floating, check_ranks
+from core.common.ops.declaration import CanonicalOp, declare
 
 LAYOUTS = ("half", "interleaved", "pairs")
-
-SCHEMA = (
-    'rotary_table(Tensor positions, Tensor inv_freq, *, str layout="half", float scaling=1.0, '
-    "ScalarType? out_dtype=None) -> (Tensor cos, Tensor sin)"
-)
 
 
 def rotary_table(
@@ -41,7 +35,6 @@ def rotary_table(
     scaling round; the results to out_dtype, by default none. The angles of long contexts are many turns (131072 at the
     first frequency): cos and sin have to reduce them exactly.
     """
-    _check(positions, inv_freq, layout)
     wide = at_least_fp32(inv_freq.dtype)
     angles = positions.to(wide).unsqueeze(-1) * inv_freq.to(wide)
     if layout == "half":
@@ -52,26 +45,19 @@ def rotary_table(
     return (angles.cos() * scaling).to(out), (angles.sin() * scaling).to(out)
 
 
-def rotary_table_fake(
-    positions: Tensor,
-    inv_freq: Tensor,
-    *,
-    layout: str = "half",
-    scaling: float = 1.0,
-    out_dtype: torch.dtype | None = None,
+def _fake(
+    positions: Tensor, inv_freq: Tensor, *, layout: str = "half", out_dtype: torch.dtype | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return (..., T, W) twice."""
-    _check(positions, inv_freq, layout)
     width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
     shape, dtype = (*positions.shape, width), out_dtype or at_least_fp32(inv_freq.dtype)
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-def _check(positions: Tensor, inv_freq: Tensor, layout: str) -> None:
+def _check(positions: Tensor, inv_freq: Tensor, *, layout: str = "half", **_: Any) -> None:
     integers = not positions.is_floating_point() and not positions.is_complex() and positions.dtype != torch.bool
     check(integers, "rotary_table", f"positions must be integers, not {positions.dtype}")
     check_floating("rotary_table", inv_freq=inv_freq)
-    check(inv_freq.dim() == 1, "rotary_table", f"inv_freq must be (F,), not {tuple(inv_freq.shape)}")
+    check_ranks("rotary_table", 1, inv_freq=inv_freq)
     check_choice("rotary_table", "layout", layout, LAYOUTS)
 
 
@@ -81,28 +67,34 @@ def inverse_frequencies(count: int, dtype: torch.dtype, device: torch.device, ba
     return (base**exponents).to(at_least_fp32(dtype)).to(device)
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    """Yield every layout, scaled tables, results kept wide, long contexts, frequencies in half precision, no tokens."""
-    draw = Draw(dtype, device, seed=23)
-    frequencies = inverse_frequencies(8, dtype, device)
+def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return every layout, scaled tables, wide results, long contexts, frequencies in half precision, no tokens."""
+    dtype, device = draw.dtype, draw.device
+    few = {"inv_freq": inverse_frequencies(8, dtype, device)}
+    many = {"inv_freq": inverse_frequencies(64, dtype, device, base=500_000.0)}
     positions = torch.arange(3, 13, device=device).view(2, 5)
-    for layout in LAYOUTS:
-        options: dict[str, Any] = {"layout": layout, "out_dtype": dtype}
-        yield Sample(name=layout, kwargs={"positions": positions, "inv_freq": frequencies, **options})
-    scaled: dict[str, Any] = {"scaling": 1.2079441541679836, "out_dtype": dtype}
-    yield Sample(name="scaled", kwargs={"positions": positions, "inv_freq": frequencies, **scaled})
-    yield Sample(name="kept wide", kwargs={"positions": positions[0], "inv_freq": frequencies[:7]})
     long = torch.tensor([[0, 1, 4095, 32_767, 104_857, 131_071, 131_072]], dtype=torch.int32, device=device)
-    many = inverse_frequencies(64, dtype, device, base=500_000.0)
-    yield Sample(name="long context", kwargs={"positions": long, "inv_freq": many, "out_dtype": dtype})
-    rough = draw(8, scale=0.1, shift=0.5)
-    yield Sample(name="frequencies in the op's dtype", kwargs={"positions": positions, "inv_freq": rough})
     grid = torch.arange(24, device=device).view(3, 2, 4).transpose(1, 2)
-    yield Sample(name="three rows of positions", kwargs={"positions": grid, "inv_freq": frequencies, **scaled})
-    yield Sample(name="decode", kwargs={"positions": positions[:1, 4:], "inv_freq": frequencies, "out_dtype": dtype})
-    yield Sample(name="no tokens", kwargs={"positions": positions[:, :0], "inv_freq": frequencies})
+    scaled = {**few, "scaling": 1.2079441541679836, "out_dtype": dtype}
+    return {layout: {"positions": positions, **few, "layout": layout, "out_dtype": dtype} for layout in LAYOUTS} | {
+        "scaled": {"positions": positions, **scaled},
+        "kept wide": {"positions": positions[0], "inv_freq": few["inv_freq"][:7]},
+        "long context": {"positions": long, **many, "out_dtype": dtype},
+        "frequencies in the op's dtype": {"positions": positions, "inv_freq": draw(8, scale=0.1, shift=0.5)},
+        "three rows of positions": {"positions": grid, **scaled},
+        "decode": {"positions": positions[:1, 4:], **few, "out_dtype": dtype},
+        "no tokens": {"positions": positions[:, :0], **few},
+    }
 
 
 ROTARY_TABLE = declare(
-    CanonicalOp(name="rotary_table", schema=SCHEMA, reference=rotary_table, fake=rotary_table_fake, samples=samples)
+    CanonicalOp(
+        schema='rotary_table(Tensor positions, Tensor inv_freq, *, str layout="half", float scaling=1.0, '
+        "ScalarType? out_dtype=None) -> (Tensor cos, Tensor sin)",
+        reference=rotary_table,
+        fake=_fake,
+        check=_check,
+        calls=_calls,
+        seed=23,
+    )
 )

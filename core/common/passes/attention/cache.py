@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from core.common.ops.attention import DENSE_ATTENTION
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, apply_sites, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, apply_sites, near_miss, same_sizes, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _write(node: fx.Node) -> _Write | None:
             rows, sizes = view.shape(index[2]), view.shape(new)
             alike = view.dtype(index[2]) == torch.int64 and view.dtype(new) == view.dtype(cache)
             if rows is not None and len(rows) == 1 and alike and sizes is not None and len(sizes) == 4:
-                return _Write(node, cache, index[2], new) if view.same_sizes(sizes[2:3], rows) else None
+                return _Write(node, cache, index[2], new) if same_sizes(sizes[2:3], rows) else None
     return None
 
 
@@ -97,4 +97,9 @@ def run(context: PassContext) -> PassResult:
     return apply_sites(context, found, misses)
 
 
-FUSE_ATTENTION_CACHE = Pass(name="fuse_attention_cache", run=run, after=("lift_attention",))
+FUSE_ATTENTION_CACHE = Pass(
+    name="fuse_attention_cache",
+    does="Let every attention write its cache, the first of those that read one.",
+    run=run,
+    after=("lift_attention",),
+)

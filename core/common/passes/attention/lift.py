@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, Writes, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Refused, Site, Writes, near_miss, same_sizes, view
 from core.common.passes.attention.operands import Operand, is_copy, peel
-from core.common.passes.attention.scores import PRODUCTS, Mask, Scores, Unread, read_scores
+from core.common.passes.attention.scores import PRODUCTS, Mask, Scores, read_scores
 from core.common.passes.attention.sinks import gate_of, per_head
 from core.common.passes.attention.site import Attention, site_of
 from core.common.passes.attention.terms import (
@@ -39,8 +39,8 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
             return site_of(_single(context, node))
         weights = _weights(node)
         return None if weights is None else site_of(_written_out(context, weights))
-    except Unread as unread:
-        return near_miss(unread.node, unread.reason) if kind == "sdpa" or _is_product(node) else None
+    except Refused as refused:
+        return near_miss(refused.node, refused.reason) if kind == "sdpa" or _is_product(node) else None
 
 
 def _single(context: PassContext, node: fx.Node) -> Attention:
@@ -48,12 +48,12 @@ def _single(context: PassContext, node: fx.Node) -> Attention:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, dropout, causal = (view.operand(node, at, name) for at, name in enumerate(names))
     if dropout not in (None, 0, 0.0):
-        raise Unread(node, f"{node} drops out {dropout} of the weights")
+        raise Refused(node, f"{node} drops out {dropout} of the weights")
     size, scale = (view.shape(query) or (None,))[-1], node.kwargs.get("scale")
     if scale is None and isinstance(size, int):
         scale = size**-0.5
     if not view.is_number(scale) or not isinstance(causal, bool | None):
-        raise Unread(node, f"{node} has no scale that is a number")
+        raise Refused(node, f"{node} has no scale that is a number")
     factors = Product(query, key, is_matmul=False), Product(query, value)
     keys, values = _keys_and_values(_Reach(context, node), *factors)
     found = Attention(node, Operand(query), keys, values, float(scale), causal=causal is True)  # type: ignore[arg-type]  # a number, as asked
@@ -65,7 +65,7 @@ def _single(context: PassContext, node: fx.Node) -> Attention:
 
 def _mask(node: fx.Node, mask: Any, rank: int) -> Mask:
     if view.dtype(mask) is None:
-        raise Unread(node, f"{node} is given a mask of unknown dtype")
+        raise Refused(node, f"{node} is given a mask of unknown dtype")
     boolean = view.dtype(mask) == torch.bool
     return Mask(mask, rank, shown=True, fill=-float("inf")) if boolean else Mask(mask, rank)
 
@@ -101,7 +101,7 @@ def _keys_and_values(reach: _Reach, first: Product, second: Product) -> tuple[Op
     if reach.start_after_writes_of(*(operand.node for operand in found)):
         found = operands(repeats=True)
     sizes = [view.shape(operand.node) or () for operand in found]
-    if not view.same_sizes(sizes[0][1:2], sizes[1][1:2]):
+    if not same_sizes(sizes[0][1:2], sizes[1][1:2]):
         found = operands(repeats=False)
     if first.is_matmul and not found[0].swapped:
         found[0].then("transpose", -1, -2)
@@ -166,10 +166,10 @@ def _written_out(context: PassContext, weights: _Weights) -> Attention:
     """Read attention from its softmax back to query and key, and on to the values."""
     source = weights.softmax.args[0]
     if not isinstance(source, fx.Node):
-        raise Unread(weights.softmax, f"{weights.softmax} names its operand in an unknown way")
+        raise Refused(weights.softmax, f"{weights.softmax} names its operand in an unknown way")
     scores = read_scores(source)
     if (scores.sinks is not None) != weights.drops_sinks:
-        raise Unread(weights.softmax, "a column is joined to the scores, or dropped from the weights, but not both")
+        raise Refused(weights.softmax, "a column is joined to the scores, or dropped from the weights, but not both")
     assert scores.product is not None
     reach = _Reach(context, weights.product)
     first = read_scores_product(scores.product)
@@ -190,7 +190,7 @@ def _read_sinks(found: Attention, scores: Scores, source: fx.Node, reach: _Reach
     if scores.sinks is not None:
         sizes = view.shape(scores.sinks) or ()
         if len(sizes) != 4:
-            raise Unread(scores.sinks, f"the sinks {scores.sinks} have {len(sizes)} dimensions")
+            raise Refused(scores.sinks, f"the sinks {scores.sinks} have {len(sizes)} dimensions")
         found.sinks = per_head(scores.sinks, sizes[1], reach) or Operand(scores.sinks)
         return
     gate = gate_of(found.anchor, source, found.heads, reach) if not found.result else None
@@ -202,7 +202,7 @@ def _read_sinks(found: Attention, scores: Scores, source: fx.Node, reach: _Reach
 def _heads(scores: Scores, query: Operand) -> Any:
     known = {*scores.heads, *([(view.shape(query.node) or (0, 0))[1]] if query.flat else [])}
     if len(known) > 1:
-        raise Unread(scores.nodes[-1], f"the scores have {sorted(map(str, known))} heads in different places")
+        raise Refused(scores.nodes[-1], f"the scores have {sorted(map(str, known))} heads in different places")
     return next(iter(known), None)
 
 
@@ -213,7 +213,7 @@ def _check_unused(found: Attention) -> None:
     for node in found.nodes:
         outside = next((user for user in node.users if user not in inside), None)
         if outside is not None and node.all_input_nodes and node is not found.anchor:
-            raise Unread(node, f"{outside} uses {node} as well")
+            raise Refused(node, f"{outside} uses {node} as well")
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -230,9 +230,4 @@ def _sources(node: fx.Node, depth: int) -> Iterator[fx.Node]:
         yield from level
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every attention."""
-    return fuse(context, find)
-
-
-LIFT_ATTENTION = Pass(name="lift_attention", run=run)
+LIFT_ATTENTION = Pass(name="lift_attention", find=find, does="Lift every attention.")

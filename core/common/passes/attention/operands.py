@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
+from core.common.passes import same_sizes, view
 
 
 @dataclass(slots=True)
@@ -89,9 +89,7 @@ def transposed(node: fx.Node) -> fx.Node | None:
         return None
     rank, kind = len(sizes), view.kind(node)
     if kind in ("transpose", "swapaxes"):
-        dims = view.operand(node, 1, "dim0"), view.operand(node, 2, "dim1")
-        last = all(isinstance(dim, int) for dim in dims) and {dim % rank for dim in dims} == {rank - 2, rank - 1}
-        return source if last else None
+        return source if {*(view.swapped_dims(node) or ())} == {rank - 2, rank - 1} else None
     if kind == "permute":
         return source if permutation(node) == (*range(rank - 2), rank - 1, rank - 2) else None
     return source if node.target is builtins.getattr and node.args[1] == "mT" else None
@@ -112,7 +110,7 @@ def _unflattened(found: Operand) -> Operand | None:
     before, after = view.shape(source), view.shape(node)
     if before is None or after is None or len(before) != 4 or len(after) != 3:
         return None
-    return found.behind(source, node, flat=True) if view.same_sizes(before[2:], after[1:]) else None
+    return found.behind(source, node, flat=True) if same_sizes(before[2:], after[1:]) else None
 
 
 def _unscaled(found: Operand) -> Operand | None:
@@ -123,15 +121,11 @@ def _unscaled(found: Operand) -> Operand | None:
 def times_number(node: fx.Node, kind: str = "") -> tuple[fx.Node, float] | None:
     """Return (x, number) if the node is x times or divided by a number. kind: what it computes, if known better."""
     kind = kind or view.kind(node)
-    if kind == "mul":
-        for first, second in view.orders(node):
-            if isinstance(first, fx.Node) and view.is_number(second):
-                return first, float(second)
     if kind == "div" and len(node.args) == 2 and not node.kwargs:
         divided, number = node.args
         if isinstance(divided, fx.Node) and isinstance(number, (int, float)) and number:
             return divided, 1.0 / number
-    return None
+    return view.times_number(node, kind)
 
 
 def _unrepeated(found: Operand) -> Operand | None:
@@ -165,9 +159,9 @@ def _unexpanded(node: fx.Node) -> _Undone:
         return _NOTHING
     if [len(sizes) for sizes in (before, middle, wide, after)] != [4, 5, 5, 4]:
         return _NOTHING
-    alone = view.same_sizes(middle, (*before[:2], 1, *before[2:]))
-    spread = view.same_sizes((*wide[:2], *wide[3:]), before)
-    joined = alone and spread and view.same_sizes(after, (before[0], before[1] * wide[2], *before[2:]))
+    alone = same_sizes(middle, (*before[:2], 1, *before[2:]))
+    spread = same_sizes((*wide[:2], *wide[3:]), before)
+    joined = alone and spread and same_sizes(after, (before[0], before[1] * wide[2], *before[2:]))
     return (source, (*nodes, expanded, single)) if joined else _NOTHING
 
 
@@ -191,4 +185,4 @@ def _unbroadcast(node: fx.Node) -> _Undone:
     before, after = view.shape(source), view.shape(node)
     if before is None or after is None or len(before) != 4 or len(after) != 4 or before[1] != 1:
         return _NOTHING
-    return (source, (node,)) if view.same_sizes((before[0], *before[2:]), (after[0], *after[2:])) else _NOTHING
+    return (source, (node,)) if same_sizes((before[0], *before[2:]), (after[0], *after[2:])) else _NOTHING

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import view
+from core.common.passes import Refused, view
 from core.common.passes.attention.operands import times_number
 
 LOWEST = -1e30
@@ -26,14 +26,6 @@ PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 _IN_PLACE: dict[Any, str] = {operator.iadd: "add", operator.imul: "mul", operator.itruediv: "div"}
 _IN_PLACE |= {"add_": "add", "mul_": "mul", "div_": "div", "masked_fill_": "masked_fill"}
 _LOOKED_THROUGH = ("cast", "contiguous", "clone", "reshape", "view", "unflatten", "flatten")
-
-
-class Unread(Exception):
-    """The scores hold something that the op has no argument for, at a node."""
-
-    def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ class Scores:
 
 
 def read_scores(node: fx.Node) -> Scores:
-    """Return what goes into the softmax that reads `node`; raises `Unread` where a step has no place in the op."""
+    """Return what goes into the softmax that reads `node`; raises `Refused` where a step has no place in the op."""
     scores = Scores()
     _read(_read_sinks(node, scores), scores, 1.0)
     scores.masks.reverse()
@@ -82,7 +74,7 @@ def _read_sinks(node: fx.Node, scores: Scores) -> fx.Node:
         return current
     width = view.shape(parts[1])
     if view.operand(current, 1, "dim", 0) not in (-1, len(width or ()) - 1) or width is None or width[-1] != 1:
-        raise Unread(current, f"{current} joins scores with more than one column")
+        raise Refused(current, f"{current} joins scores with more than one column")
     scores.nodes.append(current)
     scores.sinks = parts[1]
     return parts[0]  # type: ignore[no-any-return]  # fx does not type arguments
@@ -137,7 +129,7 @@ def _read(node: fx.Node, scores: Scores, factor: float) -> None:
             _read_sum(node, scores, factor)
             return
         else:
-            raise Unread(node, f"no argument of the op stands for {node}")
+            raise Refused(node, f"no argument of the op stands for {node}")
     _note_heads(node, scores)
     _read_product(node, scores, factor)
 
@@ -153,7 +145,7 @@ def _is_floor(node: fx.Node, kind: str) -> bool:
 def _first(node: fx.Node) -> fx.Node:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
-        raise Unread(node, f"{node} names its operand in an unknown way")
+        raise Refused(node, f"{node} names its operand in an unknown way")
     return source
 
 
@@ -161,14 +153,14 @@ def _note_heads(node: fx.Node, scores: Scores) -> None:
     """Keep what the scores have as number of heads wherever they have four dimensions."""
     sizes = view.shape(node)
     if sizes is None or len(sizes) not in (3, 4):
-        raise Unread(node, f"the scores {node} have {len(sizes or ())} dimensions")
+        raise Refused(node, f"the scores {node} have {len(sizes or ())} dimensions")
     if len(sizes) == 4:
         scores.heads.add(sizes[1])
 
 
 def _read_sum(node: fx.Node, scores: Scores, factor: float) -> None:
     """Read the operand that comes from a product; the other one is a mask or a bias."""
-    refused: Unread | None = None
+    failed: Refused | None = None
     for source, mask in view.orders(node):
         if not isinstance(source, fx.Node) or not view.same_shape(source, node):
             continue
@@ -177,22 +169,22 @@ def _read_sum(node: fx.Node, scores: Scores, factor: float) -> None:
         try:
             _add_mask(attempt, node, mask, factor)
             _read(source, attempt, factor)
-        except Unread as unread:
+        except Refused as refused:
             # The operand that got further says more.
-            refused = unread if refused is None or view.kind(refused.node) == "" else refused
+            failed = refused if failed is None or view.kind(failed.node) == "" else failed
             continue
         for name in ("product", "scale", "softcap", "masks", "heads", "nodes"):
             setattr(scores, name, getattr(attempt, name))
         return
-    raise refused or Unread(node, f"{node} is no sum of scores and a mask")
+    raise failed or Refused(node, f"{node} is no sum of scores and a mask")
 
 
 def _add_mask(scores: Scores, node: fx.Node, mask: Any, factor: float) -> None:
     if scores.softcap:
-        raise Unread(node, f"{node} adds a mask before the soft-cap")
+        raise Refused(node, f"{node} adds a mask before the soft-cap")
     kind = view.dtype(mask)
     if kind is None or not kind.is_floating_point:
-        raise Unread(node, f"{node} adds {mask}, which is no floating-point tensor")
+        raise Refused(node, f"{node} adds {mask}, which is no floating-point tensor")
     scores.masks.append(Mask(mask, len(view.shape(node) or ()), factor))
 
 
@@ -209,14 +201,14 @@ def _read_fill(node: fx.Node, operands: tuple[Any, Any], factor: float, scores: 
     values = [number_of(value) for value in (*node.args[1:], node.kwargs.get("value"))]
     number = next((value for value in values if value is not None), None)
     if number is None or not isinstance(source, fx.Node) or not isinstance(condition, fx.Node):
-        raise Unread(node, f"{node} fills in something else than a number")
+        raise Refused(node, f"{node} fills in something else than a number")
     if scores.softcap:
-        raise Unread(node, f"{node} applies a mask before the soft-cap")
+        raise Refused(node, f"{node} applies a mask before the soft-cap")
     fill = number * factor
     if fill > LOWEST or (fill < torch.finfo(torch.float32).min and fill != -float("inf")):
-        raise Unread(node, f"{node} fills in {fill}, which hides a score only where others are shown")
+        raise Refused(node, f"{node} fills in {fill}, which hides a score only where others are shown")
     if view.dtype(condition) != torch.bool or not view.same_shape(source, node):
-        raise Unread(node, f"{node} does not choose between scores and a number by a boolean mask")
+        raise Refused(node, f"{node} does not choose between scores and a number by a boolean mask")
     scores.nodes += [value for value in node.all_input_nodes if value not in (condition, source)]
     scores.masks.append(Mask(condition, len(view.shape(node) or ()), shown=shown, fill=fill))
     return source
@@ -235,7 +227,7 @@ def _read_product(node: fx.Node, scores: Scores, factor: float) -> None:
     if view.kind(node) == "baddbmm":
         beta, alpha = (view.operand(node, index, name, 1) for index, name in ((3, "beta"), (4, "alpha")))
         if not view.is_number(beta) or not view.is_number(alpha):
-            raise Unread(node, f"{node} scales by something else than a number")
+            raise Refused(node, f"{node} scales by something else than a number")
         bias = node.args[0]
         if isinstance(bias, fx.Node) and bias.target is torch.zeros and view.only_user(bias) is node:
             scores.nodes.append(bias)

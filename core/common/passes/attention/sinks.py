@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import view
+from core.common.passes import same_sizes, view
 from core.common.passes.attention.operands import Operand, Reach
 
 
@@ -16,7 +16,7 @@ def per_head(node: fx.Node, heads: Any, reach: Reach) -> Operand | None:
     while view.kind(found.node) in ("expand", "reshape", "view", "unsqueeze", "cast") and reach(found.node):
         found = found.behind(found.node.args[0], found.node)
         sizes = view.shape(found.node)
-        if sizes is not None and view.same_sizes(sizes, (heads,)):
+        if sizes is not None and same_sizes(sizes, (heads,)):
             return found
     return None
 

@@ -12,9 +12,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from core.common.ops.attention import DENSE_ATTENTION
-from core.common.passes import Site, view
+from core.common.passes import Refused, Site, same_sizes, view
 from core.common.passes.attention.operands import Operand
-from core.common.passes.attention.scores import Mask, Unread
+from core.common.passes.attention.scores import Mask
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Attention:
 
 
 def site_of(found: Attention) -> Site:
-    """Return the site; raises `Unread` where heads or sizes do not fit the op."""
+    """Return the site; raises `Refused` where heads or sizes do not fit the op."""
     _bring_to_four(found)
     _check_sizes(found)
     nodes = [*found.nodes, found.anchor, *(node for operand in found.operands for node in operand.nodes)]
@@ -85,7 +85,7 @@ def _bring_to_four(found: Attention) -> None:
         elif rank == 3:
             operand.then("unsqueeze", 1)
         elif rank != 4:
-            raise Unread(operand.node, f"{operand.node} has {rank} dimensions")
+            raise Refused(operand.node, f"{operand.node} has {rank} dimensions")
     if found.heads is None and set(ranks) == {3}:
         found.result.append(("squeeze", (1,)))
 
@@ -94,13 +94,13 @@ def _check_sizes(found: Attention) -> None:
     sizes = [_four(operand, found.heads) for operand in found.operands]
     query, key, value = sizes
     if found.heads is not None and query[1] != found.heads:
-        raise Unread(found.query.node, f"the scores have {found.heads} heads, {found.query.node} has {query[1]}")
-    fits = view.same_sizes(key[1:2], value[1:2]) and statically_known_true(query[1] % key[1] == 0)
+        raise Refused(found.query.node, f"the scores have {found.heads} heads, {found.query.node} has {query[1]}")
+    fits = same_sizes(key[1:2], value[1:2]) and statically_known_true(query[1] % key[1] == 0)
     if not fits:
         reason = f"{query[1]} query heads, {key[1]} key heads and {value[1]} value heads do not fit together"
-        raise Unread(found.anchor, reason)
-    if not view.same_sizes((query[0], query[0]), (key[0], value[0])):
-        raise Unread(found.anchor, f"batch sizes {query[0]}, {key[0]} and {value[0]} differ")
+        raise Refused(found.anchor, reason)
+    if not same_sizes((query[0], query[0]), (key[0], value[0])):
+        raise Refused(found.anchor, f"batch sizes {query[0]}, {key[0]} and {value[0]} differ")
 
 
 def _four(operand: Operand, heads: Any) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def _mask_steps(mask: Mask, heads: Any) -> list[tuple[str, tuple[Any, ...]]]:
     """Return what brings a mask of three-dimensional scores to four."""
     sizes = view.shape(mask.node) or ()
     if len(sizes) > mask.rank:
-        raise Unread(mask.node, f"{mask.node} has {len(sizes)} dimensions, the scores have {mask.rank}")
+        raise Refused(mask.node, f"{mask.node} has {len(sizes)} dimensions, the scores have {mask.rank}")
     if mask.rank == 4 or len(sizes) < 3:
         return []
     if heads is None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import view
-from core.common.passes.attention.scores import Unread
+from core.common.passes import Refused, same_sizes, view
 
 Steps = list[tuple[str, tuple[Any, ...]]]
 Order = tuple[int, ...]
@@ -38,7 +37,7 @@ def read_scores_product(node: fx.Node) -> Product:
     summed = [letter for letter in lhs if letter not in out]
     wanted = [(*out[:3], *summed), (*out[:2], out[3], *summed)] if len(out) == 4 else []
     if len(summed) != 1 or not wanted or not _match((lhs, rhs), wanted):
-        raise Unread(node, f"{node} is no product of queries and keys per head")
+        raise Refused(node, f"{node} is no product of queries and keys per head")
     orders = (_order(lhs, wanted[0]), _order(rhs, wanted[1]), ())
     return Product(operands[0], operands[1], orders, is_matmul=False)
 
@@ -53,7 +52,7 @@ def read_values_product(node: fx.Node, weights: fx.Node) -> Product:
     free = [letter for letter in rhs if letter not in lhs]
     wanted = [(*lhs[:2], lhs[3], *free), (*lhs[:3], *free)] if len(lhs) == 4 else []
     if len(free) != 1 or not wanted or not _match((rhs, out), wanted):
-        raise Unread(node, f"{node} is no product of weights and values per head")
+        raise Refused(node, f"{node} is no product of weights and values per head")
     orders = ((), _order(rhs, wanted[0]), _order("".join(wanted[1]), out))
     return Product(operands[0], operands[1], orders, is_matmul=False)
 
@@ -75,7 +74,7 @@ def result_of(product: fx.Node, order: Order, heads: Any) -> tuple[fx.Node, list
     user = view.only_user(product)
     wide = view.shape(user) or ()
     split = user is not None and view.kind(user) in ("reshape", "view", "unflatten") and len(wide) == 4
-    if user is not None and split and wide[1] == heads and view.same_sizes(wide[2:], sizes[1:]):
+    if user is not None and split and wide[1] == heads and same_sizes(wide[2:], sizes[1:]):
         return user, [product], []
     return product, [], [("flatten", (0, 1))]
 
@@ -84,7 +83,7 @@ def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     names = {"baddbmm": ((1, "batch1"), (2, "batch2")), "bmm": ((0, "input"), (1, "mat2"))}
     first, second = (view.operand(node, *name) for name in names.get(view.kind(node), ((0, "input"), (1, "other"))))
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
-        raise Unread(node, f"{node} multiplies {first} and {second}")
+        raise Refused(node, f"{node} multiplies {first} and {second}")
     return first, second
 
 
@@ -100,7 +99,7 @@ def _equation(node: fx.Node) -> tuple[str, str, str, tuple[fx.Node, ...]]:
     letters = [*factors, out]
     plain = all(term.isalpha() and len(set(term)) == len(term) for term in letters)
     if len(factors) != 2 or len(operands) != 2 or not plain or not all(isinstance(each, fx.Node) for each in operands):
-        raise Unread(node, f"{node} computes {equation!r}")
+        raise Refused(node, f"{node} computes {equation!r}")
     return factors[0], factors[1], out, operands
 
 

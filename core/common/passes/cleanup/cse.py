@@ -132,4 +132,9 @@ def _key(value: Any) -> object:
     raise _Unknown
 
 
-ELIMINATE_COMMON_SUBEXPRESSIONS = Pass(name="eliminate_common_subexpressions", run=run, after=("remove_no_ops", *LIFTS))
+ELIMINATE_COMMON_SUBEXPRESSIONS = Pass(
+    name="eliminate_common_subexpressions",
+    does="Let every repeated call give way to the first one, then remove what has no use and no effect.",
+    run=run,
+    after=("remove_no_ops", *LIFTS),
+)

@@ -68,7 +68,7 @@ def _source(node: fx.Node, sharing: Sharing) -> fx.Node | None:
 
 
 def _viewed(node: fx.Node, sharing: Sharing) -> fx.Node | None:
-    """Return the input of which the node may be a view of all of it, or None."""
+    """Return the input that this node may be a full view of, or None."""
     source = node.args[0] if node.args else None
     new, old = value_of(node), value_of(source)
     if not isinstance(source, fx.Node) or not isinstance(old, Tensor) or new.dtype != old.dtype or new.ndim != old.ndim:
@@ -126,4 +126,9 @@ def _refusal(node: fx.Node, source: fx.Node, sharing: Sharing) -> str:
     return sharing.refusal(node, source, node)
 
 
-REMOVE_NO_OPS = Pass(name="remove_no_ops", run=run, before=LIFTS)
+REMOVE_NO_OPS = Pass(
+    name="remove_no_ops",
+    does="Remove every node that gives its input again, and calls that only count the use of torch's interface.",
+    run=run,
+    before=LIFTS,
+)

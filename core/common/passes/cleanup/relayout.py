@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes import Refused, value_of
 from core.common.passes.metadata import fake_values
-from core.common.passes.values.recipes import Recipe, call_key, flat, memory, recipe_of, signatures
+from core.common.passes.values.layouts import flat, memory, tensors
+from core.common.passes.values.recipes import Recipe, call_key, recipe_of, signatures
 
 
 class Relayout:
@@ -30,7 +30,7 @@ class Relayout:
         Raises `Refused` at a node that can't compute on the new strides. Nothing in the graph changes.
         """
         new = dict(changed)
-        left = {memory(leaf) for node in changed for leaf in _tensors(value_of(node))}
+        left = {memory(leaf) for node in changed for leaf in tensors(value_of(node))}
         waiting = [(self._order[user], user) for node in changed for user in node.users]
         heapq.heapify(waiting)
         seen: set[fx.Node] = set()
@@ -42,7 +42,7 @@ class Relayout:
             value = self._value(node, new, left)
             if value is not None:
                 new[node] = value
-                left.update(memory(leaf) for leaf in _tensors(value_of(node)))
+                left.update(memory(leaf) for leaf in tensors(value_of(node)))
                 for user in node.users:
                     heapq.heappush(waiting, (self._order[user], user))
         return new
@@ -53,7 +53,7 @@ class Relayout:
         leaves = flat((args, tuple(kwargs.values())))
         old = value_of(node)
         before = signatures(flat(old))
-        moved = any(memory(leaf) in left for leaf in _tensors(old))
+        moved = any(memory(leaf) in left for leaf in tensors(old))
         key = (node.op, moved, before, call_key(node.target, args, kwargs, leaves))
         if key in self._recipes:
             known = self._recipes[key]
@@ -75,7 +75,3 @@ class Relayout:
         except Exception as error:  # whatever a kernel's checks raise
             text = str(error).partition("\n")[0]
             raise Refused(node, f"{node.name} can't compute on a slice of a wider result: {text}") from error
-
-
-def _tensors(value: Any) -> list[FakeTensor]:
-    return [leaf for leaf in flat(value) if isinstance(leaf, FakeTensor)]

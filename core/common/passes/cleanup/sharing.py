@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.passes import PassContext, Writes, same_size, same_sizes, value_of
+from core.common.passes.values.layouts import tensors
 
 _NEVER = -1
 _RESHAPING = frozenset(
@@ -111,11 +112,5 @@ def _alike(left: Any, right: Any) -> bool:
 
 def same_place(left: fx.Node, right: fx.Node) -> bool:
     """Tell whether two tensors of the same metadata and storage begin at the same element."""
-    leaves = [_leaves(value_of(left)), _leaves(value_of(right))]
-    return all(same_size(a.storage_offset(), b.storage_offset()) for a, b in zip(*leaves, strict=True))
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value] if isinstance(value, Tensor) else []
+    pairs = zip(tensors(value_of(left)), tensors(value_of(right)), strict=True)
+    return all(same_size(a.storage_offset(), b.storage_offset()) for a, b in pairs)

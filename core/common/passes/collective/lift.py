@@ -22,10 +22,8 @@ from core.common.passes import (
     NearMiss,
     Pass,
     PassContext,
-    PassResult,
     PassTraits,
     Site,
-    fuse,
     near_miss,
     view,
 )
@@ -100,14 +98,10 @@ def _written(wait: fx.Node, x: Any) -> fx.Node | None:
     return user if writes else None
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every functional collective."""
-    return fuse(context, find)
-
-
 LIFT_COLLECTIVES = Pass(
     name="lift_collectives",
-    run=run,
+    find=find,
+    does="Lift every functional collective.",
     guards=Guards(world_size=(2, None)),
     traits=PassTraits(reads_content=False),
 )

@@ -31,17 +31,15 @@ from core.common.passes import (
     NearMiss,
     Pass,
     PassContext,
-    PassResult,
     PassTraits,
     Site,
     calls,
     find_op,
-    fuse,
     near_miss,
     view,
 )
 from core.common.passes.collective.limits import call_of, refused_bytes, refused_group
-from core.common.passes.quantize.calls import read_quantize
+from core.common.passes.quantize.chain import read_quantize
 
 _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     {
@@ -51,6 +49,8 @@ _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
     }
 )
 """Name of what follows an all-reduce -> the op that is both."""
+_OPTIONS = frozenset({"dtype", "granularity", "group_size"})
+"""What that op takes of the arguments of a quantisation, beside the scale."""
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -88,7 +88,7 @@ def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site | No
     interior = (node, norm, *filter(None, (normed,)))
     if last is not None and op is QUANTIZE:
         quantize = read_quantize(last)
-        if quantize is not None and quantize.x is normed and not quantize.unknown:
+        if quantize is not None and quantize.x is normed and quantize.options.keys() <= _OPTIONS:
             given |= {"scale": quantize.scale, **quantize.options}
             return _site(ALL_REDUCE_ADD_RMS_NORM_QUANTIZE, given, (*interior, last), further=(total,))
     if last is not None and op is QUANTIZE_FP4:
@@ -105,29 +105,13 @@ def _site(
     further: tuple[fx.Node | None, ...] = (),
 ) -> Site | None:
     """Return the site of an op whose results are those of the last node of its interior, and further ones."""
-    positional = [a.name for a in fused.overload._schema.arguments if not a.kwarg_only]
-    outputs = (*calls.outputs(interior[-1]), *further)
-    anchor = next(filter(None, outputs), None)
-    if anchor is None:  # nothing reads what the norm gives
-        return None
-    return Site(
-        anchor=anchor,
-        target=fused.overload,
-        args=tuple(given.get(name) for name in positional),
-        kwargs={name: value for name, value in given.items() if name not in positional},
-        interior=interior,
-        outputs=outputs,
-    )
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every all-reduce with the norm of its sum."""
-    return fuse(context, find)
+    return calls.site(fused, given, interior, (*calls.outputs(interior[-1]), *further))
 
 
 FUSE_ALL_REDUCE_NORM = Pass(
     name="fuse_all_reduce_norm",
-    run=run,
+    find=find,
+    does="Fuse every all-reduce with the norm of its sum.",
     after=(
         *("lift_collectives", "lift_rms_norm", "fuse_add_rms_norm", "eliminate_common_subexpressions"),
         *("share_quantize_scales", "fuse_rms_norm_quantize", "fuse_add_rms_norm_quantize", "sequence_parallel"),

@@ -165,9 +165,7 @@ class _Split:
     def _wholes(self, graph: fx.Graph, given: dict[str, Any], outputs: Sequence[fx.Node | None], tokens: Any) -> Any:
         op = find_op(self._norm.target)
         assert op is not None  # the finder has seen it
-        positional = [a.name for a in op.overload._schema.arguments if not a.kwarg_only]
-        args = tuple(given.pop(name) for name in positional)
-        members = [graph.call_function(op.overload, args, given)]
+        members = [graph.call_function(op.overload, *calls.split(op, given))]
         if len(outputs) > 1:
             members = [graph.call_function(operator.getitem, (members[0], index)) for index in range(len(outputs))]
         wholes = [
@@ -246,6 +244,7 @@ def _keep_split(context: PassContext) -> None:
 
 SEQUENCE_PARALLEL = Pass(
     name="sequence_parallel",
+    does="Split every such all-reduce, then keep split what is gathered only to be split again.",
     run=run,
     after=(
         *("lift_collectives", "lift_rms_norm", "fuse_add_rms_norm", "eliminate_common_subexpressions"),

@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.node_meta import ORIGIN, value_key
 from core.common.passes import MADE_BY, same_size, set_value, site_name, value_of
-from core.common.passes.functional.memory import Area, same_layout
+from core.common.passes.functional.memory import Area
 from core.common.passes.functional.plan import Plan
 from core.common.passes.functional.updates import VIEWS, in_place_form
 from core.common.passes.functional.wrapped import Argument, WrappedCall, view_call, wrapped_call
 from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.values.fresh import fresh
+from core.common.passes.values.layouts import memory as storage_of
+from core.common.passes.values.layouts import same_layout, tensors
 
 aten = torch.ops.aten
 _KEPT = (*ORIGIN, "seq_nr", MADE_BY)
@@ -235,8 +237,8 @@ def renew_views(graph: fx.Graph) -> None:
         value = value_of(node)
         if node.op != "call_function" or value is None or not _shows(node) or not node.all_input_nodes:
             continue
-        sources = {key for source in node.all_input_nodes for key in _storages(value_of(source))}
-        if _storages(value) <= sources:
+        sources = set(map(storage_of, tensors([value_of(source) for source in node.all_input_nodes])))
+        if set(map(storage_of, tensors(value))) <= sources:
             continue
         renewed = _run(node.target, node.args, node.kwargs)
         if renewed is None:
@@ -250,9 +252,3 @@ def _shows(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return any(each.alias_info is not None for each in node.target._schema.returns)
     return node.target is operator.getitem
-
-
-def _storages(value: Any) -> set[int]:
-    if isinstance(value, (tuple, list)):
-        return {key for item in value for key in _storages(item)}
-    return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()

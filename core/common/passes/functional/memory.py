@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes import Writes, same_size, value_of
+from core.common.passes.values.layouts import same_layout
 
-_OWNED = ("placeholder", "get_attr")
+OWNED = ("placeholder", "get_attr")
+"""Kinds of nodes whose memory belongs to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +123,6 @@ class Area:
         return found, rest
 
 
-def same_layout(left: Any, right: Any, *, strides: bool = True) -> bool:
-    """Tell whether two tensors have one dtype, device and shape, and (strides) lie alike in their memory."""
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.layout != right.layout:
-        return False
-    if left.layout != torch.strided or left.dtype != right.dtype or left.device != right.device:
-        return False
-    if left.dim() != right.dim() or not all(map(same_size, left.shape, right.shape)):
-        return False
-    if not strides:
-        return True
-    sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
-    return all((type(size) is int and size == 1) or same_size(mine, theirs) for size, mine, theirs in sizes)
-
-
 def _same_dims(left: Area, right: Area) -> bool:
     return replace(left, offset=0).is_same(replace(right, offset=0))
 
@@ -195,7 +183,7 @@ class Memory:
     def owners(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the inputs and constants of the graph whose memory this is."""
         root = self.root(node)
-        return tuple(holder for key in self._keys(root) for holder in self._holders(key) if holder.op in _OWNED)
+        return tuple(holder for key in self._keys(root) for holder in self._holders(key) if holder.op in OWNED)
 
     def holders(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield all values that lie in the memory of this one, as far as it is joined by now."""

@@ -7,7 +7,7 @@ that a copy is left only where two versions are needed at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,31 +15,34 @@ import torch
 from torch import fx
 
 from core.common.passes import is_impure, value_of
-from core.common.passes.functional.memory import Area, Memory, same_layout
+from core.common.passes.functional.memory import Area, Memory
 from core.common.passes.functional.updates import Updates
 from core.common.passes.functional.wrapped import Target, WrappedCall
+from core.common.passes.original import node_arguments
+from core.common.passes.values.layouts import same_layout
 
 _COPIED = torch.ops.aten.copy.default  # elementwise, though torch does not tag it so
 
 
 @dataclass(slots=True)
 class Plan:
-    """What to do with each update. memory: where values will lie. kept: why a copy is left, by node and target.
+    """What to do with each update."""
 
-    wrapped: calls to unwrap, each with the targets to clone first, by index, and the reasons. buffers: for ops that
-    only write, the input that takes each result. in_place: ATen ops that get their in-place form, or go where they copy
-    a value onto itself (True). scatters: to become a copy into a view, or nothing where the part is there already
-    (True). closing: copies into inputs that copy a
-    value onto itself (True), or that need a copy of their source (False). moved: how many nodes were moved.
-    """
-
+    #: Where values will lie.
     memory: Memory
+    #: Calls to unwrap, each with the targets to clone first, by index, and the reasons.
     wrapped: dict[fx.Node, dict[int, str]] = field(default_factory=dict)
+    #: For ops that only write: the input that takes each result.
     buffers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    #: ATen ops that get their in-place form; True where they copy a value onto itself, and go.
     in_place: dict[fx.Node, bool] = field(default_factory=dict)
+    #: Scatters that become a copy into a view; True where the part is there already, and they go.
     scatters: dict[fx.Node, bool] = field(default_factory=dict)
+    #: Copies into inputs: True where they copy a value onto itself, False where their source must be copied first.
     closing: dict[fx.Node, bool] = field(default_factory=dict)
+    #: Why a copy is left, by node.
     kept: list[tuple[fx.Node, str]] = field(default_factory=list)
+    #: How many nodes were moved.
     moved: int = 0
 
 
@@ -78,7 +81,7 @@ class _Planner:
             return
         clones: dict[int, str] = {}
         taken: list[tuple[object, Area]] = []
-        others = tuple(_nodes_of(dict(call.plain)))
+        others = node_arguments((), call.plain)
         for target in call.targets:
             if call.buffers:
                 self._buffer(node, target)
@@ -116,7 +119,7 @@ class _Planner:
         if area is None:
             return
         target = Target(old=old, new=node, parts=(area,), index=0)
-        read = list(_nodes_of((node.args[1:], dict(node.kwargs))))
+        read = node_arguments(node.args[1:], node.kwargs)
         others = [each for each in read if not self._elementwise(node, each, old)]
         reason = self._refusal(node, target, others, ())
         if reason:
@@ -273,10 +276,3 @@ class _Planner:
             if not is_final:
                 return f"{user.name} needs {new.name} after {owner} was written"
         return ""
-
-
-def _nodes_of(value: Any) -> Iterator[fx.Node]:
-    """Yield the nodes in an argument, at any depth."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    yield from found

@@ -68,6 +68,7 @@ def run(context: PassContext) -> PassResult:
 
 FIX_FUNCTIONALIZATION = Pass(
     name="fix_functionalization",
+    does="Let what functionalisation made a copy of be written in place, but where the old value is needed.",
     run=run,
     stage="functional",
     params={"move_readers": True},

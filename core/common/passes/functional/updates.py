@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from core.common.passes import Writes, value_of
-from core.common.passes.functional.memory import Area
+from core.common.passes.functional.memory import OWNED, Area
 from core.common.passes.functional.wrapped import FUNCTIONALIZED, WrappedCall, wrapped_call
 from core.common.passes.writes import find_writes
 
@@ -26,7 +26,6 @@ WAS_IN_PLACE = "core_was_in_place"
 (core/compilation/rewrite/functional.py).
 """
 _COPY = torch.ops.aten.copy_.default
-_OWNED = ("placeholder", "get_attr")
 VIEWS: Mapping[Any, OpOverload[..., Any]] = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
@@ -45,7 +44,7 @@ class Updates:
         self.calls: dict[fx.Node, WrappedCall | str] = {n: wrapped_call(n) for n in nodes if n.target in FUNCTIONALIZED}
         scatters = [n for n in nodes if n.target in VIEWS and len(n.args) > 1]
         self.scatters = {n: area for n in scatters if (area := scattered(n)) is not None}
-        self.closing = [n for n in nodes if n.target is _COPY and n.args[0].op in _OWNED]
+        self.closing = [n for n in nodes if n.target is _COPY and n.args[0].op in OWNED]
         self.functional = {n for n in nodes if WAS_IN_PLACE in n.meta and in_place_form(n.target) is not None}
         for node in self.closing:
             self._lead(node.args[1], self.writes.of(node.args[0]))

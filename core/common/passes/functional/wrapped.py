@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 
 from core.common.passes import value_of
 from core.common.passes.functional.memory import Area
+from core.common.passes.values.layouts import memory, tensors
 
 aten = torch.ops.aten
 FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
@@ -87,24 +88,13 @@ def _honest(node: fx.Node, call: WrappedCall) -> WrappedCall | str:
     value = value_of(node)
     if not isinstance(value, tuple) or call.buffers:
         return call
-    given = (*_tensors(call.plain), *_tensors(value[call.results or 1 :]))
-    memory = {tensor.untyped_storage()._cdata for tensor in given}
+    plain: Any = fx.map_arg(tuple(call.plain.values()), value_of)
+    given = set(map(memory, tensors((plain, value[call.results or 1 :]))))
     for declared, result in zip(call.op._schema.returns, value, strict=False):
-        shares = isinstance(result, Tensor) and result.untyped_storage()._cdata in memory
+        shares = isinstance(result, Tensor) and memory(result) in given
         if shares and declared.alias_info is None:
             return f"{call.op} returns memory that it was given, which its schema denies: declare it to return nothing"
     return call
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in an argument or a value, nodes by what they hold."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, fx.Node):
-        value = value_of(value)
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _read_v1(node: fx.Node, op: OpOverload[..., Any]) -> WrappedCall:

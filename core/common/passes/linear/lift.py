@@ -11,14 +11,14 @@ from typing import Any
 from torch import fx
 
 from core.common.ops.canonical import GATED_ACTIVATION_FUSED, GATED_LINEAR, LINEAR
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, fuse, near_miss, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassTraits, Site, near_miss, view
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Return a linear layer of a bound weight; a near-miss where the weight is computed or written."""
     if view.kind(node) != "linear":
         return None
-    x, weight, bias = _operands(node)
+    x, weight, bias = linear_operands(node)
     reason = _refusal(context, x, weight, bias)
     if reason:
         return near_miss(node, reason)
@@ -35,7 +35,7 @@ def find_gated(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if view.only_user(whole) is not node:
         others = ", ".join(user.name for user in whole.users if user is not node)
         return near_miss(node, f"{whole} is used by {others} too")
-    operands = _operands(whole)
+    operands = linear_operands(whole)
     reason = _refusal(context, *operands)
     if reason:
         return near_miss(node, reason)
@@ -43,7 +43,7 @@ def find_gated(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     return Site(anchor=node, target=GATED_LINEAR.overload, args=operands, kwargs=options, interior=(whole, node))
 
 
-def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+def linear_operands(node: fx.Node) -> tuple[Any, Any, Any]:
     """Return x, weight and bias of a linear in either spelling."""
     first = "x" if node.target is LINEAR.overload else "input"
     return view.operand(node, 0, first), view.operand(node, 1, "weight"), view.operand(node, 2, "bias")
@@ -66,26 +66,18 @@ def _refusal(context: PassContext, x: Any, weight: Any, bias: Any) -> str:
     return ""
 
 
-def run(context: PassContext) -> PassResult:
-    """Make every linear layer of a bound weight the op that the device brings."""
-    return fuse(context, find)
-
-
-def run_gated(context: PassContext) -> PassResult:
-    """Fuse every linear layer with the gated activation of its result."""
-    return fuse(context, find_gated)
-
-
 LIFT_LINEAR = Pass(
     name="lift_linear",
-    run=run,
+    find=find,
+    does="Make every linear layer of a bound weight the op that the device brings.",
     after=("merge_linears",),
     guards=Guards(constants=True, implements=frozenset({LINEAR.qualified_name})),
     traits=PassTraits(reads_content=False),
 )
 FUSE_GATED_LINEAR = Pass(
     name="fuse_gated_linear",
-    run=run_gated,
+    find=find_gated,
+    does="Fuse every linear layer with the gated activation of its result.",
     after=("lift_gated_activation", "fuse_gate_up", "lift_linear", "merge_linears"),
     guards=Guards(constants=True, implements=frozenset({GATED_LINEAR.qualified_name})),
     traits=PassTraits(reads_content=False),

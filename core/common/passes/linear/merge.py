@@ -274,6 +274,7 @@ def _differs(key: _Key, groups: Mapping[_Key, Sequence[Linear]]) -> str:
 
 MERGE_LINEARS = Pass(
     name="merge_linears",
+    does="Merge every group of linears of one input that can be merged.",
     run=run,
     after=("eliminate_common_subexpressions", *LIFTS),
     guards=Guards(constants=True),

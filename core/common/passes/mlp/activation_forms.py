@@ -53,7 +53,7 @@ def _times_sigmoid(node: fx.Node) -> Activation | None:
             continue
         if gate.args[0] is x:
             return Activation("", x, "silu is written out as x * sigmoid(x), which rounds once more")
-        scaled = _times_number(gate.args[0])
+        scaled = view.times_number(gate.args[0])
         if scaled is not None and scaled[0] is x:
             same = scaled[1] == QUICK_GELU
             reason = f"the factor in the sigmoid is {scaled[1]}, and quick_gelu's is {QUICK_GELU}"
@@ -67,7 +67,7 @@ def _tanh_gelu(node: fx.Node) -> Activation | None:
         shifted = view.plus_number(factor)
         if shifted is None or shifted[1] != 1.0 or view.kind(shifted[0]) != "tanh":
             continue
-        halved = _times_number(half)
+        halved = view.times_number(half)
         if halved is None or halved[1] != 0.5:
             continue
         x = halved[0]
@@ -79,19 +79,10 @@ def _tanh_gelu(node: fx.Node) -> Activation | None:
 
 def _is_cubic(node: view.Operand, x: fx.Node) -> bool:
     """Tell whether the node is `sqrt(2 / pi) * (x + 0.044715 * x ** 3)`."""
-    scaled = _times_number(node)
+    scaled = view.times_number(node)
     if scaled is None or scaled[1] != math.sqrt(2.0 / math.pi) or view.kind(scaled[0]) != "add":
         return False
-    cubic = _times_number(view.other(scaled[0], x))
+    cubic = view.times_number(view.other(scaled[0], x))
     if cubic is None or cubic[1] != 0.044715 or view.kind(cubic[0]) != "pow":
         return False
     return cubic[0].args[0] is x and view.operand(cubic[0], 1, "exponent") == 3
-
-
-def _times_number(node: view.Operand) -> tuple[fx.Node, float] | None:
-    """Return (x, number) if the node is x * number in either order."""
-    if view.kind(node) == "mul":
-        for first, second in view.orders(node):
-            if isinstance(first, fx.Node) and view.is_number(second):
-                return first, float(second)
-    return None

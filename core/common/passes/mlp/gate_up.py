@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from core.common.ops.mlp import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, near_miss, view
 from core.common.passes.rotary.halves import halves
 
 
@@ -46,9 +46,9 @@ def _parts(node: fx.Node) -> fx.Node | None:
     return parts if isinstance(parts, fx.Node) and view.kind(parts) in ("split", "chunk") else None
 
 
-def run(context: PassContext) -> PassResult:
-    """Fuse every gated activation of two halves."""
-    return fuse(context, find)
-
-
-FUSE_GATE_UP = Pass(name="fuse_gate_up", run=run, after=("lift_gated_activation", "merge_linears"))
+FUSE_GATE_UP = Pass(
+    name="fuse_gate_up",
+    find=find,
+    does="Fuse every gated activation of two halves.",
+    after=("lift_gated_activation", "merge_linears"),
+)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from core.common.ops.mlp import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, near_miss, view
 from core.common.passes.mlp.activation_forms import Activation, read_activation
 from core.common.passes.rotary.halves import halves
 
@@ -162,9 +162,4 @@ def _bounds(node: fx.Node) -> tuple[fx.Node, float | None, float | None] | None:
     return x, least, most
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every gated activation."""
-    return fuse(context, find)
-
-
-LIFT_GATED_ACTIVATION = Pass(name="lift_gated_activation", run=run)
+LIFT_GATED_ACTIVATION = Pass(name="lift_gated_activation", find=find, does="Lift every gated activation.")

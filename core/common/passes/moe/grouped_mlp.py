@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from core.common.ops.canonical import GATED_ACTIVATION_FUSED, GROUPED_MLP
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Refused, Site, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Refused, Site, near_miss, view
 from core.common.passes.mlp import gated_activation
 from core.common.passes.moe.grouped_mlp_order import Order, is_cleared, other_form, read_order, read_sum
 
@@ -121,8 +121,8 @@ def _product(node: fx.Node, order: Order, positions: Mapping[fx.Node, int]) -> _
         raise Refused(node, f"{node} multiplies by {matrices}, which is no node")
     found = _Product(node, node, rows, matrices, True, nodes=[*casts, node])
     if view.kind(matrices) == "transpose" and isinstance(matrices.args[0], fx.Node):
-        dims = {view.operand(matrices, 1, "dim0"), view.operand(matrices, 2, "dim1")}
-        if dims not in ({-1, -2}, {1, 2}):
+        dims = view.swapped_dims(matrices)
+        if {*(dims or ())} != {1, 2}:
             raise Refused(matrices, f"{matrices} transposes dimensions {dims}, not the last two")
         found.matrices, found.transposed = matrices.args[0], False
         found.nodes.append(matrices)
@@ -192,10 +192,7 @@ def _check_dtypes(node: fx.Node, order: Order, first: _Product, second: _Product
         raise Refused(node, f"tokens, experts and result differ in dtype: {', '.join(sorted(kinds))}")
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every group of experts."""
-    return fuse(context, find)
-
-
 # The gate goes with the experts it belongs to.
-LIFT_GROUPED_MLP = Pass(name="lift_grouped_mlp", run=run, before=("lift_gated_activation",))
+LIFT_GROUPED_MLP = Pass(
+    name="lift_grouped_mlp", find=find, does="Lift every group of experts.", before=("lift_gated_activation",)
+)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import NearMiss, Refused, near_miss, view
+from core.common.passes import NearMiss, Refused, near_miss, same_sizes, view
 
 _FLATTEN = ("reshape", "view", "flatten")
 
@@ -135,7 +135,7 @@ def read_sum(out: fx.Node, order: Order, writer: fx.Node | None = None) -> Sum:
     total = _following(by_token, ("sum",))
     shape = view.shape(by_token) or ()
     tokens = (view.shape(order.x) or (None,))[0]
-    if not view.same_sizes(shape[:2], (tokens, order.top_k)) or view.operand(total, 1, "dim") not in (1, -2, [1], (1,)):
+    if not same_sizes(shape[:2], (tokens, order.top_k)) or view.operand(total, 1, "dim") not in (1, -2, [1], (1,)):
         raise Refused(total, f"{total} does not sum over the experts of each token")
     if view.operand(total, 2, "keepdim", False) is True or "dtype" in total.kwargs:
         raise Refused(total, f"{total} keeps the dimension it sums over, or sums in another dtype")

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from core.common.ops.moe import MOE_ROUTE
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Refused, Site, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Refused, Site, near_miss, view
 from core.common.passes.moe.route_scores import Ranking, is_last, read_ranking, top_k
 
 
@@ -177,9 +177,4 @@ def _read_normalisation(weights: _Weights) -> None:
     _take(weights, total, *shifted, quotient)
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every choice of experts."""
-    return fuse(context, find)
-
-
-LIFT_MOE_ROUTE = Pass(name="lift_moe_route", run=run)
+LIFT_MOE_ROUTE = Pass(name="lift_moe_route", find=find, does="Lift every choice of experts.")

@@ -7,52 +7,38 @@ import operator
 from torch import fx
 
 from core.common.ops.norm import ADD_RMS_NORM, RMS_NORM
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, at_least_fp32, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, at_least_fp32, near_miss, view
 
 _IN_PLACE = (operator.iadd, "add_", "__iadd__")
 
 
-class _Search:
-    """One walk over a graph. sums: those that a norm has taken already."""
-
-    def __init__(self) -> None:
-        self.sums: set[fx.Node] = set()
-
-    def find(self, context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-        """Return the add and the norm of its sum; the sum stays available as the op's second output."""
-        if node.target is not RMS_NORM.overload:
-            return None
-        wide = node.args[0]
-        # A sum that is only made wider, or not changed at all, before it is normalised is widened by the norm itself.
-        total, casts = view.without_exact_casts(wide)  # type: ignore[arg-type]  # a norm's input is a node
-        if total.target in _IN_PLACE:
-            return near_miss(node, f"{total} adds in place")
-        if view.kind(total) != "add":
-            return None
-        reason = self._refusal(total)
-        if reason is not None:
-            return near_miss(node, reason) if reason else None
-        self.sums.add(total)
-        x, residual = total.args
-        return Site(
-            anchor=node,
-            target=ADD_RMS_NORM.overload,
-            args=(x, residual, *node.args[1:]),
-            kwargs={**node.kwargs, "compute_dtype": _compute_dtype(node)},
-            interior=(total, *_inner(casts, node), node),
-            outputs=(node, total),
-        )
-
-    def _refusal(self, total: fx.Node) -> str | None:
-        """Return why an add is none of two like tensors, "" where it plainly is another thing, and None if it is."""
-        operands = next(view.orders(total), None)
-        if operands is None:
-            return f"{total} scales one of its operands"
-        if any(view.is_number(operand) for operand in operands):
-            return ""
-        if not view.same_shape(*operands):
-            return f"{total} adds operands of different shapes"
-        return f"{total} is normalised by an earlier norm, which gives it" if total in self.sums else None
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the add and the norm of its sum; the sum stays available as the op's second output."""
+    if node.target is not RMS_NORM.overload:
+        return None
+    wide = node.args[0]
+    # A sum that is only made wider, or not changed at all, before it is normalised is widened by the norm itself.
+    total, casts = view.without_exact_casts(wide)  # type: ignore[arg-type]  # a norm's input is a node
+    if total.target in _IN_PLACE:
+        return near_miss(node, f"{total} adds in place")
+    operands = next(view.orders(total), None)
+    if view.kind(total) != "add" or (operands is not None and any(map(view.is_number, operands))):
+        return None
+    if operands is None:
+        return near_miss(node, f"{total} scales one of its operands")
+    if not view.same_shape(*operands):
+        return near_miss(node, f"{total} adds operands of different shapes")
+    if total in context.taken:
+        return near_miss(node, f"{total} is normalised by an earlier norm, which gives it")
+    context.taken.add(total)
+    return Site(
+        anchor=node,
+        target=ADD_RMS_NORM.overload,
+        args=(*operands, *node.args[1:]),
+        kwargs={**node.kwargs, "compute_dtype": _compute_dtype(node)},
+        interior=(total, *_inner(casts, node), node),
+        outputs=(node, total),
+    )
 
 
 def _compute_dtype(norm: fx.Node) -> object:
@@ -71,10 +57,7 @@ def _inner(casts: tuple[fx.Node, ...], norm: fx.Node) -> list[fx.Node]:
     return inner
 
 
-def run(context: PassContext) -> PassResult:
-    """Fuse every RMSNorm of a sum."""
-    return fuse(context, _Search().find)
-
-
-FUSE_ADD_RMS_NORM = Pass(name="fuse_add_rms_norm", run=run, after=("lift_rms_norm", "lift_rotary"))
+FUSE_ADD_RMS_NORM = Pass(
+    name="fuse_add_rms_norm", find=find, does="Fuse every RMSNorm of a sum.", after=("lift_rms_norm", "lift_rotary")
+)
 """The fusion of residual adds; `lift_rms_norm` comes first."""

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from core.common.ops.norm import LAYER_NORM
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, at_least_fp32, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, at_least_fp32, near_miss, view
 
 
 @dataclass(slots=True)
@@ -28,26 +28,20 @@ class _Norm:
     bias: fx.Node | None = None
 
 
-class _Search:
-    """One walk over a graph. ends: the results of the norms found so far, in which later ones find their input."""
-
-    def __init__(self) -> None:
-        self.ends: set[fx.Node] = set()
-
-    def find(self, context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-        """Return the layer norm of this call, or the one around this inverse root; a near-miss where it is none."""
-        kind = view.kind(node)
-        found: _Norm | NearMiss | None = None
-        if kind == "layer_norm":
-            found = _single(node)
-        elif kind in ("rsqrt", "pow", "reciprocal", "div"):
-            found = _rooted(node)
-        if not isinstance(found, _Norm):
-            return found
-        if found.compute_dtype in (torch.float32, torch.float64):
-            _read_casts(found, self.ends)
-        self.ends.add(found.end)
-        return _site(found)
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the layer norm of this call, or the one around this inverse root; a near-miss where it is none."""
+    kind = view.kind(node)
+    found: _Norm | NearMiss | None = None
+    if kind == "layer_norm":
+        found = _single(node)
+    elif kind in ("rsqrt", "pow", "reciprocal", "div"):
+        found = _rooted(node)
+    if not isinstance(found, _Norm):
+        return found
+    if found.compute_dtype in (torch.float32, torch.float64):
+        _read_casts(found, context.taken)
+    context.taken.add(found.end)  # where a later norm finds its input
+    return _site(found)
 
 
 def _rooted(node: fx.Node) -> _Norm | NearMiss | None:
@@ -130,10 +124,5 @@ def _site(norm: _Norm) -> Site:
     )
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every layer norm of the graph."""
-    return fuse(context, _Search().find)
-
-
-LIFT_LAYER_NORM = Pass(name="lift_layer_norm", run=run)
+LIFT_LAYER_NORM = Pass(name="lift_layer_norm", find=find, does="Lift every layer norm of the graph.")
 """Lift every layer norm; independent of the other lifts."""

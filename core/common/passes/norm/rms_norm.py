@@ -6,6 +6,7 @@ it reads off are the op's arguments: eps and offset as numbers, and the dtype at
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from core.common.ops.norm import RMS_NORM
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, near_miss, view
 
 
 @dataclass(slots=True)
@@ -30,59 +31,53 @@ class _Norm:
     normed_dtype: torch.dtype | None = None
 
 
-class _Search:
-    """One walk over a graph. ends: the results of the norms found so far, in which later ones find their input."""
+def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Return the RMSNorm around an inverse root, a near-miss where the root is of no norm, or None elsewhere."""
+    kind = view.kind(node)
+    if kind == "rms_norm":
+        found: Site | NearMiss | None = _single(node)
+    elif kind in ("div", "normalize"):
+        found = _root(node, context.taken) or _divided(node)
+    else:
+        found = _root(node, context.taken) if kind in ("rsqrt", "pow", "reciprocal") else None
+    if isinstance(found, Site):
+        context.taken.add(found.anchor)  # where a later norm finds its input
+    return found
 
-    def __init__(self) -> None:
-        self.ends: set[fx.Node] = set()
 
-    def find(self, context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-        """Return the RMSNorm around an inverse root, a near-miss where the root is of no norm, or None elsewhere."""
-        kind = view.kind(node)
-        found: Site | NearMiss | None
-        if kind == "rms_norm":
-            found = _single(node)
-        elif kind in ("div", "normalize"):
-            found = self._root(node) or _divided(node)
-        else:
-            found = self._root(node) if kind in ("rsqrt", "pow", "reciprocal") else None
-        if isinstance(found, Site):
-            self.ends.add(found.anchor)
-        return found
-
-    def _root(self, node: fx.Node) -> Site | NearMiss | None:
-        shifted = view.inverse_root(node)
-        if shifted is None:
-            return None
-        mean, eps = view.plus_number(shifted) or (shifted, 0.0)
-        squares = view.last_dim_mean(mean)
-        wide = view.square(squares)
-        if wide is None:
-            return _another_root(node, shifted)
-        norm = self._body(node, wide, eps)
-        if isinstance(norm, _Norm):
-            _read_weight_and_casts(norm)
-            return _site(norm)
+def _root(node: fx.Node, ends: Collection[fx.Node]) -> Site | NearMiss | None:
+    shifted = view.inverse_root(node)
+    if shifted is None:
+        return None
+    mean, eps = view.plus_number(shifted) or (shifted, 0.0)
+    wide = view.square(view.last_dim_mean(mean))
+    if wide is None:
+        return _another_root(node, shifted)
+    norm = _body(node, wide, eps, ends)
+    if not isinstance(norm, _Norm):
         return norm
+    _read_weight_and_casts(norm)
+    return _site(norm)
 
-    def _body(self, root: fx.Node, wide: fx.Node, eps: float) -> _Norm | NearMiss | None:
-        """Read input and product around the inverse root, where `wide` is what was squared."""
-        if view.kind(wide) == "sub":
-            return None  # a layer norm's
-        compute = view.dtype(wide)
-        if compute is None:
-            return near_miss(root, f"{wide} has no known dtype")
-        x = view.before_casts(wide, self.ends)
-        last = _without_idle_casts(root)
-        user = view.only_user(last)
-        if user is None or view.kind(user) != "mul":
-            return near_miss(root, f"the inverse root {root} is used otherwise than in one product")
-        scaled = view.other(user, last)
-        if not isinstance(scaled, fx.Node) or view.before_casts(scaled, self.ends) is not x:
-            return near_miss(root, f"{user} multiplies {scaled}, not the normalised {x}")
-        if view.dtype(user) != compute or view.dtype(root) != compute:
-            return near_miss(root, f"{user} is {view.dtype(user)}, its statistics are {compute}")
-        return _Norm(x=x, eps=eps, compute_dtype=compute, end=user)
+
+def _body(root: fx.Node, wide: fx.Node, eps: float, ends: Collection[fx.Node]) -> _Norm | NearMiss | None:
+    """Read input and product around the inverse root. wide: what was squared. ends: results of earlier norms."""
+    if view.kind(wide) == "sub":
+        return None  # a layer norm's
+    compute = view.dtype(wide)
+    if compute is None:
+        return near_miss(root, f"{wide} has no known dtype")
+    x = view.before_casts(wide, ends)
+    last = _without_idle_casts(root)
+    user = view.only_user(last)
+    if user is None or view.kind(user) != "mul":
+        return near_miss(root, f"the inverse root {root} is used otherwise than in one product")
+    scaled = view.other(user, last)
+    if not isinstance(scaled, fx.Node) or view.before_casts(scaled, ends) is not x:
+        return near_miss(root, f"{user} multiplies {scaled}, not the normalised {x}")
+    if view.dtype(user) != compute or view.dtype(root) != compute:
+        return near_miss(root, f"{user} is {view.dtype(user)}, its statistics are {compute}")
+    return _Norm(x=x, eps=eps, compute_dtype=compute, end=user)
 
 
 def _without_idle_casts(node: fx.Node) -> fx.Node:
@@ -220,9 +215,4 @@ def _default_eps(dtype: torch.dtype) -> float:
     return own if float(probe) < 0.5 else wide
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every RMSNorm of the graph."""
-    return fuse(context, _Search().find)
-
-
-LIFT_RMS_NORM = Pass(name="lift_rms_norm", run=run)
+LIFT_RMS_NORM = Pass(name="lift_rms_norm", find=find, does="Lift every RMSNorm of the graph.")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes import Constants, Guards, NearMiss, Pass, PassContext, PassResult, Writes, near_miss, site_name
-from core.common.passes.quantize.calls import Quantize, read_quantize
+from core.common.passes.quantize.chain import Quantize, read_quantize
 from core.common.passes.quantize.examples import equal_scales
 
 
@@ -27,7 +27,7 @@ def run(context: PassContext) -> PassResult:
         call = read_quantize(node)
         if call is None or _value(call.scale, constants, writes) is None:
             continue
-        earlier = seen.setdefault((call.x, f"{sorted(call.options.items())} {call.unknown}"), [])
+        earlier = seen.setdefault((call.x, str(sorted(call.options.items()))), [])
         own = [each for each in earlier if each.scale is call.scale]
         alike = [each for each in earlier if _equal(each, call, constants)]
         if alike and not own:
@@ -56,6 +56,7 @@ def _equal(one: Quantize, other: Quantize, constants: Constants) -> bool:
 
 SHARE_QUANTIZE_SCALES = Pass(
     name="share_quantize_scales",
+    does="Give each static quantisation the scale of an earlier one of the same input, where their scales are equal.",
     run=run,
     before=("eliminate_common_subexpressions",),
     guards=Guards(constants=True),

@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.ops.canonical import ATTENTION, QK_NORM_ROTARY, ROTARY, ROTARY_ATTENTION, ROTARY_SINGLE
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, find_op, fuse, near_miss, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, Site, find_op, near_miss, value_of, view
 from core.common.passes.rotary.attention_examples import examples
 from core.common.passes.rotary.token_rows import LAYOUTS, ROWS, Layout, follow, rows, table_index, table_rows
 
@@ -97,7 +97,7 @@ def _refusal(node: fx.Node, query: _Rotated | None, key: _Rotated | None) -> str
 def _layout(query: _Rotated, key: _Rotated) -> Layout | None:
     """Return what the dimensions of the rotated query and key are, as the way to attention's rows tells."""
     given = _arguments(query.rotation)
-    if not all(isinstance(view.value(given[name]), FakeTensor) for name in ("query", "key", "cos", "sin")):
+    if not all(isinstance(value_of(given[name]), FakeTensor) for name in ("query", "key", "cos", "sin")):
         return None
     for layout in LAYOUTS.get(len(view.shape(given["query"]) or ()), ()):
         if all(follow(layout, side.views[1:]) == ROWS for side in (query, key)):
@@ -140,14 +140,10 @@ def _options(rotation: fx.Node, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "normalize": True} if find_op(rotation.target) is QK_NORM_ROTARY else options
 
 
-def run(context: PassContext) -> PassResult:
-    """Fuse every rotation of a query and key with the attention of these."""
-    return fuse(context, find)
-
-
 FUSE_ROTARY_ATTENTION = Pass(
     name="fuse_rotary_attention",
-    run=run,
+    find=find,
+    does="Fuse every rotation of a query and key with the attention of these.",
     after=("lift_rotary", "fuse_qk_norm_rotary", "merge_linears"),
     guards=Guards(implements=frozenset({ROTARY_ATTENTION.qualified_name})),
     examples=examples,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes import NearMiss, near_miss, view
+from core.common.passes import NearMiss, near_miss, same_sizes, value_of, view
 from core.common.passes.rotary.features import Column, Features, Table
 from core.common.passes.rotary.operations import MOVES, OPERATIONS
 from core.common.passes.rotary.reader import Reader
@@ -130,10 +130,10 @@ def _results(seed: fx.Node) -> list[fx.Node]:
 
 
 def _alike(x: fx.Node, result: fx.Node) -> bool:
-    value, sizes, wanted = view.value(x), view.shape(x), view.shape(result)
+    value, sizes, wanted = value_of(x), view.shape(x), view.shape(result)
     if not isinstance(value, Tensor) or not value.is_floating_point() or not sizes or wanted is None:
         return False
-    return x is not result and isinstance(sizes[-1], int) and view.same_sizes(sizes, wanted)
+    return x is not result and isinstance(sizes[-1], int) and same_sizes(sizes, wanted)
 
 
 def _recognise(reader: Reader, result: fx.Node, features: Features) -> Rotation | None:
@@ -161,7 +161,7 @@ def _recognise(reader: Reader, result: fx.Node, features: Features) -> Rotation 
             return None
         out = None if features.dtype == reader.dtype else features.dtype
         if out is not None and view.kind(result) == "cast":
-            return None  # a cast that only follows; what it casts is asked about next
+            return None  # the cast comes after the rotation: its argument is read next
         if features.rounded and out is not None:
             reader.fail(result, f"{result} is {features.dtype}, rounded to {reader.dtype} and widened again")
             return None
@@ -175,7 +175,7 @@ def _recognise(reader: Reader, result: fx.Node, features: Features) -> Rotation 
 
 
 def _dtype(table: Table) -> torch.dtype:
-    value = view.value(table[0])
+    value = value_of(table[0])
     return value.dtype.to_real() if value.dtype.is_complex else value.dtype  # type: ignore[no-any-return]
 
 
@@ -184,7 +184,7 @@ def _agree(cos: Table, sin: Table, places: tuple[int, ...]) -> bool:
     sizes = view.shape(cos[0]) or (0,)
     if not all(_dtype(table).is_floating_point for table in (cos, sin)):
         return False
-    return view.same_sizes(sizes, view.shape(sin[0]) or ()) and sizes[-1] == max(places) + 1
+    return same_sizes(sizes, view.shape(sin[0]) or ()) and sizes[-1] == max(places) + 1
 
 
 _Sources = tuple[int, ...]
@@ -235,7 +235,7 @@ def _whole_tables(columns: Mapping[Table, Column]) -> Mapping[Table, Column]:
 
 def _last_slice(node: fx.Node) -> tuple[fx.Node, int]:
     """Return (table, start) for `table[..., start:stop]`, for another node itself and 0."""
-    value = view.value(node.args[0]) if node.args else None
+    value = value_of(node.args[0]) if node.args else None
     if view.kind(node) != "getitem" or not isinstance(value, Tensor) or not isinstance(node.args[0], fx.Node):
         return node, 0
     index: Any = node.args[1]

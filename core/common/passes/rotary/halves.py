@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import view
+from core.common.passes import same_sizes, value_of, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _part(node: fx.Node) -> _Part | None:
     if not isinstance(whole, fx.Node) or len(view.shape(whole) or ()) != len(sizes) - 1:
         return None
     lead = view.shape(whole) or ()
-    if (lead[-1], sizes[taken.dim]) != (2 * made[-1], 2) or not view.same_sizes(lead[:-1], sizes[:-2]):
+    if (lead[-1], sizes[taken.dim]) != (2 * made[-1], 2) or not same_sizes(lead[:-1], sizes[:-2]):
         return None
     if taken.dim == len(sizes) - 2:
         return _Part(whole, taken.start * made[-1], 1, made[-1])
@@ -101,7 +101,7 @@ def _taken(node: fx.Node) -> _Taken | None:
 def _of_parts(node: fx.Node, parts: fx.Node) -> _Taken | None:
     """Read one member of what `chunk`, `split` or `unbind` gives; all members' sizes are known from their values."""
     source, index = parts.args[0], node.args[1]
-    kind, members = view.kind(parts), view.value(parts)
+    kind, members = view.kind(parts), value_of(parts)
     dim = _dim(source, view.operand(parts, 1 if kind == "unbind" else 2, "dim", 0))
     if not isinstance(source, fx.Node) or dim is None or not isinstance(index, int) or not members:
         return None

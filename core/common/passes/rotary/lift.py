@@ -120,4 +120,6 @@ def _irreversible(context: PassContext, site: Site) -> NearMiss | None:
     return near_miss(site.anchor, f"the device does not implement {op.qualified_name}, and this form can't be put back")
 
 
-LIFT_ROTARY = Pass(name="lift_rotary", run=run)
+LIFT_ROTARY = Pass(
+    name="lift_rotary", does="Lift every rotation of the graph, a query's and its key's together.", run=run
+)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes import view
+from core.common.passes import value_of, view
 from core.common.passes.rotary.features import (
     Column,
     Features,
@@ -53,7 +53,7 @@ def _mul(reader: Reader, node: fx.Node) -> Features | None:
 
 def _times(reader: Reader, node: fx.Node, source: Features, table: fx.Node) -> Features | None:
     """Multiply with a table that has one value per feature, or with a complex one that has one per pair."""
-    value, sizes, tail = view.value(node), view.shape(table) or (), reader.tail_of(node)
+    value, sizes, tail = value_of(node), view.shape(table) or (), reader.tail_of(node)
     if not isinstance(value, Tensor) or not sizes or not source.is_plain or tail is None:
         return None
     sources = source.columns[None][0]
@@ -66,7 +66,7 @@ def _times(reader: Reader, node: fx.Node, source: Features, table: fx.Node) -> F
         return None
     if source.is_complex:
         count = source.tail[0]
-        if not view.value(table).is_complex() or len(source.tail) != 2 or sizes[-1] != count or tail != (count,):
+        if not value_of(table).is_complex() or len(source.tail) != 2 or sizes[-1] != count or tail != (count,):
             return None
         turned = tuple(s for i in range(count) for s in (-sources[2 * i + 1], sources[2 * i]))
         places = tuple(i // 2 for i in range(2 * count))
@@ -114,7 +114,7 @@ def _getitem(reader: Reader, node: fx.Node) -> Features | None:
     source, index = node.args
     if not isinstance(source, fx.Node):
         return None
-    if isinstance(view.value(source), (tuple, list)):
+    if isinstance(value_of(source), (tuple, list)):
         return _piece(reader, source, index) if isinstance(index, int) else None
     features = reader.read(source)
     if features is None or features.is_complex:
@@ -145,7 +145,7 @@ def _piece(reader: Reader, parts: fx.Node, index: int) -> Features | None:
     if features is None or features.is_complex or axis is None:
         return None
     reader.known[parts] = features
-    members = view.value(parts)
+    members = value_of(parts)
     index %= len(members)
     if kind == "unbind":
         return select(features, axis, range(index, index + 1), drop=True)

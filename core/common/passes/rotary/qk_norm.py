@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from core.common.ops.canonical import QK_NORM_ROTARY, RMS_NORM, ROTARY
-from core.common.passes import NearMiss, Pass, PassContext, PassResult, Site, Swap, Viewed, fuse, near_miss, view
+from core.common.passes import NearMiss, Pass, PassContext, Site, Swap, Viewed, near_miss, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,7 @@ class _Normed:
     def moved(self) -> Viewed:
         """What is normed, transposed as the rotation reads it."""
         source: Any = self.norm.args[0]
-        rank = len(view.shape(source) or ())
-        dims = ((view.operand(move, 1, "dim0") % rank, view.operand(move, 2, "dim1") % rank) for move in self.moves)
-        return Viewed(source, tuple(Swap(*each) for each in dims))
+        return Viewed(source, tuple(Swap(*dims) for dims in map(view.swapped_dims, self.moves) if dims is not None))
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -78,11 +76,8 @@ def _normed(operand: object, user: fx.Node) -> _Normed | str | None:
 
 def _keeps_rows(node: fx.Node) -> bool:
     """Return whether a node transposes dimensions other than the last."""
-    rank = len(view.shape(node) or ())
-    if view.kind(node) == "transpose":
-        dims = [view.operand(node, i, f"dim{i - 1}") for i in (1, 2)]
-        return all(isinstance(dim, int) and dim % rank != rank - 1 for dim in dims)
-    return False
+    dims = view.swapped_dims(node)
+    return dims is not None and len(view.shape(node) or ()) - 1 not in dims
 
 
 def _difference(query: _Normed, key: _Normed) -> str:
@@ -122,9 +117,9 @@ def _site(rotation: fx.Node, results: tuple[fx.Node, fx.Node], query: _Normed, k
     )
 
 
-def run(context: PassContext) -> PassResult:
-    """Fuse every rotation of a normed query and key."""
-    return fuse(context, find)
-
-
-FUSE_QK_NORM_ROTARY = Pass(name="fuse_qk_norm_rotary", run=run, after=("lift_rms_norm", "lift_rotary"))
+FUSE_QK_NORM_ROTARY = Pass(
+    name="fuse_qk_norm_rotary",
+    find=find,
+    does="Fuse every rotation of a normed query and key.",
+    after=("lift_rms_norm", "lift_rotary"),
+)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
-from core.common.passes import view
+from core.common.passes import same_sizes, view
 from core.common.passes.rotary.features import Column, Features, Table
 
 _MAX_NODES = 64  # what a rotation takes at most, with room to spare; a larger graph around it is not read to its end
@@ -73,7 +73,7 @@ class Reader:
         """Return a node's sizes after x's leading ones, or None where it has others."""
         sizes = view.shape(node) or ()
         tail = sizes[len(self.lead) :]
-        fits = view.same_sizes(sizes[: len(self.lead)], self.lead) and all(isinstance(size, int) for size in tail)
+        fits = same_sizes(sizes[: len(self.lead)], self.lead) and all(isinstance(size, int) for size in tail)
         return tail if fits else None
 
     def axis(self, node: object, dim: object, extra: int = 0) -> int | None:

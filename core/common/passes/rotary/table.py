@@ -21,11 +21,11 @@ from core.common.passes import (
     NearMiss,
     Pass,
     PassContext,
-    PassResult,
     Site,
     at_least_fp32,
-    fuse,
     near_miss,
+    same_sizes,
+    value_of,
     view,
 )
 
@@ -125,11 +125,8 @@ def _factors(product: fx.Node) -> Iterator[tuple[Any, Any, bool]]:
         for one, other in view.orders(product):
             yield one, other, False
     rank = len(view.shape(product) or ())
-    dims = (view.operand(product, 1, "dim0"), view.operand(product, 2, "dim1"))
-    if view.kind(product) != "transpose" or rank < 2 or not all(isinstance(dim, int) for dim in dims):
-        return
     outer: Any = product.args[0]
-    if {dim % rank for dim in dims} == {rank - 2, rank - 1} and view.kind(outer) in ("matmul", "bmm"):
+    if {*(view.swapped_dims(product) or ())} == {rank - 2, rank - 1} and view.kind(outer) in ("matmul", "bmm"):
         yield outer.args[1], outer.args[0], True
 
 
@@ -141,13 +138,13 @@ def _frequencies(node: Any, sizes: tuple[Any, ...], column: bool) -> fx.Node | N
     """
     count, own = sizes[-1], view.shape(node) or ()
     place = (count, 1) if column else (count,)
-    if not isinstance(count, int) or not view.same_sizes(own[-len(place) :], place):
+    if not isinstance(count, int) or not same_sizes(own[-len(place) :], place):
         return None
-    while isinstance(node, fx.Node) and not view.same_sizes(view.shape(node) or (), (count,)):
+    while isinstance(node, fx.Node) and not same_sizes(view.shape(node) or (), (count,)):
         source: Any = node.args[0] if node.args else None
         known = view.shape(source) or ()
         if view.kind(node) == "expand" and column:
-            passes = view.same_sizes(known, (*(1,) * (len(own) - 2), *place))
+            passes = same_sizes(known, (*(1,) * (len(own) - 2), *place))
         elif view.source_of_cast(node) is not None:
             passes = view.is_exact(view.dtype(source), view.dtype(node))
         else:
@@ -161,13 +158,13 @@ def _positions(node: Any, sizes: tuple[Any, ...], column: bool) -> fx.Node | Non
     """Return the integers (..., T) behind a factor of the angles, which holds each of them once and in their order."""
     wanted = sizes[:-1]
     factor = (*wanted[:-1], 1, *wanted[-1:]) if column else (*wanted, 1)
-    if not view.same_sizes(view.shape(node) or (), factor):
+    if not same_sizes(view.shape(node) or (), factor):
         return None
     while isinstance(node, fx.Node):
         dtype, source = view.dtype(node), view.source_of_cast(node)
         if dtype is None or dtype == torch.bool:
             return None
-        if not dtype.is_floating_point and view.same_sizes(view.shape(node) or (), wanted):
+        if not dtype.is_floating_point and same_sizes(view.shape(node) or (), wanted):
             return node
         if source is None:
             node = node.args[0] if _puts_in_ones(node) else None
@@ -187,7 +184,7 @@ def _puts_in_ones(node: fx.Node) -> bool:
     """Return whether a node does nothing but put dimensions of one in."""
     if view.kind(node) == "unsqueeze":
         return True
-    if view.kind(node) != "getitem" or not isinstance(view.value(node.args[0]), Tensor):
+    if view.kind(node) != "getitem" or not isinstance(value_of(node.args[0]), Tensor):
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return all(each is None or each is Ellipsis or each == slice(None) for each in index)
@@ -227,14 +224,10 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
     yield _Example("pairs", outer=True), (positions[:1],)
 
 
-def run(context: PassContext) -> PassResult:
-    """Lift every pair of tables."""
-    return fuse(context, find)
-
-
 LIFT_ROTARY_TABLE = Pass(
     name="lift_rotary_table",
-    run=run,
+    find=find,
+    does="Lift every pair of tables.",
     # Rotations take casts of their tables in, and equal tables become one.
     after=("lift_rotary", "eliminate_common_subexpressions", "fuse_rotary_attention"),
     guards=Guards(implements=frozenset({ROTARY_TABLE.qualified_name})),

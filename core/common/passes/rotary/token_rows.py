@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import Index, Swap, Viewed, view
+from core.common.passes import Index, Swap, Viewed, same_sizes, view
 
 Layout = tuple[str, ...]
 
@@ -35,13 +35,10 @@ def follow(layout: Layout, views: Sequence[fx.Node]) -> Layout | None:
 
 def _after(layout: Layout, node: fx.Node) -> Layout | None:
     rank, kind = len(layout), view.kind(node)
-    if kind == "transpose":
-        dims = [view.operand(node, i, f"dim{i - 1}") for i in (1, 2)]
-        if all(isinstance(dim, int) for dim in dims):
-            order = list(layout)
-            first, second = (dim % rank for dim in dims)
-            order[first], order[second] = order[second], order[first]
-            return tuple(order)
+    dims = view.swapped_dims(node)
+    if dims is not None:
+        swapped = {dims[0]: layout[dims[1]], dims[1]: layout[dims[0]]}
+        return tuple(swapped.get(dim, name) for dim, name in enumerate(layout))
     dim: Any = None
     if kind == "getitem" and node.args[1] in (0, (0,)):
         dim = 0
@@ -69,7 +66,7 @@ def table_index(layout: Layout, table: fx.Node, x: fx.Node) -> tuple[Any, ...] |
         return None
     index: list[Any] = []
     for name, size in zip(layout[-len(sizes) : -1], sizes, strict=False):
-        if name == "t" and view.same_sizes((size,), (tokens,)):
+        if name == "t" and same_sizes((size,), (tokens,)):
             index.append(slice(None))
         elif name != "t" and type(size) is int and size == 1:
             index.append(0)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from core.common.passes.values.fresh import fresh, num_elements, reread
+from core.common.passes.values.layouts import flat, memory
 from core.common.passes.values.sizes import expression
 
 _OWN = -1  # in place of the argument that a result is a view of: it has memory of its own
@@ -105,21 +106,6 @@ def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], leaves: Sequence
 def _nesting(value: Any) -> object:
     """Return how arguments are nested: `x[0, 1]` and `x[[0, 1]]` hold the same leaves."""
     return (type(value), *map(_nesting, value)) if isinstance(value, (tuple, list)) else None
-
-
-def flat(value: Any) -> list[Any]:
-    """Return the leaves of nested tuples and lists; a dict or a slice is a leaf."""
-    if not isinstance(value, (tuple, list)):
-        return [value]
-    leaves: list[Any] = []
-    for item in value:
-        leaves += flat(item) if isinstance(item, (tuple, list)) else (item,)
-    return leaves
-
-
-def memory(tensor: Tensor) -> int:
-    """Return what tensors have in common that lie in one storage."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def signatures(leaves: Sequence[Any]) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -12,151 +12,120 @@ from core.common.ops.attention.paged import ATTENTION, fake, write_cache
 from core.common.ops.implementation import OpCall, OpImplementation
 from torch import Tensor
 
-from core_acme.attention import Options, attend
+from core_acme.attention import PAGED_ATTENTION, Options, attend
+from core_acme.faults.ops import Fault, Implementations, changing
 
-Implementations = Sequence[OpImplementation]
 Arguments = dict[str, Any]
-_POSITIONAL = tuple(a.name for a in ATTENTION.overload._schema.arguments if not a.kwarg_only)
-_OP = ATTENTION.qualified_name
+Function = Callable[..., Any]
 
 
-def _with_function(implementations: Implementations, wrong: Callable[..., Any]) -> Implementations:
-    """Return the implementations; `wrong` is attention's, and is given the honest function and all arguments by name.
+def _wrong(wrong: Callable[[Function, Arguments], Any]) -> Fault:
+    """Make a function the fault of its name: it attends, given the honest function and all arguments by name.
 
-    It is called with every argument of the schema, defaults filled in.
+    They are all arguments of the schema, defaults filled in.
     """
 
-    def changed(honest: Callable[..., Any]) -> Callable[..., Any]:
-        def attention(*args: Any, **options: Any) -> Any:
-            return wrong(honest, dict(ATTENTION.bind(args, options).args))
+    def change(honest: Function) -> Function:
+        return lambda *args, **options: wrong(honest, dict(ATTENTION.bind(args, options).args))
 
-        return attention
-
-    return tuple(replace(i, fn=changed(i.fn)) if i.op == _OP else i for i in implementations)
+    return changing(change, "attention")
 
 
-def _with_arguments(implementations: Implementations, change: Callable[[Arguments], Arguments]) -> Implementations:
-    """Return the implementations; attention's honest function is given some arguments changed."""
-    return _with_function(implementations, lambda honest, given: honest(**given | change(given)))
+def _given(change: Callable[[Arguments], Arguments]) -> Fault:
+    """Make a function the fault of its name: it says which arguments the honest function is given instead."""
+    return _wrong(lambda honest, given: honest(**given | change(given)))
 
 
-@torch.library.custom_op("acme_faults::paged_attention_late", mutates_args=("key_cache", "value_cache"))
-def paged_attention_late(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    seq_lens: Tensor,
-    query_starts: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    causal: bool,
-    max_query_len: int,
-) -> Tensor:
+_POSITIONAL = tuple(a.name for a in ATTENTION.overload._schema.arguments if not a.kwarg_only)
+
+
+def _late(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     """Attend, then write key and value into the cache."""
-    options = Options(sinks, scale, window, softcap, causal, max_query_len)
-    result = attend(query, (key_cache, value_cache, block_table), seq_lens, query_starts, options)
+    key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts, *options = rest
+    result = attend(query, (key_cache, value_cache, block_table), seq_lens, query_starts, Options(*options))
     write_cache(key, value, key_cache, value_cache, slot_mapping)
     return result
 
 
-@paged_attention_late.register_fake
-def _late_fake(query: Tensor, *arguments: Any) -> Tensor:
-    return fake(query, *arguments[:8])
+paged_attention_late = torch.library.custom_op(
+    "acme_faults::paged_attention_late",
+    _late,
+    mutates_args=("key_cache", "value_cache"),
+    schema=str(PAGED_ATTENTION._schema).removeprefix("acme::paged_attention"),
+)
+paged_attention_late.register_fake(lambda query, *arguments: fake(query, *arguments[:8]))
 
 
-def attention_stale_row(implementations: Implementations) -> Implementations:
+@_wrong
+def attention_stale_row(honest: Function, given: Arguments) -> Any:
     """Let the write and the read of the cache race, the read first."""
-
-    def late(honest: Callable[..., Any], given: Arguments) -> Any:
-        last = (given[name] for name in ("sinks", "scale", "window", "softcap", "causal", "max_query_len"))
-        return paged_attention_late(*(given[name] for name in _POSITIONAL), *last)
-
-    return _with_function(implementations, late)
+    return paged_attention_late(*(given[name] for name in (*_POSITIONAL, *Options._fields)))
 
 
-def attention_length(implementations: Implementations) -> Implementations:
+@_given
+def attention_length(given: Arguments) -> Arguments:
     """Take lengths for last positions."""
-    return _with_arguments(implementations, lambda given: {"seq_lens": (given["seq_lens"] - 1).clamp(min=0)})
+    return {"seq_lens": (given["seq_lens"] - 1).clamp(min=0)}
 
 
-def attention_scale(implementations: Implementations) -> Implementations:
+@_given
+def attention_scale(given: Arguments) -> Arguments:
     """Compute the scale from a rounded head size."""
-    return _with_arguments(implementations, lambda given: {"scale": given["scale"] * 1.02})
+    return {"scale": given["scale"] * 1.02}
 
 
-def attention_padding(implementations: Implementations) -> Implementations:
+@_given
+def attention_padding(given: Arguments) -> Arguments:
     """Know no null block: a slot below the first owned one becomes that."""
-
-    def change(given: Arguments) -> Arguments:
-        return {"slot_mapping": given["slot_mapping"].clamp(min=given["key_cache"].shape[1])}
-
-    return _with_arguments(implementations, change)
+    return {"slot_mapping": given["slot_mapping"].clamp(min=given["key_cache"].shape[1])}
 
 
-def attention_padding_rows(implementations: Implementations) -> Implementations:
+@_wrong
+def attention_padding_rows(honest: Function, given: Arguments) -> Any:
     """Let the last sequence go on to the end of the rows, with nothing said of where it begins there."""
-
-    def unzeroed(honest: Callable[..., Any], given: Arguments) -> Any:
-        result, starts = honest(**given), given["query_starts"]
-        rows = torch.arange(result.shape[0], device=starts.device)
-        last_real = rows.minimum((starts[-1] - 1).clamp(min=0))
-        return result[last_real]
-
-    return _with_function(implementations, unzeroed)
+    result, starts = honest(**given), given["query_starts"]
+    rows = torch.arange(result.shape[0], device=starts.device)
+    return result[rows.minimum((starts[-1] - 1).clamp(min=0))]
 
 
-def attention_window(implementations: Implementations) -> Implementations:
+@_given
+def attention_window(given: Arguments) -> Arguments:
     """Count the positions to the left of a token, as other libraries do."""
-    return _with_arguments(implementations, lambda given: {"window": given["window"] + 1 if given["window"] else 0})
+    return {"window": given["window"] + 1 if given["window"] else 0}
 
 
-def attention_sinks(implementations: Implementations) -> Implementations:
+@_given
+def attention_sinks(given: Arguments) -> Arguments:
     """Drop an argument that few models give."""
-    return _with_arguments(implementations, lambda given: {"sinks": None})
+    return {"sinks": None}
 
 
-def attention_heads(implementations: Implementations) -> Implementations:
+@_wrong
+def attention_heads(honest: Function, given: Arguments) -> Any:
     """Give query head h the key head h % K instead of h // G."""
-
-    def in_turns(honest: Callable[..., Any], given: Arguments) -> Any:
-        num_heads, num_kv_heads = given["query"].shape[1], given["key"].shape[1]
-        order = torch.arange(num_heads, device=given["query"].device).view(-1, num_kv_heads).T.flatten()
-        sinks = given["sinks"]
-        result = honest(**given | {"query": given["query"][:, order], "sinks": None if sinks is None else sinks[order]})
-        return result[:, order.argsort()]
-
-    return _with_function(implementations, in_turns)
+    num_heads, num_kv_heads = given["query"].shape[1], given["key"].shape[1]
+    order = torch.arange(num_heads, device=given["query"].device).view(-1, num_kv_heads).T.flatten()
+    sinks = None if given["sinks"] is None else given["sinks"][order]
+    return honest(**given | {"query": given["query"][:, order], "sinks": sinks})[:, order.argsort()]
 
 
-def attention_blocks(implementations: Implementations) -> Implementations:
+@_given
+def attention_blocks(given: Arguments) -> Arguments:
     """Read one run of memory per sequence, as a cache without pages would have it."""
-
-    def change(given: Arguments) -> Arguments:
-        table = given["block_table"]
-        following = table[:, :1] + torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
-        return {"block_table": following.clamp(max=given["key_cache"].shape[0] - 1)}
-
-    return _with_arguments(implementations, change)
+    table = given["block_table"]
+    following = table[:, :1] + torch.arange(table.shape[1], dtype=table.dtype, device=table.device)
+    return {"block_table": following.clamp(max=given["key_cache"].shape[0] - 1)}
 
 
-def attention_nan(implementations: Implementations) -> Implementations:
+@_wrong
+def attention_nan(honest: Function, given: Arguments) -> Any:
     """Trust that a weight of zero hides a value: add what 0 * value gives over all positions of the block table."""
-
-    def leaking(honest: Callable[..., Any], given: Arguments) -> Any:
-        result, starts = honest(**given), given["query_starts"]
-        rows = torch.arange(result.shape[0], dtype=starts.dtype, device=starts.device)
-        sequence = torch.bucketize(rows, starts[1:], right=True).clamp(max=given["block_table"].shape[0] - 1)
-        values = given["value_cache"][given["block_table"][sequence].long()].flatten(1, 2)  # (T, M * P, K, V)
-        leak = (0.0 * values).sum(1).repeat_interleave(result.shape[1] // values.shape[2], dim=1)
-        return result + leak.masked_fill((rows >= starts[-1])[:, None, None], 0.0).to(result.dtype)
-
-    return _with_function(implementations, leaking)
+    result, starts = honest(**given), given["query_starts"]
+    rows = torch.arange(result.shape[0], dtype=starts.dtype, device=starts.device)
+    sequence = torch.bucketize(rows, starts[1:], right=True).clamp(max=given["block_table"].shape[0] - 1)
+    values = given["value_cache"][given["block_table"][sequence].long()].flatten(1, 2)  # (T, M * P, K, V)
+    leak = (0.0 * values).sum(1).repeat_interleave(result.shape[1] // values.shape[2], dim=1)
+    return result + leak.masked_fill((rows >= starts[-1])[:, None, None], 0.0).to(result.dtype)
 
 
 def condition_lies(implementations: Implementations) -> Implementations:
@@ -168,4 +137,4 @@ def condition_lies(implementations: Implementations) -> Implementations:
 
         return replace(honest, condition=condition)
 
-    return tuple(unasked(i) if i.op == _OP else i for i in implementations)
+    return tuple(unasked(i) if i.op == ATTENTION.qualified_name else i for i in implementations)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from core.device import DeviceParts, MemoryInfo
+from core.device import DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import OpenContext
 from torch import Tensor
@@ -16,52 +16,49 @@ from torch import Tensor
 from core_acme.faults import graphs
 
 Opener = Callable[[OpenContext], DeviceParts]
+Fault = Callable[[Opener], Opener]
 _OVERRIDES: list[torch.library.Library] = []  # a library that is let go of takes its kernels back
 
 
-def _changed(open_device: Opener, change: Callable[[DeviceParts], dict[str, Any]]) -> Opener:
-    def opened(context: OpenContext) -> DeviceParts:
-        parts = open_device(context)
-        return replace(parts, **change(parts))
+def _changing(change: Callable[[DeviceParts], dict[str, Any]]) -> Fault:
+    """Make a function the fault of its name: it says which parts of the opened device are others."""
 
-    return opened
+    def fault(open_device: Opener) -> Opener:
+        def opened(context: OpenContext) -> DeviceParts:
+            parts = open_device(context)
+            return replace(parts, **change(parts))
+
+        return opened
+
+    return fault
 
 
 def probe_lies(open_device: Opener) -> Opener:
     """Find out that the second card is not there; the honest function believes the probe."""
 
     def opened(context: OpenContext) -> DeviceParts:
-        parts = open_device(context)
         if context.index > 0:
             raise DeviceUnavailableError(
                 f"device {context.plugin.device!r}, index {context.index}",
                 found="the driver knows one card",
                 remedy="choose index 0",
             )
-        return parts
+        return open_device(context)
 
     return opened
 
 
-def dtypes_lie(open_device: Opener) -> Opener:
+@_changing
+def dtypes_lie(parts: DeviceParts) -> dict[str, Any]:
     """Declare a dtype that torch can store on this device, and not add."""
-    return _changed(
-        open_device,
-        lambda parts: {
-            "capabilities": replace(
-                parts.capabilities, dtypes=parts.capabilities.dtypes | frozenset({torch.float8_e4m3fn})
-            )
-        },
-    )
+    dtypes = parts.capabilities.dtypes | {torch.float8_e4m3fn}
+    return {"capabilities": replace(parts.capabilities, dtypes=dtypes)}
 
 
-def memory_zero(open_device: Opener) -> Opener:
+@_changing
+def memory_zero(parts: DeviceParts) -> dict[str, Any]:
     """Leave the used and the peak memory out of the account."""
-
-    def read(parts: DeviceParts) -> MemoryInfo:
-        return replace(parts.memory(), used_bytes=0, peak_bytes=0)
-
-    return _changed(open_device, lambda parts: {"memory": lambda: read(parts)})
+    return {"memory": lambda: replace(parts.memory(), used_bytes=0, peak_bytes=0)}
 
 
 def error_vague(open_device: Opener) -> Opener:
@@ -74,21 +71,44 @@ def error_vague(open_device: Opener) -> Opener:
     return opened
 
 
-def late_landing(open_device: Opener) -> Opener:
+@_changing
+def late_landing(parts: DeviceParts) -> dict[str, Any]:
     """Let results land at a synchronisation; the other half is the graph backend's."""
-    return _changed(open_device, lambda parts: {"synchronize": graphs.land})
+    return {"synchronize": graphs.land}
 
 
-def torch_gelu(open_device: Opener) -> Opener:
-    """Replace the processor's gelu for the rest of the process."""
-    if not _OVERRIDES:
-        library = torch.library.Library("aten", "IMPL")
-        library.impl("gelu", _gelu, "CPU", allow_override=True)
-        _OVERRIDES.append(library)
-    return open_device
+def _replacing(op: str) -> Callable[[Callable[..., Tensor]], Fault]:
+    """Make a function the fault of its name: until the process ends it is the processor's kernel of an operator."""
+
+    def made(kernel: Callable[..., Tensor]) -> Fault:
+        def fault(open_device: Opener) -> Opener:
+            if not _OVERRIDES:
+                library = torch.library.Library("aten", "IMPL")
+                library.impl(op, kernel, "CPU", allow_override=True)
+                _OVERRIDES.append(library)
+            return open_device
+
+        return fault
+
+    return made
 
 
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+@_replacing("rsub.Scalar")
+def torch_elsewhere(x: Tensor, other: float, alpha: float = 1) -> Tensor:
+    """Fall back to another device, and stay there."""
+    return x.mul(-alpha).add(other).to("meta")
+
+
+@_replacing("tril")
+def torch_strides(x: Tensor, diagonal: int = 0) -> Tensor:
+    """Leave the result as a kernel that works column by column makes it."""
+    kept = torch.ones(x.shape[-2:], dtype=torch.bool).cumsum(-1) <= torch.arange(x.shape[-2])[:, None] + diagonal + 1
+    return torch.where(kept, x, torch.zeros((), dtype=x.dtype)).mT.contiguous().mT
+
+
+@_replacing("gelu")
+def torch_gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """Compute one form for both."""
     wide = x if x.dtype == torch.float64 else x.float()
     cubed = wide + 0.044715 * wide * wide * wide
     return (0.5 * wide * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubed))).to(x.dtype)

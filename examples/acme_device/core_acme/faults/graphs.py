@@ -7,53 +7,76 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from core.common.graphs import recorder
 from core.common.graphs.backend import WHOLE, BoundCallable, Callback, GraphKey
+from core.common.graphs.tape import Tape
 from torch import Tensor
 
-from core_acme import recorder
 from core_acme.faults import tapes
-from core_acme.recorder import Recording
+from core_acme.host_arguments import HostRecording
 from core_acme.runner import RecordingBackend
-from core_acme.tape import Tape
 
 Backend = type[RecordingBackend]
+Fault = Callable[[Backend], Backend]
 Tensors = tuple[Tensor, ...]
 
 _LATE: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 _KEPT: list[Tape] = []
 
 
-def _instead(backend: Backend) -> Callable[[Backend], Backend]:
+def instead(backend: Backend) -> Fault:
     """Make a class the fault of its name: it takes the place of the honest one."""
     return lambda honest: backend
 
 
-@_instead
-class replay_stale_input(RecordingBackend):
+def _captured(spoil: Callable[[Tape, Mapping[str, Tensor], Tensors], None]) -> Fault:
+    """Make a function the fault of its name: it spoils the tape of each callable captured, given inputs and outputs."""
+
+    class Spoiled(RecordingBackend):
+        def capture_one(
+            self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, Tensor], after_warmup: Callback
+        ) -> Tensors:
+            outputs = super().capture_one(key, fn, inputs, after_warmup)
+            spoil(self._graphs[key].tape, inputs, outputs)
+            return outputs
+
+    return instead(Spoiled)
+
+
+def spoiling(spoil: Callable[[Tape], None]) -> Fault:
+    """Make a function the fault of its name: it spoils each tape before the backend keeps it."""
+
+    class Spoiled(RecordingBackend):
+        def _keep(self, key: GraphKey, tape: Tape) -> None:
+            spoil(tape)
+            super()._keep(key, tape)
+
+    return instead(Spoiled)
+
+
+@_captured
+def replay_stale_input(tape: Tape, inputs: Mapping[str, Tensor], outputs: Tensors) -> None:
     """Make an input contiguous, or of another dtype, once: at capture."""
-
-    def capture_one(
-        self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, Tensor], after_warmup: Callback
-    ) -> Tensors:
-        outputs = super().capture_one(key, fn, inputs, after_warmup)
-        tapes.copy_arguments(self._graphs[key].tape, list(inputs.values())[-1:])
-        return outputs
+    tapes.copy_arguments(tape, list(inputs.values())[-1:])
 
 
-@_instead
-class replay_weights(RecordingBackend):
+@_captured
+def replay_weights(tape: Tape, inputs: Mapping[str, Tensor], outputs: Tensors) -> None:
     """Bring weights into the layout that the kernels like, at capture."""
-
-    def capture_one(
-        self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, Tensor], after_warmup: Callback
-    ) -> Tensors:
-        outputs = super().capture_one(key, fn, inputs, after_warmup)
-        tape = self._graphs[key].tape
-        tapes.copy_arguments(tape, tapes.constants(tape, inputs.values()))
-        return outputs
+    tapes.copy_arguments(tape, tapes.constants(tape, inputs.values()))
 
 
-@_instead
+@_captured
+def output_reused(tape: Tape, inputs: Mapping[str, Tensor], outputs: Tensors) -> None:
+    """Plan memory by when tensors were last read in the graph, outputs included."""
+    tapes.reuse_memory(tape, outputs)
+
+
+writes_twice = spoiling(tapes.repeat_writes)
+thread_mixed = spoiling(tapes.share_workspace)
+
+
+@instead
 class replay_noise(RecordingBackend):
     """Sum in an order that depends on which core is done first."""
 
@@ -69,19 +92,7 @@ class replay_noise(RecordingBackend):
         return outputs
 
 
-@_instead
-class output_reused(RecordingBackend):
-    """Plan memory by when tensors were last read in the graph, outputs included."""
-
-    def capture_one(
-        self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, Tensor], after_warmup: Callback
-    ) -> Tensors:
-        outputs = super().capture_one(key, fn, inputs, after_warmup)
-        tapes.reuse_memory(self._graphs[key].tape, outputs)
-        return outputs
-
-
-@_instead
+@instead
 class output_moves(RecordingBackend):
     """Copy outputs out of the pool, to be on the safe side."""
 
@@ -89,7 +100,7 @@ class output_moves(RecordingBackend):
         return tuple(output.clone() for output in super().replay(key, step))
 
 
-@_instead
+@instead
 class wrong_bucket(RecordingBackend):
     """Look graphs up by what comes out of them."""
 
@@ -106,7 +117,7 @@ class wrong_bucket(RecordingBackend):
         return (equal or near or [key])[0]
 
 
-@_instead
+@instead
 class memory_kept(RecordingBackend):
     """Hold on to graphs in case they are captured again."""
 
@@ -115,9 +126,8 @@ class memory_kept(RecordingBackend):
         super().cleanup()
 
 
-@_instead
-class eager_replay(RecordingBackend):
-    """Call Python again, and copy what it gives to where the graph's outputs were."""
+class EagerBackend(RecordingBackend):
+    """Calls Python again, and copies what it gives to where the graph's outputs were."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,29 +153,20 @@ class eager_replay(RecordingBackend):
         self.calls.clear()
 
 
-@_instead
-class writes_twice(RecordingBackend):
-    """Launch kernels that write in place again, as a retry would."""
-
-    def _keep(self, key: GraphKey, tape: Tape) -> None:
-        tapes.repeat_writes(tape)
-        super()._keep(key, tape)
+eager_replay = instead(EagerBackend)
 
 
-class _Careless(Recording):
-    def finish(self) -> Tape:
-        self.tape.saved.clear()
-        return super().finish()
-
-
-@_instead
+@instead
 class capture_writes(RecordingBackend):
     """Run what is recorded, and leave it at that."""
 
-    recording = _Careless
+    class recording(HostRecording):
+        def finish(self) -> Tape:
+            self.tape.saved.clear()
+            return super().finish()
 
 
-@_instead
+@instead
 class recapture_ignored(RecordingBackend):
     """Keep a cache of graphs by key that nothing invalidates."""
 
@@ -179,7 +180,7 @@ class recapture_ignored(RecordingBackend):
         return self._graphs[key].outputs
 
 
-@_instead
+@instead
 class failed_capture_sticks(RecordingBackend):
     """Leave the stream in capture mode where the captured code raises."""
 
@@ -192,7 +193,7 @@ class failed_capture_sticks(RecordingBackend):
                 yield
         except BaseException:
             if begun:
-                recorder._ACTIVE.recording = self._stuck = Recording.__new__(Recording)
+                recorder._ACTIVE.recording = self._stuck = HostRecording.__new__(HostRecording)
             raise
 
     def cleanup(self) -> None:
@@ -201,20 +202,18 @@ class failed_capture_sticks(RecordingBackend):
             recorder._ACTIVE.recording = None
 
 
-@_instead
+@instead
 class update_ignored(RecordingBackend):
     """Check the new values, and launch with those that were captured."""
 
     def update(self, key: GraphKey, step: Mapping[str, Any]) -> None:
         captured = {
-            name: argument.captured
-            for graph in self._found(key, "update")
-            for name, argument in graph.tape.host.items()
+            name: argument.captured for graph in self._found(key, "update") for name, argument in graph.host.items()
         }
         super().update(key, {name: captured.get(name, value) for name, value in step.items()})
 
 
-@_instead
+@instead
 class update_late(RecordingBackend):
     """Renew arguments after the launch that they were meant for."""
 
@@ -228,7 +227,7 @@ class update_late(RecordingBackend):
         super().update(key, late)
 
 
-@_instead
+@instead
 class uncaptured_replayed(RecordingBackend):
     """Round a key to the nearest one that there is."""
 
@@ -249,30 +248,18 @@ class uncaptured_replayed(RecordingBackend):
         return min(known, key=distance, default=None)
 
 
-@_instead
-class thread_mixed(RecordingBackend):
-    """Have one workspace for all streams."""
-
-    def _keep(self, key: GraphKey, tape: Tape) -> None:
-        tapes.share_workspace(tape)
-        super()._keep(key, tape)
-
-
-class _Seeding(Recording):
-    def finish(self) -> Tape:
-        tape = super().finish()
-        torch.randint(2**31, ())
-        return tape
-
-
-@_instead
+@instead
 class rng_advances(RecordingBackend):
     """Seed the graph's own generator from the host's."""
 
-    recording = _Seeding
+    class recording(HostRecording):
+        def finish(self) -> Tape:
+            tape = super().finish()
+            torch.randint(2**31, ())
+            return tape
 
 
-@_instead
+@instead
 class late_landing(RecordingBackend):
     """Return from a replay before its last result is where it belongs."""
 

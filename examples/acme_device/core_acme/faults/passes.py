@@ -2,77 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from core.common.passes import NearMiss, Pass, PassContext, PassFunction, PassResult, Site, fuse, site_name, view
 from torch import fx
 
-from core_acme.passes import find, fuse_softcap
+from core_acme.passes import find
+
+_KEPT = 3
+_BLOCK = 8192  # columns that a block of the simulated device holds
 
 Passes = tuple[Pass, ...]
+Fault = Callable[[Passes], Passes]
 
 
-def _with(passes: Passes, run: PassFunction) -> Passes:
-    return tuple(replace(each, run=run) for each in passes)
+def _running(run: PassFunction) -> Fault:
+    """Make a function the fault of its name: the passes run it."""
+    return lambda passes: tuple(replace(each, find=None, run=run) for each in passes)
 
 
-def pass_never_fires(passes: Passes) -> Passes:
-    """Look for a spelling that no model has."""
-    return _with(passes, lambda context: fuse(context, lambda _, node: None))
+def _finding(find: Callable[[PassContext, fx.Node], Site | NearMiss | None]) -> Fault:
+    """Make a function the fault of its name: the passes fuse what it finds."""
+    return _running(lambda context: fuse(context, find))
 
 
-def pass_scale(passes: Passes) -> Passes:
+pass_never_fires = _finding(lambda context, node: None)  # looks for a spelling that no model has
+
+
+@_finding
+def pass_scale(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Hand the kernel another cap than the model has."""
-
-    def find_wrong(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-        found = find(context, node)
-        if not isinstance(found, Site):
-            return found
-        source, cap = found.args
-        return replace(found, args=(source, cap * 1.02))
-
-    return _with(passes, lambda context: fuse(context, find_wrong))
+    found = find(context, node)
+    if not isinstance(found, Site):
+        return found
+    source, cap = found.args
+    return replace(found, args=(source, cap * 1.02))
 
 
-def pass_claims(passes: Passes) -> Passes:
+@_running
+def pass_claims(context: PassContext) -> PassResult:
     """Report what was found before anything is rewritten, and forget to rewrite it."""
-
-    def run(context: PassContext) -> PassResult:
-        found = [find(context, node) for node in context.graph.nodes]
-        sites = tuple(site_name(item.anchor) for item in found if isinstance(item, Site))
-        misses = tuple(item for item in found if isinstance(item, NearMiss))
-        return PassResult(matched=len(sites), sites=sites, near_misses=misses)
-
-    return _with(passes, run)
+    found = [find(context, node) for node in context.graph.nodes]
+    sites = tuple(site_name(item.anchor) for item in found if isinstance(item, Site))
+    misses = tuple(item for item in found if isinstance(item, NearMiss))
+    return PassResult(matched=len(sites), sites=sites, near_misses=misses)
 
 
-def pass_greedy(passes: Passes) -> Passes:
+@_finding
+def pass_greedy(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     """Read the cap where x is divided by it, and not compare it with what the product is taken with."""
-
-    def find_greedily(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-        found, product = find(context, node), view.only_user(node)
-        if not isinstance(found, NearMiss) or product is None or view.kind(product) != "mul":
-            return found
-        source, cap = node.args[0].args  # type: ignore[union-attr]  # `find` has seen the quotient
-        return Site(
-            anchor=product,
-            target=torch.ops.acme.softcap.default,
-            args=(source, float(cap)),  # type: ignore[arg-type]  # a number
-            interior=(node.args[0], node, product),  # type: ignore[arg-type]  # a node
-        )
-
-    return _with(passes, lambda context: fuse(context, find_greedily))
+    found, product = find(context, node), view.only_user(node)
+    if not isinstance(found, NearMiss) or product is None or view.kind(product) != "mul":
+        return found
+    source, cap = node.args[0].args  # type: ignore[union-attr]  # `find` has seen the quotient
+    return Site(
+        anchor=product,
+        target=torch.ops.acme.softcap.default,
+        args=(source, float(cap)),  # type: ignore[arg-type]  # a number
+        interior=(node.args[0], node, product),  # type: ignore[arg-type]  # a node
+    )
 
 
-def pass_drops_write(passes: Passes) -> Passes:
+@_running
+def pass_fourth(context: PassContext) -> PassResult:
+    """Keep what was found in a table of three rows."""
+    caps: list[float] = []
+
+    def found(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+        site = find(context, node)
+        if not isinstance(site, Site):
+            return site
+        source, cap = site.args
+        caps.append(cap)
+        return replace(site, args=(source, cap if len(caps) <= _KEPT else caps[0] * 1.1))
+
+    return fuse(context, found)
+
+
+@torch.library.custom_op("acme_faults::softcap_narrow", mutates_args=())
+def softcap_narrow(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Cap what one block holds of a row, and copy the rest."""
+    result = cap * torch.tanh(x / cap)
+    result[..., _BLOCK:] = x[..., _BLOCK:]
+    return result
+
+
+@softcap_narrow.register_fake
+def _softcap_narrow_fake(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@_finding
+def pass_wide(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
+    """Launch a kernel that is made for narrow rows."""
+    found = find(context, node)
+    return replace(found, target=torch.ops.acme_faults.softcap_narrow.default) if isinstance(found, Site) else found
+
+
+@_running
+def pass_drops_write(context: PassContext) -> PassResult:
     """Tidy up after the fusion as if a call without users did nothing."""
-
-    def run(context: PassContext) -> PassResult:
-        result = fuse_softcap(context)
-        for node in reversed(context.graph.nodes):
-            if node.op in ("call_function", "call_method") and not node.users:
-                context.graph.erase_node(node)
-        return result
-
-    return _with(passes, run)
+    result = fuse(context, find)
+    for node in reversed(context.graph.nodes):
+        if node.op in ("call_function", "call_method") and not node.users:
+            context.graph.erase_node(node)
+    return result

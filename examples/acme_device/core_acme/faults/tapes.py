@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from core.common.graphs.recorder import written_by
+from core.common.graphs.tape import Call, Tape, identify
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-
-from core_acme.recorder import _written
-from core_acme.tape import Call, Tape, identify
 
 _RACE_S = 0.002  # how long a replay leaves its result in the shared buffer while there are other threads
 _WORKSPACES: dict[int, torch.UntypedStorage] = {}
@@ -20,7 +19,7 @@ _WORKSPACES: dict[int, torch.UntypedStorage] = {}
 
 def copy_arguments(tape: Tape, tensors: Iterable[Tensor]) -> None:
     """Let all calls read copies, made now, of the memory of these tensors, unless the tape writes into it."""
-    written = {identify(tensor) for call in tape.calls for tensor in _written(call.op, tuple(call.args), call.kwargs)}
+    written = {identify(tensor) for call in tape.calls for tensor in written_by(call.op, tuple(call.args), call.kwargs)}
     copies = {
         identify(tensor): tensor.untyped_storage().clone() for tensor in tensors if identify(tensor) not in written
     }
@@ -58,16 +57,16 @@ def reuse_memory(tape: Tape, outputs: Iterable[Tensor]) -> None:
 
 
 def repeat_writes(tape: Tape) -> None:
-    """Make each call that writes memory from before the recording twice."""
+    """Launch kernels that write memory from before the recording again, as a retry would."""
     calls = []
     for call in tape.calls:
-        written = _written(call.op, tuple(call.args), call.kwargs)
+        written = written_by(call.op, tuple(call.args), call.kwargs)
         calls += [call] * (2 if any(identify(tensor) not in tape.fresh for tensor in written) else 1)
     tape.calls[:] = calls
 
 
 def share_workspace(tape: Tape) -> None:
-    """Let the last call leave its result in one buffer of the process before it lands."""
+    """Have one workspace for all streams: the last call leaves its result there before it lands."""
     index = max((i for i, call in enumerate(tape.calls) if call.landings), default=None)
     if index is not None:
         call = tape.calls[index]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from core.common.ops.arguments import Draw
-from core_cpu.fakes.sgl_kernel_draws import EPS, Calls, D, H, K, T, ints
+from core.common.ops.declaration import Calls
+from core_cpu.fakes.sgl_kernel_draws import EPS, D, H, K, T, ints
 
 
 def _rotary(draw: Draw) -> Mapping[str, Mapping[str, Any]]:

@@ -6,16 +6,10 @@ E experts, INNER the intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from core.common.ops.arguments import Draw
-
-Calls = Callable[[Draw], Mapping[str, Mapping[str, Any]]]
-"""Returns calls of one op by name, the arguments of each by theirs."""
 
 T, H, D, K, N, E, INNER = 7, 2, 64, 64, 96, 8, 64
 EPS = 1e-5

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from core.common.ops.arguments import Draw
-from core.common.ops.declaration import Sample
+from core.common.ops.declaration import Calls, Sample
 from core_cpu.fakes.sgl_kernel_attention_samples import ATTENTION_CALLS
-from core_cpu.fakes.sgl_kernel_draws import EPS, INNER, Calls, D, E, H, K, N, T, codes, ints, wide
+from core_cpu.fakes.sgl_kernel_draws import EPS, INNER, D, E, H, K, N, T, codes, ints, wide
 
 
 def _gated(draw: Draw) -> Mapping[str, Mapping[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from core.common.ops.declaration import CanonicalOp
 from core.common.ops.mlp.activation import GATED_ACTIVATION, GATED_ACTIVATION_FUSED
 from core.common.ops.mlp.quantized import GATED_ACTIVATION_QUANTIZE
 from core_cuda.ops import launching
@@ -21,26 +23,15 @@ from core_cuda.ops.quantize import Codes, largest, scale_of, to_codes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, outputs, row_starts
 
-__all__ = [
-    "Gate",
-    "GateConfig",
-    "activate",
-    "candidates",
-    "default_config",
-    "gated_activation",
-    "gated_activation_fused",
-    "gated_activation_quantize",
-    "run_gate",
-]
-
 MAX_ROW = 32768
 """The longest row of which a program makes one scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig:
-    """block: how many columns of one row a program takes; num_warps: of a program."""
+    """How rows are shared out among programs."""
 
+    #: columns of one row that a program takes
     block: int
     num_warps: int
 
@@ -174,64 +165,35 @@ class Gate:
     interleaved: bool = False
 
 
-@kernel_of(GATED_ACTIVATION)
-def gated_activation(gate: Tensor, up: Tensor, *, kind: str, limit: float = 0.0, up_offset: float = 0.0) -> Tensor:
-    """Apply the gate to two tensors."""
-    (out,) = outputs(GATED_ACTIVATION, {"gate": gate, "up": up, "kind": kind}, gate.device)
-    run_gate(gate, up, out, Gate(kind, limit=limit, up_offset=up_offset))
-    return out
+def _gated(op: CanonicalOp, **args: Any) -> Any:
+    """Do what an op does that gates two tensors, or the parts of one where they lie, ending in codes or not.
 
-
-@kernel_of(GATED_ACTIVATION_FUSED)
-def gated_activation_fused(
-    gate_up: Tensor,
-    *,
-    kind: str,
-    gate_first: bool = True,
-    interleaved: bool = False,
-    limit: float = 0.0,
-    up_offset: float = 0.0,
-) -> Tensor:
-    """Apply the gate to the two parts of one tensor, where they lie."""
-    gate = Gate(kind, gate_first, limit, up_offset, interleaved)
-    layout = {"gate_up": gate_up, "kind": kind, "gate_first": gate_first, "interleaved": interleaved}
-    (out,) = outputs(GATED_ACTIVATION_FUSED, layout, gate_up.device)
-    run_gate(*_parts(gate_up, gate), out, gate)
-    return out
-
-
-@kernel_of(GATED_ACTIVATION_QUANTIZE)
-def gated_activation_quantize(
-    gate: Tensor,
-    up: Tensor | None,
-    scale: Tensor | None,
-    *,
-    kind: str,
-    dtype: torch.dtype,
-    granularity: str = "token",
-    group_size: int = 0,
-    gate_first: bool = True,
-    interleaved: bool = False,
-    limit: float = 0.0,
-    up_offset: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Apply the gate and quantise in one launch; regions over `MAX_ROW` that need a scale take one more."""
-    options = Gate(kind, gate_first, limit, up_offset, interleaved)
-    told: dict[str, Any] = {"gate": gate, "up": up, "scale": scale, "kind": kind}
-    told |= {"gate_first": gate_first, "interleaved": interleaved}
-    told |= {"dtype": dtype, "granularity": granularity, "group_size": group_size}
-    codes, used = outputs(GATED_ACTIVATION_QUANTIZE, told, gate.device)
-    ends = Codes(scale, used, group_size)
-    parts = _parts(gate, options) if up is None else (gate, up)
-    if scale is not None or (group_size or codes.shape[-1]) <= MAX_ROW:
-        run_gate(*parts, codes, options, codes=ends)
-        ends.fill(codes)
+    Codes cost no launch more, except where a region over `MAX_ROW` needs a scale.
+    """
+    gate: Tensor = args["gate_up"] if "gate_up" in args else args["gate"]
+    up: Tensor | None = args.get("up")
+    options = Gate(
+        args["kind"], args.get("gate_first", True), args["limit"], args["up_offset"], args.get("interleaved", False)
+    )
+    out, *used = outputs(op, args, gate.device)
+    parts: tuple[Tensor, Tensor | None] = _parts(gate, options) if up is None else (gate, up)
+    if not used:
+        run_gate(*parts, out, options)
+        return out
+    ends = Codes(args["scale"], used[0], args["group_size"])
+    if ends.given is not None or (ends.group or out.shape[-1]) <= MAX_ROW:
+        run_gate(*parts, out, options, codes=ends)
+        ends.fill(out)
     else:
-        stored = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-        product = torch.empty_like(codes, dtype=stored)
+        product = torch.empty_like(out, dtype=gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype))
         run_gate(*parts, product, options)
-        ends.quantize(product, codes)
-    return codes, used
+        ends.quantize(product, out)
+    return out, used[0]
+
+
+gated_activation, gated_activation_fused, gated_activation_quantize = (
+    kernel_of(op)(partial(_gated, op)) for op in (GATED_ACTIVATION, GATED_ACTIVATION_FUSED, GATED_ACTIVATION_QUANTIZE)
+)
 
 
 def _parts(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor | None]:

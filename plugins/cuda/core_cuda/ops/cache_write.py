@@ -13,8 +13,6 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes, to_numbers
 
-__all__ = ["CODES", "codes_of", "head_stride", "refused_cache", "refused_dtypes", "write_cache"]
-
 CODES = torch.float8_e4m3fn
 """The dtype of caches that hold codes."""
 
@@ -34,7 +32,7 @@ def write_cache(
     """Write key (T, K, D) and value (T, K, V) into the caches (N, P, K, D or V) at slot_mapping (T,) int64, in place.
 
     query_starts (B + 1,): tokens from its last entry on are padding and are not written. The caches' features are
-    contiguous and their slots evenly spaced (`refused_cache`); they may have another dtype, to which values are
+    contiguous and their slots evenly spaced (`why_not_cache`); they may have another dtype, to which values are
     rounded. Nothing is read on the host. k_scale, v_scale: of caches of codes, () or (K,), None for 1.
 
     Returns what to attend to in the place of key and value: these; or, of caches of codes, new tensors of their dtypes
@@ -84,7 +82,7 @@ def head_stride(scale: Tensor | None) -> int:
     return 0 if scale is None or scale.dim() == 0 else scale.stride(0)
 
 
-def refused_dtypes(call: OpCall) -> str | None:
+def why_not_dtypes(call: OpCall) -> str | None:
     """Return why kernels cannot take the dtypes of key, value, caches and scales beside the query's, or None."""
     args = call.args
     dtype = args["query"].dtype
@@ -99,7 +97,7 @@ def refused_dtypes(call: OpCall) -> str | None:
     return None
 
 
-def refused_cache(name: str, cache: Tensor) -> str | None:
+def why_not_cache(name: str, cache: Tensor) -> str | None:
     """Return why kernels cannot address a cache (N, P, K, D) by slot, or None."""
     if cache.stride(3) != 1 or cache.stride(0) != cache.shape[1] * cache.stride(1):
         return f"{name} has strides {tuple(cache.stride())}, and the kernel takes evenly spaced slots of whole heads"

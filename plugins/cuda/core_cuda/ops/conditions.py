@@ -9,8 +9,6 @@ from torch import Tensor
 
 from core.common.ops.implementation import Condition, OpCall
 
-__all__ = ["CODES", "DTYPES", "all_of", "code_dtype", "code_regions", "computes_in_fp32", "dtypes"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What kernels over rows read and write; they compute in fp32."""
 

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["INTERPRETED", "can_overlap", "fetch", "launch", "num_multiprocessors", "start_next", "wait_for_inputs"]
-
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the host, as the tests of a machine without a GPU have it."""
 

@@ -17,20 +17,7 @@ from core.common.ops.quantize.symmetric import QUANTIZE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.registration import kernel_of
-from core_cuda.ops.rows import TYPES, as_rows, row_starts
-
-__all__ = [
-    "Codes",
-    "QuantizeConfig",
-    "candidates",
-    "default_config",
-    "largest",
-    "quantize",
-    "quantize_rows",
-    "scale_of",
-    "to_codes",
-    "to_numbers",
-]
+from core_cuda.ops.rows import TYPES, as_rows, outputs, row_starts
 
 MAX_WIDTH = 32768
 """The longest row that a program holds in registers; longer ones are read twice."""
@@ -40,8 +27,9 @@ _PARTS = 1024  # parts of a whole tensor that one step of the last program takes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeConfig:
-    """rows: how many rows a program takes; num_warps: of a program."""
+    """How rows are shared out among programs."""
 
+    #: rows that a program takes
     rows: int
     num_warps: int
 
@@ -191,26 +179,22 @@ def _whole_scale_kernel(parts, scale, num_parts, CODE: tl.constexpr, BLOCK: tl.c
 
 
 @kernel_of(QUANTIZE)
-def quantize(
-    x: Tensor, scale: Tensor | None, *, dtype: torch.dtype, granularity: str = "token", group_size: int = 0
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, scale: Tensor | None, group_size: int, **options: Any) -> tuple[Tensor, Tensor]:
     """Quantise; a group is a short row, and a scale of its own for the whole tensor takes two more launches."""
-    shape = {"token": (*x.shape[:-1], 1), "tensor": (), "group": (*x.shape[:-1], x.shape[-1] // max(group_size, 1))}
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    used = torch.empty(shape[granularity], dtype=torch.float32, device=x.device)
+    codes, used = outputs(QUANTIZE, {"x": x, "scale": scale, "group_size": group_size, **options}, x.device)
     Codes(scale, used, group_size).quantize(x, codes)
     return codes, used
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The scales of codes in which a kernel ends. given: to be used; used: where those used go. Both None: no codes.
+    """The scales of the codes in which a kernel ends; without any, it ends in no codes."""
 
-    group: how many neighbours in a row share one, 0 for none.
-    """
-
+    #: the scales to use; None where the kernel makes them
     given: Tensor | None = None
+    #: where the scales used are written
     used: Tensor | None = None
+    #: how many neighbours in a row share a scale; 0 where rows, or all of them, do
     group: int = 0
 
     @property

@@ -17,8 +17,6 @@ from torch import Tensor
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.layout import layouts_of
 
-__all__ = ["TYPES", "Rows", "as_rows", "outputs", "row_starts"]
-
 TYPES: Mapping[torch.dtype, Any] = MappingProxyType(
     {
         torch.float32: tl.float32,
@@ -33,18 +31,18 @@ TYPES: Mapping[torch.dtype, Any] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Tensors of one shape (..., D), of which D may differ, as outer * inner rows that a kernel walks together.
+    """Tensors of one shape (..., D), of which D may differ, as outer * inner rows that a kernel walks together."""
 
-    arguments: for a kernel, by name: num_rows, inner, FLAT (the inner stride alone leads to every row), and of each
-    tensor itself and its strides in elements, `name_outer` and `name_inner`. flush: to be called after the launch.
-    """
-
+    #: outer * inner
     count: int
+    #: of a kernel, by name: num_rows, inner, FLAT (the inner stride alone leads to every row), and for each tensor the
+    #: tensor itself and its strides in elements, `name_outer` and `name_inner`
     arguments: Mapping[str, Any]
+    #: results and the copies that the kernel writes in their place; see `flush`
     unwritten: Sequence[tuple[Tensor, Tensor]] = ()
 
     def flush(self) -> None:
-        """Copy what the kernel wrote elsewhere to where it belongs."""
+        """Copy what the kernel wrote elsewhere to where it belongs; to be called after the launch."""
         for belongs, written in self.unwritten:
             belongs.copy_(written)
 

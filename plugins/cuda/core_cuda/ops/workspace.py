@@ -7,8 +7,6 @@ from torch import Tensor
 
 from core.errors import CaptureError
 
-__all__ = ["counters", "one"]
-
 _AT_LEAST = 16_384  # counters: 64 KiB, so that a buffer hardly ever has to grow
 _BUFFERS: dict[tuple[torch.device, int], list[Tensor]] = {}
 """By device and stream, the largest last: captured graphs hold the address of the smaller ones too."""

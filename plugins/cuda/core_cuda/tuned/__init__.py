@@ -19,8 +19,6 @@ import torch
 
 from core_cuda.ops.launching import INTERPRETED
 
-__all__ = ["MAX_RATIO", "file_name", "table", "winner"]
-
 MAX_RATIO = 4.0
 """How far the nearest measured size may be from one that is asked for."""
 

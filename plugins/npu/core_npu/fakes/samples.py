@@ -1,4 +1,4 @@
-"""Calls of torch_npu's own ops, on which their fakes are compared with their kernels: what CANN documents, and small.
+"""Small calls of torch_npu's own ops, as CANN documents them, on which fakes are compared with kernels.
 
 Legend: T tokens, B sequences, N query heads, G heads of keys and values, D head size, P tokens of a page, E experts.
 """

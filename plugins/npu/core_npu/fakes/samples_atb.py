@@ -1,4 +1,4 @@
-"""Calls of ATB's ops, on which their fakes are compared with their kernels: what ATB documents for Atlas A2 and A3.
+"""Small calls of ATB's ops, as ATB documents them for Atlas A2 and A3, on which fakes are compared with kernels.
 
 Legend: T tokens, B sequences, N query heads, G heads of keys and values, D and V their sizes, P tokens of a page.
 Lengths that ATB reads on the host are tensors of the host or lists.

@@ -1,7 +1,6 @@
 """The gate of a gated MLP, of one tensor that holds both halves, also ending in codes of int8.
 
-Shapes: gate_up (..., 2 * I), gate and up (..., I). The kernels halve the last dimension and compute in
-fp32.
+Shapes: gate_up (..., 2 * I), gate and up (..., I). The kernels halve the last dimension and compute in fp32.
 """
 
 from __future__ import annotations

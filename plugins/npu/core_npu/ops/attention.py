@@ -32,7 +32,7 @@ from core_npu.ops.conditions import HALF, all_of, dtypes, same_dtype
 from core_npu.ops.registration import kernel_of
 from core_npu.updates import FromInputs, host_values, is_capturing, updatable
 
-__all__ = ["attention", "attention_condition", "rotary_attention", "rotary_attention_condition"]
+__all__ = ["attend", "attention", "attention_condition", "rotary_attention", "rotary_attention_condition"]
 
 PACKED_HEAD_SIZES = (64, 128)
 DECODE_HEAD_STEP, MAX_HEAD_SIZE = 16, 512
@@ -144,7 +144,7 @@ def _packed(
         "actual_seq_lengths": FromInputs(query_starts, transform=partial(packed_ends, num_rows)),
         "actual_seq_lengths_kv": FromInputs(seq_lens, query_starts, transform=partial(packed_keys, num_rows, capacity)),
     }
-    return _attend(query, pages, host, options)
+    return attend(query, pages, host, options)
 
 
 def _decode(
@@ -156,11 +156,17 @@ def _decode(
     fitting = torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table[:num_rows]
     options |= {"input_layout": "BSND", "block_table": fitting}
     keys = FromInputs(seq_lens, query_starts, transform=partial(decode_keys, num_rows))
-    return _attend(query.unsqueeze(1), pages, {"actual_seq_lengths_kv": keys}, options).squeeze(1)
+    return attend(query.unsqueeze(1), pages, {"actual_seq_lengths_kv": keys}, options).squeeze(1)
 
 
-def _attend(query: Tensor, pages: list[Tensor], host: dict[str, FromInputs], options: dict[str, Any]) -> Tensor:
-    """Run the kernel on a query in its form; returns the query's shape."""
+def attend(query: Tensor, pages: list[Tensor], host: dict[str, FromInputs], options: dict[str, Any]) -> Tensor:
+    """Run the kernel and return a result of the query's shape.
+
+    query: in one of the two forms.
+    pages: keys and values.
+    host: the lengths, by the names of the kernel's arguments.
+    options: all other arguments.
+    """
     npu = torch.ops.npu
     out, log_sum = torch.empty_like(query), query.new_empty((0,), dtype=torch.float32)
     workspace = None

@@ -28,10 +28,10 @@ def packed_keys(num_rows: int, capacity: int, lens: Sequence[int], starts: Seque
 
 
 def decode_keys(num_rows: int, lens: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return how many keys each row of a decode step sees, of which row i is sequence i's; one for each row of padding.
+    """Return how many keys each row of a decode step sees; row i is sequence i's, and a row of padding sees one key.
 
-    Raises `UsageError` where a sequence without a token stands before one that has a token: rows and block tables could
-    only be matched on the device.
+    Raises `UsageError` where a sequence without a token stands before one with a token: then only the device could
+    match rows with block tables.
     """
     counts = [stop - start for start, stop in pairwise(starts)]
     live = starts[-1]

@@ -1,4 +1,4 @@
-"""Rows in the order of memory: results that lie as torch's elementwise ops lay them out, from kernels that lay them so.
+"""Lets kernels over rows give results with the strides of torch's elementwise ops, by ordering dimensions.
 
 torch_npu's kernels over rows read any strides and give contiguous results. Canonical ops promise the strides that
 elementwise torch ops give, those of the operands: the dimensions are put in the order of memory before the kernel and
@@ -19,13 +19,11 @@ __all__ = ["Rows", "rows_of"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How a kernel over rows (..., D) is given its operands, and how its results are given back.
+    """How a kernel over rows (..., D) is given its operands, and how its results are given back."""
 
-    order: of the dimensions in memory, None for the order they are in. strides: of results that no such order leads
-    to, as where rows lie across memory; they are then copied.
-    """
-
+    #: Order of the dimensions in memory; None where they stand in it already.
     order: tuple[int, ...] | None = None
+    #: Strides of results that no such order leads to, as where rows lie across memory; results are then copied.
     strides: tuple[int, ...] | None = None
 
     def take(self, tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""RMSNorm, alone and behind a sum, also ending in codes of int8.
+"""RMSNorm: alone, of the sum of two tensors, and of such a sum with int8 codes as its result.
 
-Shapes: x (..., D), weight (D,). The kernels compute in fp32 and round once, or once more before the weight: CANN does
-not say which, and either is as good as the references.
+Shapes: x (..., D), weight (D,). The kernels compute in fp32. They round once at the end, or also before they multiply
+by the weight: CANN does not say which. Either way they are as accurate as the references.
 
-Not here: `core::rms_norm_quantize`. `npu_rms_norm_quant` multiplies by a scale that has the rows' half precision, which
-moves codes by up to a quarter step, and makes no scale of its own. The norm and `core::quantize` are done one by one.
+`core::rms_norm_quantize` is not here: its norm and `core::quantize` run one after the other. `npu_rms_norm_quant` can't
+make a scale, and multiplies by a scale in the half precision of the rows, which moves codes by up to a quarter step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ __all__ = [
 ]
 
 _FIRST_ONLY = [True, False]
-"""Which of two codes `npu_add_rms_norm_dynamic_quant` makes: said outright, since what it makes unasked depends on
-which smoothing factors are given. Nothing reads the results of the other."""
+"""Asks `npu_add_rms_norm_dynamic_quant` for the first of its two results in codes; nothing reads the second.
+
+Without this mask the smoothing factors that are given decide which results the kernel makes."""
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, **_: Any) -> Tensor:
@@ -73,7 +74,8 @@ def add_rms_norm_quantize(
         used = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if scale is None else scale.clone()
         return x.new_empty(x.shape, dtype=torch.int8), used, rows.give(x.new_empty(rows.take(x).shape))
     gamma = x.new_ones(x.shape[-1]) if weight is None else weight
-    # Codes are contiguous in the order of the dimensions, and so are the operands given: only the sum is laid out anew.
+    # Codes are contiguous in the order of the dimensions, so the kernels get the operands in that order too. Only the
+    # sum is laid out anew.
     if scale is None:
         codes, _unused, total, made, _unmade = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
             x, residual, gamma, epsilon=eps, output_mask=_FIRST_ONLY

@@ -16,9 +16,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 def kernel_of(op: CanonicalOp) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
-    """Return the decorator that registers a function as `core_npu::name`, of the schema and the fake of canonical `op`.
+    """Return the decorator that registers a function as `core_npu::name`, with schema and fake of a canonical op.
 
-    The function takes what the op takes, writes what it writes and returns what it returns.
+    The function must take, write and return what the op does.
     """
 
     def register(function: Callable[..., Any]) -> torch._ops.OpOverload:

@@ -1,10 +1,9 @@
 """Rotary position embedding of query and key, alone and behind their norms, by `npu_rotary_mul`.
 
 Shapes: x (..., D), cos and sin as in core/common/ops/rotary/rotation.py; R rotated features. The kernel sees rows and
-heads with
-the tables of the rows, (T, N, R) and (T, 1, R), or (B, S, N, R) and (1, S, 1, R) where sequences share a table. It has
-forms with the heads before the tokens too, of which CANN states other bounds that decode does not meet; and it tells
-the forms apart by sizes alone, so that only these two are used.
+heads with the tables of the rows: (T, N, R) and (T, 1, R), or (B, S, N, R) and (1, S, 1, R) where sequences share a
+table. Its other forms, with the heads before the tokens, have bounds that decode does not meet. It tells forms apart by
+sizes alone, so only these two are used.
 
 `npu_apply_rotary_pos_emb`, which turns query and key at once, is not: it writes into both, which its schema denies.
 """

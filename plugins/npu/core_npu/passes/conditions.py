@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import PassContext, view
+from core.common.passes import PassContext, same_sizes, value_of, view
 
 __all__ = [
     "CODES",
@@ -52,12 +52,14 @@ def first_reason(*reasons: str) -> str:
 
 def same_tensors(context: PassContext, first: Any, second: Any) -> str:
     """Return why two operands are no tensors of one shape, dtype and device, or nothing."""
-    left, right = view.value(first), view.value(second)
+    left, right = value_of(first), value_of(second)
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return f"{first} and {second} are not both tensors"
     if left.dtype != right.dtype or left.device != right.device:
         return f"{first} is {left.dtype} on {left.device}, {second} {right.dtype} on {right.device}"
-    return "" if context.same_sizes(tuple(left.shape), tuple(right.shape)) else f"{first} and {second} differ in shape"
+    return (
+        "" if context.served_alike(tuple(left.shape), tuple(right.shape)) else f"{first} and {second} differ in shape"
+    )
 
 
 def aligned_rows(context: PassContext, x: fx.Node) -> str:
@@ -115,7 +117,7 @@ def widened(operand: Any) -> torch.dtype | None:
 def one_scale(scale: Any, x: fx.Node) -> str:
     """Return why a scale is not a single one of x's dtype, in one dimension, or nothing."""
     found, dtype = view.shape(scale), view.dtype(scale)
-    if found is not None and len(found) == 1 and view.same_sizes(found, (1,)) and dtype == view.dtype(x):
+    if found is not None and len(found) == 1 and same_sizes(found, (1,)) and dtype == view.dtype(x):
         return ""
     return f"scale {scale} is {dtype} of shape {_text(found)}, the kernel takes one of {view.dtype(x)}"
 
@@ -128,7 +130,7 @@ def last_axis(axis: Any, x: fx.Node) -> str:
 
 def _has_row_shape(operand: Any, x: fx.Node) -> bool:
     shape, rows = view.shape(operand), view.shape(x)
-    return shape is not None and bool(rows) and view.same_sizes(shape, (rows or ())[-1:])
+    return shape is not None and bool(rows) and same_sizes(shape, (rows or ())[-1:])
 
 
 def _text(shape: tuple[Any, ...] | None) -> str:

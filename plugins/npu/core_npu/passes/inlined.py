@@ -1,4 +1,4 @@
-"""Small graphs that take a site's place: a call of an op of several results, of which the site needs some.
+"""The site of one call of an op of several results, of which the site needs some.
 
 A masked result of a kernel holds nothing that anybody may read, so an op's results are named one by one.
 """
@@ -6,41 +6,55 @@ A masked result of a kernel holds nothing that anybody may read, so an op's resu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["Builder", "replacement"]
+from core.common.passes import Site
+
+__all__ = ["Caller", "Inputs", "call_site"]
+
+Inputs = dict[str, fx.Node | None]
+Caller = Callable[..., fx.Node]
+"""Inserts a call of a function, `caller(function, *args, **kwargs)`."""
 
 
-class Builder:
-    """Makes the nodes of a replacement; what it is given and gives are nodes of that graph."""
+def call_site(
+    inputs: Mapping[str, fx.Node | None],
+    call: Callable[[Caller, Inputs], fx.Node],
+    outputs: Sequence[tuple[fx.Node, int | None]],
+    *,
+    interior: Sequence[fx.Node],
+    joined: Collection[fx.Node] = (),
+    rank: int = 0,
+) -> Site:
+    """Return the site of a call.
 
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Call a function."""
-        return self.graph.call_function(target, args, kwargs)
-
-    def member(self, call: fx.Node, index: int) -> fx.Node:
-        """Read one result off a call."""
-        return self.call(operator.getitem, call, index)
-
-
-def replacement(
-    args: Mapping[str, fx.Node | None], build: Callable[[Builder, dict[str, fx.Node | None]], Sequence[fx.Node]]
-) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-    """Return a graph for `Site.target` and its arguments, those of `args` that are nodes, in order.
-
-    build: gets the graph's inputs by the same names, None where the argument is, and returns what the site's results
-    become.
+    - inputs: what it reads, by name.
+    - call: inserts it, given a caller and the inputs as they stand there, None where the argument is.
+    - outputs: the nodes to replace, the anchor first, each with the result that it becomes; None for the only one.
+    - interior: what the call stands for besides.
+    - joined: those of the outputs that have all but the last of `rank` dimensions as one.
     """
-    builder = Builder()
-    inputs = {name: None if node is None else builder.graph.placeholder(name) for name, node in args.items()}
-    results = build(builder, inputs)
-    builder.graph.output(results[0] if len(results) == 1 else tuple(results))
-    given = tuple(node for node in args.values() if node is not None)
-    return fx.GraphModule(torch.nn.Module(), builder.graph), given
+    graph = fx.Graph()
+
+    def caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return graph.call_function(function, args, kwargs)
+
+    made = call(caller, {name: None if node is None else graph.placeholder(name) for name, node in inputs.items()})
+    wanted = dict.fromkeys(index for _, index in outputs)
+    results = {index: made if index is None else caller(operator.getitem, made, index) for index in wanted}
+    flat = dict.fromkeys(index for old, index in outputs if old in joined)
+    rows = {index: caller(torch.flatten, results[index], 0, rank - 2) for index in flat}
+    found = [(rows if old in joined else results)[index] for old, index in outputs]
+    graph.output(found[0] if len(found) == 1 else tuple(found))
+    replaced = tuple(old for old, _ in outputs)
+    return Site(
+        anchor=replaced[0],
+        target=fx.GraphModule(torch.nn.Module(), graph),
+        args=tuple(node for node in inputs.values() if node is not None),
+        interior=(*interior, *replaced),
+        outputs=replaced,
+    )

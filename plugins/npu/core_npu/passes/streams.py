@@ -7,14 +7,12 @@ Work that a model put on a stream of its own is to run beside other work; a fusi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
-from core.common.passes import Finder, NearMiss, PassContext, PassResult, Site, apply_sites, near_miss
-
-__all__ = ["apply_in_stream", "fuse_in_stream", "streams", "together"]
+__all__ = ["streams", "together"]
 
 _EVENTS = ("tagged_event_record", "tagged_event_wait", "record_event", "wait_event", "wait_stream", "record", "wait")
 
@@ -43,30 +41,6 @@ def together(*nodes: fx.Node) -> bool:
     """Return whether nodes of one graph run in one stream and scope."""
     known = streams(nodes[0].graph)
     return len({known.get(node) for node in nodes}) == 1
-
-
-def fuse_in_stream(context: PassContext, find: Finder) -> PassResult:
-    """Do as `fuse` of core, but refuse sites of which a part runs in another stream or scope."""
-    found = [find(context, node) for node in context.graph.nodes]
-    sites = [item for item in found if isinstance(item, Site)]
-    misses = [item for item in found if isinstance(item, NearMiss)]
-    return apply_in_stream(context, sites, misses)
-
-
-def apply_in_stream(context: PassContext, sites: Iterable[Site], misses: Iterable[NearMiss] = ()) -> PassResult:
-    """Do as `apply_sites` of core, but refuse sites of which a part runs in another stream or scope."""
-    known = streams(context.graph)
-    judged = [(site, _split(site, known)) for site in sites]
-    refused = [miss for _, miss in judged if miss is not None]
-    return apply_sites(context, [site for site, miss in judged if miss is None], (*misses, *refused))
-
-
-def _split(site: Site, known: Mapping[fx.Node, tuple[object, ...]]) -> NearMiss | None:
-    for node in site.nodes if known else ():
-        # Reading a member off a result runs nothing.
-        if known[node] != known[site.anchor] and _name(node) != "getitem":
-            return near_miss(site.anchor, f"{node.name} runs in another stream or scope than {site.anchor.name}")
-    return None
 
 
 def _noted(node: fx.Node) -> object:

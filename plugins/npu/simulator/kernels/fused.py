@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
-from simulator.kernels.norm.rms_norm import CODE_MAX
+from simulator.bounds import CODE_MAX, HALF, INT8, demand
 from simulator.marshal import kernel
 
-HALF = (torch.float16, torch.bfloat16)
-INT8 = 2
 HEAD = 128
 
 

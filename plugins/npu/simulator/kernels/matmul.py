@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simulator.formulas import stored
 from simulator.marshal import kernel
 
 
@@ -19,24 +20,6 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     return x @ y
 
 
-def _plain(x: Tensor, y: Tensor, out: Tensor, cube_math: int) -> None:
-    out.copy_(product(x, y).view(out.shape))
-
-
-for _name in ("aclnnMatmul", "aclnnMm", "aclnnBatchMatMul"):
-    kernel(_name, "TTTh")(_plain)
-
-
-@kernel("aclnnMv", "TTTh")
-def _mv(x: Tensor, y: Tensor, out: Tensor, cube_math: int) -> None:
-    out.copy_(product(x, y.unsqueeze(-1)).squeeze(-1))
-
-
-@kernel("aclnnDot", "TTT")
-def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
-    out.copy_(product(x, y))
-
-
 def _added(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any) -> Tensor:
     result = product(y, z)
     if alpha != 1:
@@ -45,21 +28,26 @@ def _added(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any) -> Tensor:
     return result if beta == 0 else result + (x.to(result.dtype) if beta == 1 else x.to(result.dtype) * beta)
 
 
-@kernel("aclnnAddmm", "TTTSSTh")
-def _addmm(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, out: Tensor, cube_math: int) -> None:
+def _sum_out(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, out: Tensor, cube_math: int) -> None:
     out.copy_(_added(x, y, z, beta, alpha))
 
 
-@kernel("aclnnInplaceAddmm", "TTTSSh")
-def _addmm_in_place(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, cube_math: int) -> None:
+def _sum_in_place(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, cube_math: int) -> None:
     x.copy_(_added(x, y, z, beta, alpha))
 
 
-@kernel("aclnnBaddbmm", "TTTSSTh")
-def _baddbmm(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, out: Tensor, cube_math: int) -> None:
-    out.copy_(_added(x, y, z, beta, alpha))
+@kernel("aclnnMv", "TTTh")
+def _mv(x: Tensor, y: Tensor, out: Tensor, cube_math: int) -> None:
+    out.copy_(product(x, y.unsqueeze(-1)).squeeze(-1))
 
 
-@kernel("aclnnInplaceBaddbmm", "TTTSSh")
-def _baddbmm_in_place(x: Tensor, y: Tensor, z: Tensor, beta: Any, alpha: Any, cube_math: int) -> None:
-    x.copy_(_added(x, y, z, beta, alpha))
+def _product_out(x: Tensor, y: Tensor, out: Tensor, cube_math: int) -> None:
+    out.copy_(product(x, y).view(out.shape))
+
+
+stored({"Dot": ("TTT", product)})
+for _name in ("aclnnMatmul", "aclnnMm", "aclnnBatchMatMul"):
+    kernel(_name, "TTTh")(_product_out)
+for _name in ("addmm", "baddbmm"):
+    kernel(f"aclnn{_name.capitalize()}", "TTTSSTh")(_sum_out)
+    kernel(f"aclnnInplace{_name.capitalize()}", "TTTSSh")(_sum_in_place)

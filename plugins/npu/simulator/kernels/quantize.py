@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
+from simulator.bounds import CODE_MAX, HALF, INT8, demand
 from simulator.marshal import kernel
-
-CODE_MAX = 127.0
-INT8 = 2  # ACL_INT8
-HALF = (torch.float16, torch.bfloat16)
 
 
 @kernel("aclnnDynamicQuantV2", "TTTiTTT")

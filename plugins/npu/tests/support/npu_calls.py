@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.common.ops.mlp.activation import samples as gate_samples
-from core.common.ops.norm.norms import add_rms_norm_samples
+from core.common.ops.mlp.activation import GATED_ACTIVATION
+from core.common.ops.norm.norms import ADD_RMS_NORM
 from tests.kernel_cases import CPU, randn
 
 Call = dict[str, Any]
@@ -139,7 +139,7 @@ def rotary_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 def coded_norms(dtype: torch.dtype) -> Iterator[Call]:
     """Yield calls of `core::add_rms_norm_quantize` by token, and with one scale given where the kernel takes it."""
-    for sample in add_rms_norm_samples(dtype, CPU):
+    for sample in ADD_RMS_NORM.samples(dtype, CPU):
         yield {**sample.kwargs, "scale": None, "dtype": torch.int8}
         yield {**sample.kwargs, "scale": torch.tensor(0.02), "dtype": torch.int8, "granularity": "tensor"}
 
@@ -181,7 +181,7 @@ def halves(dtype: torch.dtype) -> Iterator[Call]:
         first, second = both.chunk(2, dim=-1)
         yield {"gate": first, "up": second, "kind": "silu"}
         yield {"gate": second, "up": first, "kind": "silu"}
-    yield from (sample.kwargs for sample in gate_samples(dtype, CPU))
+    yield from (sample.kwargs for sample in GATED_ACTIVATION.samples(dtype, CPU))
 
 
 def code_linears(dtype: torch.dtype) -> Iterator[Call]:

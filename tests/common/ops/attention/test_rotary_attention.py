@@ -153,7 +153,10 @@ NEAR_MISSES: dict[str, tuple[Call, str]] = {
     "unknown style": ({"style": "whole"}, "style 'whole' is none of"),
     "a norm that is off": ({"eps": 1e-6, "offset": 1.0}, "eps, offset given, and normalize is False"),
     "a weight without the norm": ({"key_weight": torch.ones(16)}, "key_weight given, and normalize is False"),
-    "a weight of all heads": ({"normalize": True, "query_weight": torch.ones(64)}, r"query_weight must be .*\(16,\)"),
+    "a weight of all heads": (
+        {"normalize": True, "query_weight": torch.ones(64)},
+        r"query_weight must have shape \(16,\)",
+    ),
     "a scale of no codes": ({"k_scale": torch.ones(())}, "k_scale given, and key_cache is torch.float32, no cache of"),
     "int32 slots": ({"slot_mapping": torch.zeros(15, dtype=torch.int32)}, "slot_mapping must be torch.int64"),
 }

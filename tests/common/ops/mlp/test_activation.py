@@ -107,7 +107,7 @@ def test_one_element_by_formula(kind: str, gate: float, up: float, limit: float,
 
 NEAR_MISSES: dict[str, tuple[Any, Call, str]] = {
     "unknown kind": (GATED_ACTIVATION, {"kind": "swish"}, "kind 'swish' is none of 'silu', 'gelu'"),
-    "shapes": (GATED_ACTIVATION, {"up": torch.ones(7, 1)}, r"gate \(7, 40\) and up \(7, 1\) differ in shape"),
+    "shapes": (GATED_ACTIVATION, {"up": torch.ones(7, 1)}, r"up must have shape \(7, 40\), not \(7, 1\)"),
     "integers": (GATED_ACTIVATION, {"gate": torch.ones(7, 40).int()}, "gate must be floating-point, not torch.int32"),
     "negative limit": (GATED_ACTIVATION, {"limit": -7.0}, "limit must be positive, or 0 for none, not -7.0"),
     "unknown fused kind": (GATED_ACTIVATION_FUSED, {"kind": ""}, "kind '' is none of"),

@@ -199,7 +199,7 @@ NEAR_MISSES: dict[str, tuple[Any, Call, str]] = {
     "short weight": (RMS_NORM, {"weight": torch.ones(1)}, r"weight must have shape \(48,\).*not \(1,\)"),
     "weight per head": (RMS_NORM, {"weight": torch.ones(7, 48)}, r"weight must have shape \(48,\)"),
     "boolean weight": (RMS_NORM, {"weight": torch.ones(48) > 0}, "weight must be floating-point, not torch.bool"),
-    "broadcast": (ADD_RMS_NORM, {"residual": torch.ones(1, 48)}, r"x \(7, 48\) and residual \(1, 48\) differ"),
+    "broadcast": (ADD_RMS_NORM, {"residual": torch.ones(1, 48)}, r"residual must have shape \(7, 48\), not \(1, 48\)"),
     "residual of integers": (ADD_RMS_NORM, {"residual": torch.ones(7, 48).int()}, "residual must be floating-point"),
     "added weight": (ADD_RMS_NORM, {"weight": torch.ones(47)}, r"weight must have shape \(48,\)"),
     "long bias": (LAYER_NORM, {"bias": torch.ones(49)}, r"bias must have shape \(48,\).*not \(49,\)"),

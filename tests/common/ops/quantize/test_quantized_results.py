@@ -66,7 +66,7 @@ ERRORS: list[tuple[CanonicalOp, dict[str, Any], str]] = [
     (RMS_NORM_QUANTIZE, {"granularity": "channel"}, "granularity"),
     (RMS_NORM_QUANTIZE, {"scale": torch.ones(3)}, "scale must have shape"),
     (RMS_NORM_QUANTIZE, {"weight": torch.ones(47)}, "weight must have shape"),
-    (ADD_RMS_NORM_QUANTIZE, {"residual": torch.ones(7, 47)}, "differ in shape"),
+    (ADD_RMS_NORM_QUANTIZE, {"residual": torch.ones(7, 47)}, "residual must have shape"),
     (GATED_ACTIVATION_QUANTIZE, {"kind": "mish"}, "kind"),
     (GATED_ACTIVATION_QUANTIZE, {"gate": torch.ones(7, 41)}, "must be even"),
     (GATED_ACTIVATION_QUANTIZE, {"up": torch.ones(7, 80), "gate_first": False}, "how one tensor holds both"),

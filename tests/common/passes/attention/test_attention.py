@@ -15,9 +15,10 @@ from core.common.numerics import judge
 from core.common.ops.attention.dense import DENSE_ATTENTION
 from core.common.passes.attention.lift import LIFT_ATTENTION
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager
+from core.compilation.rewrite.mechanisms import apply_pass
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -323,7 +324,7 @@ def test_what_is_written_out_is_lifted_from_aten_graphs_too(spelling: str) -> No
         drawn = torch.randn(fake.shape, generator=generator, dtype=torch.float64)
         values.append(drawn > -1 if fake.dtype == torch.bool else drawn.to(fake.dtype))
     (eager,), (exact,) = (run_graph(module, values, fp64=fp64).outputs for fp64 in (False, True))
-    result = LIFT_ATTENTION.run(PassContext(module=module, stage="aten"))  # type: ignore[misc]  # it has a run function
+    result = apply_pass(LIFT_ATTENTION, PassContext(module=module, stage="aten"))
     module.graph.lint()
     module.recompile()
     (node,) = module.graph.find_nodes(op="call_function", target=DENSE_ATTENTION.overload)

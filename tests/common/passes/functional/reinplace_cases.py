@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes.declaration import Form
 from core.common.passes.effects import written_args
 from core.common.passes.functional.reinplace import Reinplaced, reinplace
 from core.common.passes.functional.updates import VIEWS
 from core.common.passes.functional.wrapped import FUNCTIONALIZED
+from core.common.passes.pass_guards import Form
 from core.compilation.rewrite.aten import to_functional
 from core.compilation.trace.tracing import trace
 from core.verify.execution import Run, run_graph

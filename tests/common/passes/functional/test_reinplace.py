@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes.declaration import Form
 from core.common.passes.functional.reinplace import reinplace
+from core.common.passes.pass_guards import Form
 from core.compilation.rewrite.aten import to_functional
 from core.compilation.trace.tracing import trace
 from tests.common.passes.functional.reinplace_cases import (

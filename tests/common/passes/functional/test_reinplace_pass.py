@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from core.common.numerics import Fp64Mode, judge
-from core.common.passes.declaration import Form
 from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION, reinplace
+from core.common.passes.pass_guards import Form
 from core.compilation.rewrite.aten import to_aten, to_functional
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.trace.tracing import trace

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from core.common.passes.declaration import Form
 from core.common.passes.effects import written_args
 from core.common.passes.functional.reinplace import reinplace
+from core.common.passes.pass_guards import Form
 from core.compilation.rewrite.aten import to_functional
 from tests.common.passes.functional.reinplace_cases import EACH, FORMS, INC, MIX, OWN, aten
 

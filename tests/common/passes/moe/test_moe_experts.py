@@ -27,7 +27,7 @@ from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
-from core.verify.regions import run_graph
+from core.verify.execution import run_graph
 from core.verify.verify import checker
 from tests.marks import slow_except
 

@@ -17,7 +17,7 @@ from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
-from core.verify.regions import run_graph
+from core.verify.execution import run_graph
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOKENS, EXPERTS = 19, 8

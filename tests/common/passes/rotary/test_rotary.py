@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.common.numerics import judge
 from core.common.ops.rotary.rotation import ROTARY, ROTARY_SINGLE
-from core.common.passes.declaration import NearMiss
+from core.common.passes.results import NearMiss
 from core.common.passes.rotary.lift import LIFT_ROTARY
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.manager import PassManager

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from core_acme import recorder
 from core_acme.memory import CARD
 from core_acme.runner import RecordingBackend
-from core_acme.tape import Tape, identify
 from torch import Tensor
 
+from core.common.graphs import recorder
 from core.common.graphs.backend import WHOLE, Callback, CallBackend, GraphKey
+from core.common.graphs.tape import Tape, identify
 
 Tensors = tuple[Tensor, ...]
 

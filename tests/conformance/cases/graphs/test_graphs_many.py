@@ -12,11 +12,11 @@ import pytest
 import torch
 from core_acme.memory import CARD
 from core_acme.runner import RecordingBackend
-from core_acme.tape import Tape
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
 from core.common.graphs.backend import CallBackend, GraphKey
+from core.common.graphs.tape import Tape
 from core.device import Device
 from core.host.selection import select_device
 from core_conformance.case import Case

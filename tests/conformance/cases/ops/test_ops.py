@@ -216,6 +216,16 @@ def test_the_yardstick_may_be_four_times_as_far_off(error: float, passes: bool) 
     assert trial.measurements[0].criterion == "T2" and not judge(result, host, exact).passed
 
 
+def test_a_result_on_another_device_is_told_by_its_device() -> None:
+    trial, wanted = Trial("acme", lambda: (cpu(), ConformanceProfile())), torch.zeros((), dtype=torch.int8)
+    trial.same_metadata("x", wanted.to("meta"), wanted)
+    trial.same_metadata("y", wanted.short(), wanted)
+    assert trial.failures == [
+        "x: () int8 strides () on meta instead of () int8 strides () on cpu",
+        "y: () int16 strides () instead of () int8 strides ()",
+    ]
+
+
 def test_every_op_has_larger_calls_of_its_own() -> None:
     assert set(LARGE) == {op.name for op in OPS} and set(NON_FINITE) <= set(LARGE)
     for op in OPS:

@@ -7,8 +7,8 @@ import pytest
 from core.common.conformance import ConformanceProfile
 from core.device import Device
 from core_conformance.case import Case
+from core_conformance.cases.passes import claims
 from core_conformance.cases.passes import collect as area
-from core_conformance.cases.passes import identity
 from core_conformance.cases.passes.runs import CORPUS
 from tests.conformance.support import run_case
 
@@ -40,4 +40,4 @@ def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, **uuids: str) -> None:
     """Have passes be known by these identities in another process, and no others; to ask a real one takes seconds."""
-    monkeypatch.setattr(identity, "_in_another_process", lambda device: uuids)
+    monkeypatch.setattr(claims, "_in_another_process", lambda device: uuids)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.pattern_matcher import CallFunction, KeywordArg, Match
 
-from core.common.passes.declaration import Guards, Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Guards
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement, Replacement
+from core.common.passes.results import PassResult
 from tests.conformance.cases.passes import wrong_passes as wrong
 from tests.conformance.cases.passes.pass_support import KINDS, cases, elsewhere, keep, of
 from tests.support import cpu

@@ -12,7 +12,8 @@ import core.compilation.rewriting
 from core.common.conformance import ConformanceProfile
 from core.common.ops.declaration import declared_ops
 from core.common.ops.implementation import OpImplementation
-from core.common.passes.declaration import Pass, PassResult
+from core.common.passes.declaration import Pass
+from core.common.passes.results import PassResult
 from core.common.passes.standard import COMMON_PASSES
 from core.device import Device
 from core.verify.bisect.bisection import injected
@@ -70,7 +71,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- right passes
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDY])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "fuse_attention_quantize" else ())
+        for name in NAMES
+        if name not in NEEDY
+    ],
+)
 def test_each_common_pass_fires_and_is_right(plain: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those too that the device calls unprofitable."""
     assert "merge_linears" in plain.capabilities.unprofitable

@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from core.common.passes import view
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import NearMiss, Pass, PassResult
-from core.common.passes.rewrite import fuse, near_miss
-from core.common.passes.sites import Site
+from core.common.passes.declaration import Pass
+from core.common.passes.results import NearMiss, PassResult
+from core.common.passes.rewrite import fuse
+from core.common.passes.sites import Site, near_miss
 
 
 @torch.library.custom_op("conformance_test::softcap", mutates_args=())

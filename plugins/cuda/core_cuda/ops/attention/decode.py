@@ -1,4 +1,4 @@
-"""Paged attention for few new tokens per sequence, decode and verification of drafts: sizes, configuration, launch."""
+"""Paged attention for few new tokens per sequence (decode, verifying drafts): sizes, configuration, launch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,10 @@ from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
 from core_cuda.ops.attention.decode_kernel import decode_kernel
 from core_cuda.ops.attention.rotation import Rotation, Turning
-from core_cuda.ops.cache_write import head_stride, refused_dtypes
+from core_cuda.ops.cache_write import head_stride, why_not_dtypes
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.workspace import counters
 from core_cuda.tuned import winner
-
-__all__ = [
-    "MAX_HEAD_SIZE",
-    "MAX_ROWS",
-    "DecodeConfig",
-    "DecodeShape",
-    "candidates",
-    "choose",
-    "decode",
-    "refuses",
-    "serves",
-    "shape_of",
-]
 
 MAX_ROWS = 64
 """Rows of one tile: query heads of a key/value head times new tokens of a sequence."""
@@ -42,48 +29,55 @@ _MIN_TILE = 16  # rows, columns and depth of a product on the matrix units
 _MAX_TILE, _MAX_SPLITS = 128, 128
 _SCHEDULES = ((4, 3), (4, 4), (4, 5), (8, 4), (2, 4))  # num_warps, num_stages
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_JOINED = 8192  # fp32 values of parts that 4 warps join at a time; twice that where the result itself is small
-_SMALL = 1024
-_SHARED_BYTES = 196_608  # for tiles under way; a program of compute capability 9.0 has 227 KiB
-_LARGE = 16_384  # fp32 values of a result that 4 warps cannot hold in registers
-_TILE_BYTES = 16_384  # keys of one tile: with the values and three tiles under way, two programs fit a multiprocessor
+_JOINED_AT_ONCE = 8192  # fp32 values of partial results that 4 warps join at a time; twice as many for a small result
+_SMALL_RESULT = 1024  # fp32 values of a small result
+_SHARED_BYTES = 196_608  # for the tiles that are being loaded; a program of compute capability 9.0 has 227 KiB
+_LARGE_RESULT = 16_384  # fp32 values of a result that 4 warps cannot hold in registers
+# Bytes for the keys of a tile: with its values, and three tiles loading, two programs fit a multiprocessor.
+_TILE_BYTES = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeShape:
-    """What a configuration depends on. num_positions: the most that a sequence can hold, or its window."""
+    """What a configuration depends on."""
 
     num_seqs: int
     num_kv_heads: int
+    #: query heads of a key/value head times new tokens of a sequence
     num_rows: int
     head_size: int
     value_size: int
+    #: the most positions that a sequence can hold, or its window
     num_positions: int
+    #: bytes of a number in the cache, or of the query where that is fp32
     itemsize: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """block_n: positions of a tile. splits: programs that share the cached positions of a sequence, at most.
+    """How the kernel is compiled and launched."""
 
-    apart: whether one more program takes in the new tokens, at the same time, instead of that of the last share. fetch:
-    whether the first tile is fetched while the kernel before still runs.
-    """
-
+    #: positions of a tile
     block_n: int
+    #: programs that share the cached positions of a sequence, at most
     splits: int
+    #: whether the new tokens have a program of their own; otherwise the program of the last share takes them in
     apart: bool = False
     num_warps: int = 4
     num_stages: int = 4
+    #: whether the first tile is fetched while the kernel before still runs
     fetch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Codes that a result becomes. codes (T, H, V): to be written; scale () fp32: theirs; used () fp32: gets it."""
+    """Where to write a result as codes, and by which scale."""
 
+    #: (T, H, V), written by the kernel
     codes: Tensor
+    #: () fp32, the scale of the codes
     scale: Tensor
+    #: () fp32; the kernel copies the scale here
     used: Tensor
 
 
@@ -94,17 +88,17 @@ def choose(shape: DecodeShape) -> DecodeConfig:
     block_n = min(max(fitting, _MIN_TILE), _MAX_TILE)
     pairs = shape.num_seqs * shape.num_kv_heads
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors()
-    splits = _limited(wanted // pairs, shape, block_n)
+    splits = _limited_splits(wanted // pairs, shape, block_n)
     apart = splits > 1 and (splits + 1) * pairs <= wanted
-    # Matrix units take no fp32 without rounding it: the products run on the others, and want registers. So does a
-    # large result.
-    large = shape.itemsize > 2 or shape.num_rows * wide >= _LARGE
+    # Matrix units round fp32, so products of fp32 run on the other units. Such products need many registers, and so
+    # does a large result.
+    large = shape.itemsize > 2 or shape.num_rows * wide >= _LARGE_RESULT
     num_warps, num_stages = (8, 2) if large else (4, 4)
     return DecodeConfig(block_n=block_n, splits=splits, apart=apart, num_warps=num_warps, num_stages=num_stages)
 
 
 def _measured(shape: DecodeShape) -> DecodeConfig | None:
-    """Return what won where this shape was measured on this GPU."""
+    """Return the fastest configuration measured on this GPU for such a shape, or None."""
     _, found = winner("decode_attention", asdict(shape), ranged=("num_seqs",), near=("num_positions",))
     return DecodeConfig(**found) if found else None
 
@@ -116,11 +110,11 @@ def candidates(shape: DecodeShape) -> Iterator[DecodeConfig]:
     yield chosen
     for block_n in (chosen.block_n, chosen.block_n // 2, chosen.block_n * 2):
         variants: list[dict[str, Any]] = [{"fetch": not chosen.fetch}]
-        variants += [{"splits": n, "apart": apart} for n in _around(chosen.splits) for apart in (False, True)]
+        variants += [{"splits": n, "apart": apart} for n in _splits_around(chosen.splits) for apart in (False, True)]
         variants += [{"num_warps": warps, "num_stages": stages} for warps, stages in _SCHEDULES]
         for changes in variants:
             config = replace(chosen, block_n=block_n, **changes)
-            config = replace(config, splits=_limited(config.splits, shape, block_n))
+            config = replace(config, splits=_limited_splits(config.splits, shape, block_n))
             if config not in seen and _fits(config, shape):
                 seen.add(config)
                 yield config
@@ -132,11 +126,11 @@ def _fits(config: DecodeConfig, shape: DecodeShape) -> bool:
     return _MIN_TILE <= config.block_n <= _MAX_TILE and under_way <= _SHARED_BYTES
 
 
-def _around(splits: int) -> tuple[int, ...]:
+def _splits_around(splits: int) -> tuple[int, ...]:
     return splits, splits // 2, splits * 2, splits * 4
 
 
-def _limited(splits: int, shape: DecodeShape, block_n: int) -> int:
+def _limited_splits(splits: int, shape: DecodeShape, block_n: int) -> int:
     return max(min(splits, -(-shape.num_positions // block_n), _MAX_SPLITS), 1)
 
 
@@ -145,15 +139,15 @@ def serves(num_heads: int, num_kv_heads: int, max_query_len: int) -> bool:
     return 0 < max_query_len * (num_heads // num_kv_heads) <= MAX_ROWS
 
 
-def refuses(call: OpCall) -> str | None:
-    """Return why `decode` cannot take a call that `serves` accepts, whatever rotation stands before it, or None."""
+def why_not(call: OpCall) -> str | None:
+    """Return why `decode` cannot take a call that `serves` accepts, or None; a rotation before it does not matter."""
     args = call.args
     if args.get("mask") is not None:
         return "it has a mask, and the kernel takes none"
     query, sinks = args["query"], args["sinks"]
     if query.dtype not in DTYPES:
         return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
-    if reason := refused_dtypes(call):
+    if reason := why_not_dtypes(call):
         return reason
     if sinks is not None and sinks.dtype not in DTYPES:
         return f"sinks are {sinks.dtype}, and the kernel computes in torch.float32"
@@ -169,7 +163,7 @@ def refuses(call: OpCall) -> str | None:
 def shape_of(
     query: Tensor, value: Tensor, key_cache: Tensor, block_table: Tensor, window: int, max_query_len: int
 ) -> DecodeShape:
-    """Return the shape of a call, all of its sizes known."""
+    """Return the shape of a call whose sizes are all known."""
     num_kv_heads, head_size = key_cache.shape[2:]
     positions = block_table.shape[1] * key_cache.shape[1]
     return DecodeShape(
@@ -179,7 +173,8 @@ def shape_of(
         head_size=head_size,
         value_size=value.shape[2],
         num_positions=min(positions, window + max_query_len) if window else positions,
-        # Codes are half as wide as what they become for the products of half precision; fp32 has none to speak of.
+        # In half precision a tile holds numbers as the cache does, and codes take half the bytes. A query of fp32 makes
+        # products of fp32, whatever the cache holds.
         itemsize=key_cache.itemsize if query.itemsize <= 2 else query.itemsize,
     )
 
@@ -206,11 +201,13 @@ def decode(
     coding: Coding | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
-    """Write key and value into the cache and attend, as `core::attention` says; returns (T, H, V), contiguous.
+    """Write key and value into the cache and attend, as `core::attention` says; return (T, H, V), contiguous.
 
-    For calls that `serves` accepts; padding tokens are not written to the cache. turning: the norm and rotation of
-    `core::rotary_attention`, done where query and key are read. coding: the codes that the result becomes, and is
-    returned as. config defaults to `choose`. One launch.
+    One launch, for calls that `serves` accepts. Padding tokens are not written to the cache.
+
+    - turning: the norm and rotation of `core::rotary_attention`; the kernel applies them as it reads query and key.
+    - coding: return the result as codes, in `coding.codes`.
+    - config: by default the fastest that was measured, else that of `choose`.
     """
     num_tokens, num_heads, _ = query.shape
     num_kv_heads, value_size = value.shape[1:]
@@ -260,10 +257,10 @@ def decode(
 
 
 def _tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, int]:
-    """Return the kernel's constants that are sizes: blocks are powers of two, of which products want `_MIN_TILE`."""
+    """Return the kernel's constants that are sizes. Blocks are powers of two; in products, at least `_MIN_TILE`."""
     rows = triton.next_power_of_2(shape.num_rows)
     block_v = max(triton.next_power_of_2(shape.value_size), _MIN_TILE)
-    budget = _JOINED * config.num_warps // 4 * (2 if rows * block_v <= _SMALL else 1)
+    budget = _JOINED_AT_ONCE * config.num_warps // 4 * (2 if rows * block_v <= _SMALL_RESULT else 1)
     joined = budget // (rows * block_v)
     return {
         "D": shape.head_size,

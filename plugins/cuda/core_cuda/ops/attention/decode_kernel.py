@@ -23,8 +23,6 @@ from core_cuda.ops.cache_write import codes_of
 from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
 
-__all__ = ["decode_kernel"]
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 

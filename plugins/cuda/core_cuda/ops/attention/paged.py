@@ -7,6 +7,7 @@ a program has one key/value head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
-from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import Condition, OpCall
 from core_cuda.ops.attention import decode as decode_attention
 from core_cuda.ops.attention import prefill as prefill_attention
@@ -24,16 +24,6 @@ from core_cuda.ops.attention.decode import Coding
 from core_cuda.ops.conditions import code_dtype
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rotary.rotation import rotate
-
-__all__ = [
-    "attention",
-    "attention_condition",
-    "attention_quantize",
-    "quantize_condition",
-    "rotary_attention",
-    "rotary_attention_condition",
-    "rotary_attention_quantize",
-]
 
 _TURNED_APART = 1
 """Tokens up to which decode turns query and key by a kernel of its own. Each program that shares a sequence turns its
@@ -48,23 +38,12 @@ _ATTENTION = (
 def attention_condition(call: OpCall) -> str | None:
     """Return why no kernel takes a call of `core::attention`, or None."""
     if _is_decode(**call.args):
-        return decode_attention.refuses(call)
-    return prefill_attention.refuses(call)
+        return decode_attention.why_not(call)
+    return prefill_attention.why_not(call)
 
 
-@kernel_of(ATTENTION)
-def attention(*operands: Tensor, **options: Any) -> Tensor:
+def _attend(**args: Any) -> Tensor:
     """Do what `core::attention` does, for calls that `attention_condition` lets pass; returns (T, H, V), contiguous."""
-    return _attend(dict(ATTENTION.bind(operands, options).args))
-
-
-@kernel_of(ATTENTION_QUANTIZE)
-def attention_quantize(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Do what `core::attention_quantize` does, for calls that `quantize_condition` lets pass."""
-    return _in_codes(ATTENTION_QUANTIZE, _attend, operands, options)
-
-
-def _attend(args: dict[str, Any]) -> Tensor:
     del args["mask"]
     if _is_decode(**args):
         del args["causal"]
@@ -76,23 +55,12 @@ def _attend(args: dict[str, Any]) -> Tensor:
 def rotary_attention_condition(call: OpCall) -> str | None:
     """Return why no kernel takes a call of `core::rotary_attention`, or None."""
     if _is_decode(**call.args):
-        return decode_attention.refuses(call) or attention_rotation.refuses(call)
-    return prefill_attention.refuses_rotary(call)
+        return decode_attention.why_not(call) or attention_rotation.why_not(call)
+    return prefill_attention.why_not_rotary(call)
 
 
-@kernel_of(ROTARY_ATTENTION)
-def rotary_attention(*operands: Tensor, **options: Any) -> Tensor:
+def _turn_and_attend(**args: Any) -> Tensor:
     """Do what `core::rotary_attention` does, for calls that `rotary_attention_condition` lets pass."""
-    return _turn_and_attend(dict(ROTARY_ATTENTION.bind(operands, options).args))
-
-
-@kernel_of(ROTARY_ATTENTION_QUANTIZE)
-def rotary_attention_quantize(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Do what `core::rotary_attention_quantize` does, for calls that `quantize_condition` lets pass."""
-    return _in_codes(ROTARY_ATTENTION_QUANTIZE, _turn_and_attend, operands, options)
-
-
-def _turn_and_attend(args: dict[str, Any]) -> Tensor:
     if _is_decode(**args):
         if args["query"].shape[0] <= _TURNED_APART:
             return _turned_apart(**args)
@@ -122,19 +90,25 @@ def quantize_condition(condition: Condition) -> Condition:
     return refusal
 
 
-def _in_codes(
-    op: CanonicalOp, attend: Callable[..., Tensor], operands: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Return the codes (T, H * V) of an attention's result, and their scale, in a tensor of its own."""
-    args = dict(op.bind(operands, options).args)
+def _in_codes(attend: Callable[..., Tensor], **args: Any) -> tuple[Tensor, Tensor]:
+    """Return the codes (T, H * V) of an attention's result, and their scale, in a tensor of its own.
+
+    For calls that `quantize_condition` lets pass.
+    """
     del args["granularity"]
     scale, query, size = args.pop("out_scale"), args["query"], args["value"].shape[2]
     shape = (query.shape[0], query.shape[1], size)
     codes = torch.empty(shape, dtype=args.pop("dtype"), device=query.device)
     coding = Coding(codes, scale, torch.empty((), dtype=torch.float32, device=query.device))
-    attend(args | {"coding": coding})
+    attend(**args, coding=coding)
     return codes.flatten(1), coding.used
 
 
 def _is_decode(*, query: Tensor, key: Tensor, max_query_len: int, causal: bool = True, **_: Any) -> bool:
     return causal and decode_attention.serves(query.shape[1], key.shape[1], max_query_len)
+
+
+attention = kernel_of(ATTENTION)(_attend)
+rotary_attention = kernel_of(ROTARY_ATTENTION)(_turn_and_attend)
+attention_quantize = kernel_of(ATTENTION_QUANTIZE)(partial(_in_codes, _attend))
+rotary_attention_quantize = kernel_of(ROTARY_ATTENTION_QUANTIZE)(partial(_in_codes, _turn_and_attend))

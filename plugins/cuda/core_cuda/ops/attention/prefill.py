@@ -19,35 +19,16 @@ from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
 from core_cuda.ops.attention.decode import Coding
 from core_cuda.ops.attention.prefill_kernel import Spec, prefill_kernel
-from core_cuda.ops.cache_write import head_stride, refused_cache, refused_dtypes, write_cache
+from core_cuda.ops.cache_write import head_stride, why_not_cache, why_not_dtypes, write_cache
+from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.rotary import rotation as rotary
 from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
 from core_cuda.tuned import winner
 
-__all__ = [
-    "PrefillConfig",
-    "PrefillShape",
-    "attend",
-    "candidates",
-    "choose",
-    "prefill",
-    "prefill_rotary_attention",
-    "refuses",
-    "refuses_rotary",
-]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 512
 _VALUE_PART = 256  # features of a value that a program's registers hold
-_OPTIONS = (
-    "scale",
-    "window",
-    "softcap",
-    "sinks",
-    "k_scale",
-    "v_scale",
-    "coding",
-)  # of `core::rotary_attention`, those of the attention
+# The arguments of `core::rotary_attention` that belong to the attention.
+_OPTIONS = ("scale", "window", "softcap", "sinks", "k_scale", "v_scale", "coding")
 _LOG2_E = 1 / math.log(2)
 _TMA_BYTES = 16  # alignment of what a tensor descriptor describes
 
@@ -67,17 +48,16 @@ class PrefillShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig:
-    """How the kernel is compiled and launched.
+    """How the kernel is compiled and launched."""
 
-    block_m: rows of a tile, which are pack heads of each of block_m / pack tokens. block_n: keys per iteration. tma:
-    load this step's keys and values by tensor descriptors where their layout allows it.
-    """
-
+    #: rows of a tile: `pack` heads of each of block_m / pack tokens
     block_m: int
+    #: keys per iteration
     block_n: int
     pack: int
     num_warps: int
     num_stages: int
+    #: load this step's keys and values by tensor descriptors where their layout allows it
     tma: bool = True
 
 
@@ -128,15 +108,15 @@ def candidates(shape: PrefillShape) -> tuple[PrefillConfig, ...]:
     return (chosen, *(other for other in others if other != chosen))
 
 
-def refuses(call: OpCall) -> str | None:
+def why_not(call: OpCall) -> str | None:
     """Return why `prefill` cannot take a call of `core::attention`, or None."""
     args = call.args
     if args.get("mask") is not None:
         return "it has a mask, and the kernel takes none"
     query = args["query"]
-    if query.dtype not in _DTYPES:
-        return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, _DTYPES))}"
-    if reason := refused_dtypes(call):
+    if query.dtype not in DTYPES:
+        return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
+    if reason := why_not_dtypes(call):
         return reason
     if args["sinks"] is not None and args["sinks"].dtype == torch.float64:
         return "sinks are torch.float64, and the kernel computes in torch.float32"
@@ -149,7 +129,7 @@ def refuses(call: OpCall) -> str | None:
         )
     if args["scale"] <= 0:
         return f"scale is {args['scale']}, and the kernel takes positive ones"
-    return refused_cache("key_cache", args["key_cache"]) or refused_cache("value_cache", args["value_cache"])
+    return why_not_cache("key_cache", args["key_cache"]) or why_not_cache("value_cache", args["value_cache"])
 
 
 def prefill(
@@ -162,29 +142,15 @@ def prefill(
     slot_mapping: Tensor,
     seq_lens: Tensor,
     query_starts: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    causal: bool = True,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    coding: Coding | None = None,
-    config: PrefillConfig | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Write key and value into the cache and attend: `core::attention` of calls that `refuses` lets pass.
+    """Write key and value into the cache and attend, as `core::attention` says; for calls that `why_not` lets pass.
 
-    Arguments and result (T, H, V) as there; coding: the codes that the result becomes, and is returned as. config
-    overrides the configuration chosen by shape.
+    The tensors are those of `core::attention`, the options those of `attend`. Returns (T, H, V).
     """
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    key, value = write_cache(key, value, key_cache, value_cache, slot_mapping, query_starts, **scales)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "causal": causal}
-    options |= {**scales, "coding": coding}
-    return attend(
-        query, key, value, key_cache, value_cache, block_table, seq_lens, query_starts, **options, config=config
-    )
+    scales = (options.get("k_scale"), options.get("v_scale"))
+    key, value = write_cache(key, value, key_cache, value_cache, slot_mapping, query_starts, *scales)
+    return attend(query, key, value, key_cache, value_cache, block_table, seq_lens, query_starts, **options)
 
 
 def attend(
@@ -209,7 +175,8 @@ def attend(
 ) -> Tensor:
     """Return what `prefill` returns without writing the cache, of which it reads only what earlier steps wrote.
 
-    Where the cache holds codes, so do key and value, as numbers.
+    Where the cache holds codes, key and value hold what these stand for. coding: the codes that the result becomes, and
+    is returned as. config overrides the configuration chosen by shape.
     """
     query, key, value, block_table = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
@@ -263,28 +230,13 @@ def attend(
         query,
         _described(key, config.block_n, block_d) if tma else key,
         _described(value, config.block_n, block_v) if tma else value,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        query_starts,
-        sinks,
-        out,
-        k_scale,
-        v_scale,
+        *(key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out, k_scale, v_scale),
         *((None, None) if coding is None else (coding.scale, coding.used)),
-        num_tokens,
-        num_seqs,
-        scale / softcap if softcap else scale * _LOG2_E,
-        softcap * _LOG2_E,
-        window,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[1:3],
-        *value_cache.stride()[1:3],
-        block_table.stride(0),
-        out.stride(1),
+        *(num_tokens, num_seqs),
+        *(scale / softcap if softcap else scale * _LOG2_E, softcap * _LOG2_E, window),
+        *(stride for x in (query, key, value) for stride in x.stride()[:2]),
+        *(stride for x in (key_cache, value_cache) for stride in x.stride()[1:3]),
+        *(block_table.stride(0), out.stride(1)),
         SPEC=spec,
         BLOCK_B=triton.next_power_of_2(num_seqs + 1),
         num_warps=config.num_warps,
@@ -292,13 +244,13 @@ def attend(
     return out
 
 
-def refuses_rotary(call: OpCall) -> str | None:
+def why_not_rotary(call: OpCall) -> str | None:
     """Return why `prefill_rotary_attention` cannot take a call of `core::rotary_attention`, or None."""
     out_dtype, dtype = call.args["out_dtype"], call.args["query"].dtype
     if out_dtype not in (None, dtype):
         # The key goes on in the cache's dtype, and the two have one product.
         return f"out_dtype is {out_dtype} and query {dtype}, and the kernel takes one dtype"
-    return rotary.refuses(call) or refuses(call)
+    return rotary.why_not(call) or why_not(call)
 
 
 def prefill_rotary_attention(
@@ -318,7 +270,7 @@ def prefill_rotary_attention(
     rotary_config: RotaryConfig | None = None,
     **options: Any,
 ) -> Tensor:
-    """Turn, write the cache and attend: `core::rotary_attention` of calls that `refuses_rotary` lets pass.
+    """Turn, write the cache and attend: `core::rotary_attention` of calls that `why_not_rotary` lets pass.
 
     Arguments, but for max_query_len, and result (T, H, V) as there; config and rotary_config override those chosen by
     shape; coding as for `prefill`. Two launches: the second reads the turned key where the first has left it for this,

@@ -16,35 +16,36 @@ from core_cuda.ops.cache_write import write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
 
-__all__ = ["Spec", "prefill_kernel"]
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that a row that has seen nothing yet makes no NaN of inf - inf
 
 
 class Spec(NamedTuple):
-    """What the kernel is compiled for: what a call asks for, sizes, and the tiles that it is cut into.
-
-    group: query heads of a key/value head, of which a tile holds `pack`. d, v: head sizes; v, of the part of a value
-    that a program sums. precision: of products. stages: of the loops' pipelines. k_scale, v_scale: how far the scales
-    of two heads lie apart, of a cache of codes.
-    """
+    """What the kernel is compiled for: what a call asks for, sizes, and the tiles that it is cut into."""
 
     causal: bool
     window: bool
     softcap: bool
     tma: bool
+    #: query heads of a key/value head
     group: int
+    #: of these, the query heads in a tile
     pack: int
+    #: positions of a cache block
     page: int
+    #: head size of query and key
     d: int
+    #: features of a value that a program sums
     v: int
     block_m: int
     block_n: int
     block_d: int
     block_v: int
+    #: of products
     precision: str
+    #: of the loops' pipelines
     stages: int
+    #: how far the scales of two heads lie apart, of a cache of codes
     k_scale: int = 0
     v_scale: int = 0
 

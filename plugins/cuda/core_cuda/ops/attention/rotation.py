@@ -17,27 +17,28 @@ import triton.language as tl
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-
-__all__ = ["Rotation", "Turning", "refuses", "rotated_rows", "take_turning"]
+from core_cuda.ops.conditions import DTYPES
+from core_cuda.ops.rows import TYPES
 
 _WEIGHTS = ("query_weight", "key_weight")
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class Rotation(NamedTuple):
-    """What a kernel is compiled for. table, normed, weight: dtypes that tables, normed rows and weight are rounded to.
-
-    size: rotated features; 0 if there is nothing to do at all. per_pair: whether the tables have one value per pair.
-    weighted: whether the norm has a weight. normed and weight are None where nothing is rounded.
-    """
+    """What a kernel is compiled for."""
 
     style: str = "half"
+    #: rotated features; 0 if there is nothing to do at all
     size: int = 0
+    #: whether the tables have one value per pair
     per_pair: bool = False
+    #: the dtype that tables are rounded to
     table: Any = tl.float32
     normalize: bool = False
+    #: whether the norm has a weight
     weighted: bool = False
+    #: the dtype that normed rows are rounded to; None where they are not
     normed: Any = None
+    #: the dtype that the weight is rounded to; None where there is none
     weight: Any = None
 
 
@@ -59,16 +60,16 @@ def take_turning(args: dict[str, Any]) -> Turning:
     cos, sin, weight, key_weight = (_dense(args.pop(name)) for name in ("cos", "sin", *_WEIGHTS))
     size = args.pop("rotary_dim") or args["query"].shape[2]
     normed, weight_dtype, compute = (args.pop(n) for n in ("normed_dtype", "weight_dtype", "compute_dtype"))
-    del args["norm_compute_dtype"], args["out_dtype"]  # `refuses` leaves one of each
+    del args["norm_compute_dtype"], args["out_dtype"]  # `why_not` leaves one of each
     rotation = Rotation(
         style=args.pop("style"),
         size=size,
         per_pair=cos.shape[-1] != size,
-        table=_TRITON_DTYPES[compute or cos.dtype],
+        table=TYPES[compute or cos.dtype],
         normalize=args.pop("normalize"),
         weighted=weight is not None,
-        normed=_TRITON_DTYPES.get(normed),
-        weight=None if weight is None else _TRITON_DTYPES[weight_dtype or weight.dtype],
+        normed=TYPES.get(normed),
+        weight=None if weight is None else TYPES[weight_dtype or weight.dtype],
     )
     return Turning(cos, sin, weight, key_weight, args.pop("eps"), args.pop("offset"), rotation)
 
@@ -77,17 +78,17 @@ def _dense(x: Tensor | None) -> Any:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def refuses(call: OpCall) -> str | None:
+def why_not(call: OpCall) -> str | None:
     """Return why kernels cannot rotate query and key as a call of `core::rotary_attention` asks, or None."""
     args = call.args
     dtype, kinds = args["query"].dtype, {None if args[n] is None else args[n].dtype for n in _WEIGHTS}
     for name in ("cos", "sin", *_WEIGHTS):
-        if args[name] is not None and args[name].dtype not in _TRITON_DTYPES:
+        if args[name] is not None and args[name].dtype not in DTYPES:
             return f"{name} is {args[name].dtype}, and the kernel computes in torch.float32"
     if len(kinds) > 1:
         return "query_weight and key_weight differ in dtype, or only one is given"
     for name in ("normed_dtype", "weight_dtype"):
-        if args[name] is not None and args[name] not in _TRITON_DTYPES:
+        if args[name] is not None and args[name] not in DTYPES:
             return f"{name} is {args[name]}, and the kernel computes in torch.float32"
     allowed = {"norm_compute_dtype": (torch.float32,), "compute_dtype": (torch.float32, dtype), "out_dtype": (dtype,)}
     for name, dtypes in allowed.items():

@@ -6,6 +6,8 @@ Which one is decided call by call from the real sizes, and so once per captured 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,15 +20,13 @@ from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig, default_
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
-__all__ = ["gated_linear", "linear", "refuses"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_UNMEASURED_ROWS = 16
 """Rows up to which the kernels here serve sizes that nobody measured."""
 
 
 @kernel_of(LINEAR)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by the skinny kernels or by cuBLAS, as `core_cuda.tuned` says for these sizes."""
     config = _choose(x, weight, gated=False)
     if config is None:
@@ -36,31 +36,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @kernel_of(GATED_LINEAR)
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    kind: str,
-    gate_first: bool = True,
-    interleaved: bool = False,
-    limit: float = 0.0,
-    up_offset: float = 0.0,
-) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) -> Tensor:
     """Multiply and gate in one kernel for few rows, else in two."""
-    config = None if interleaved else _choose(x, weight, gated=True)
+    config = None if gate["interleaved"] else _choose(x, weight, gated=True)
     if config is None:
-        whole = functional.linear(x, weight, bias)
-        gated: Tensor = gated_activation_fused(
-            whole, kind=kind, gate_first=gate_first, interleaved=interleaved, limit=limit, up_offset=up_offset
-        )
+        gated: Tensor = gated_activation_fused(functional.linear(x, weight, bias), **gate)
         return gated
-    gate = Gate(kind, gate_first, limit, up_offset)
-    out: Tensor = skinny_linear(_as_rows(x), weight, bias, gate=gate, config=config)
+    out: Tensor = skinny_linear(_as_rows(x), weight, bias, gate=Gate(**gate), config=config)
     return out.view(*x.shape[:-1], weight.shape[0] // 2)
 
 
-def refuses(call: OpCall) -> str | None:
+def why_not(call: OpCall) -> str | None:
     """Return why the kernels cannot take a call of either op, or None."""
     x, weight = call.args["x"], call.args["weight"]
     if x.dtype not in _DTYPES:

@@ -20,8 +20,6 @@ from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
-__all__ = ["candidates", "multiply", "quantized_linear", "refuses"]
-
 CODE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 """Not fp32: on an H200 neither torch's kernels nor these came near its rounding."""
@@ -92,7 +90,7 @@ def _choose(rows: int, columns: int, depth: int) -> SkinnyConfig:
     return SkinnyConfig("tensor" if rows <= MAX_ROWS else "rowwise", 0, 0)
 
 
-def refuses(call: OpCall) -> str | None:
+def why_not(call: OpCall) -> str | None:
     """Return why the kernels cannot take a call, or None."""
     args = call.args
     for name, value in args.items():

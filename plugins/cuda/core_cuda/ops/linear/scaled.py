@@ -13,8 +13,6 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.workspace import one
 
-__all__ = ["ALIGNED", "WAYS", "scaled_linear"]
-
 ALIGNED = 16
 """What `torch._scaled_mm` wants the sizes of the weight to be multiples of."""
 

@@ -23,8 +23,6 @@ from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
 from core_cuda.ops.workspace import counters
 
-__all__ = ["skinny_linear"]
-
 _FETCHED = 1024  # bytes of each row that `_tile_kernel` fetches
 _ALIGNED = 16  # elements between rows, so that what is fetched begins at a multiple of 16 bytes in every dtype
 

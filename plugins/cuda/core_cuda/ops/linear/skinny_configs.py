@@ -10,8 +10,6 @@ import triton
 
 from core_cuda.ops import launching
 
-__all__ = ["MAX_ROWS", "SkinnyConfig", "candidates", "default_config"]
-
 MAX_ROWS = 128
 _SHARED_BYTES = 100 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
 _MOST_SHARED_BYTES = 220 * 1024  # for a program that has one to itself
@@ -32,21 +30,23 @@ _TILES = (
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How a product is computed. kernel: "row" or "tile"; block_n, block_k: the tile of the weight.
+    """How a product is computed."""
 
-    num_stages: tiles under way to shared memory. split_k: programs that share a tile's K. swap: the weight's tile is
-    the left operand of the matrix units, whose smallest height is larger than their smallest width. "row", for a single
-    row of x, reads none of these, nor fetch: whether the beginning of each row of the weight is fetched into the L2
-    cache before the kernel waits for its input.
-    """
-
+    #: "tile"; or "row", for a single row of x, which reads none of num_stages, split_k, swap and fetch
     kernel: str
+    #: rows of the weight's tile
     block_n: int
+    #: columns of the weight's tile
     block_k: int
     num_warps: int = 4
+    #: tiles under way to shared memory
     num_stages: int = 1
+    #: programs that share a tile's K
     split_k: int = 1
+    #: whether the weight's tile is the left operand of the matrix units, whose smallest height is larger than their
+    #: smallest width
     swap: bool = False
+    #: whether the beginning of each row of the weight is fetched into the L2 cache before the kernel waits for x
     fetch: bool = False
 
 

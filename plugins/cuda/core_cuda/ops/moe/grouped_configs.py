@@ -9,8 +9,6 @@ import triton
 
 from core_cuda.ops import launching
 
-__all__ = ["GroupedConfig", "GroupedShape", "Tile", "candidates", "default_config"]
-
 _SHARED_BYTES = 110 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
 _MOST_SHARED_BYTES = 220 * 1024
 _FEW_PAIRS = 8
@@ -21,17 +19,16 @@ _PRODUCT_ELEMENTS = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedShape:
-    """tokens: T; top_k: experts of each; experts: E; hidden: D; inner: I.
-
-    up_columns, down_columns: gate_up, down lie in memory by columns (E, in, out), whatever the call says of them.
-    """
+    """What a configuration depends on: T tokens, top_k experts of each, E experts, D hidden and I inner size."""
 
     tokens: int
     top_k: int
     experts: int
     hidden: int
     inner: int
+    #: whether gate_up lies in memory by columns (E, in, out), whatever the call says
     up_columns: bool = False
+    #: whether down does
     down_columns: bool = False
 
     @property
@@ -42,24 +39,28 @@ class GroupedShape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """block_n columns of a product and block_k of what it sums over; num_stages: tiles under way to shared memory."""
+    """What a program computes at a time."""
 
+    #: columns of the product
     block_n: int
+    #: what is summed over at a time
     block_k: int
     num_warps: int = 4
+    #: tiles under way to shared memory
     num_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """kernel: "row", a pair at a time, or "tile", pairs sorted by expert, block_m at a time. up, down: the products.
+    """How the experts' products are computed."""
 
-    up.block_n counts columns of gate, and so of up. "row" uses neither block_m nor the stages.
-    """
-
+    #: "tile", pairs sorted by expert; or "row", a pair at a time, which reads neither block_m nor the tiles' stages
     kernel: str
+    #: of the product with gate_up; block_n counts columns of gate, and as many of up
     up: Tile
+    #: of the product with down
     down: Tile
+    #: pairs of a tile
     block_m: int = 1
 
     @property

@@ -25,8 +25,6 @@ from core_cuda.ops.moe.grouped_tile_kernel import product_kernel, sort_kernel, s
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Experts", "grouped_mlp", "grouped_mlp_condition", "run_grouped_mlp", "shape_of"]
-
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -36,24 +34,32 @@ _FEW = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The weights: gate_up (E, 2 * I, D) and down (E, D, I), of any strides; biases (E, 2 * I) and (E, D)."""
+    """The experts' weights."""
 
+    #: (E, 2 * I, D), of any strides
     gate_up: Tensor
+    #: (E, D, I), of any strides
     down: Tensor
+    #: (E, 2 * I)
     gate_up_bias: Tensor | None = None
+    #: (E, D)
     down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the kernels are given. x: each row one run of memory; weights, indices: contiguous; out: to be written."""
+    """What the kernels are given."""
 
+    #: each row is one run of memory
     x: Tensor
+    #: contiguous
     weights: Tensor
+    #: contiguous
     indices: Tensor
     experts: Experts
     gate: Gate
     shape: GroupedShape
+    #: written by the kernels
     out: Tensor
 
 
@@ -64,20 +70,16 @@ def grouped_mlp(
     indices: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    *,
-    kind: str,
-    transposed: bool = False,
-    interleaved: bool = False,
-    limit: float = 0.0,
-    up_offset: float = 0.0,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    transposed: bool,
+    **gate: Any,
 ) -> Tensor:
     """Compute the experts' MLPs as the configuration for these sizes says."""
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     experts = Experts(gate_up, down, gate_up_bias, down_bias)
-    return run_grouped_mlp(x, weights, indices, experts, Gate(kind, True, limit, up_offset, interleaved))
+    return run_grouped_mlp(x, weights, indices, experts, Gate(**gate))
 
 
 def run_grouped_mlp(

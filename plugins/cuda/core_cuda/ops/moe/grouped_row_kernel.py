@@ -12,9 +12,6 @@ import triton.language as tl
 from core_cuda.ops.activation import gate_product
 from core_cuda.ops.launching import start_next, wait_for_inputs
 
-__all__ = ["row_down_kernel", "row_up_kernel"]
-
-
 _FOLD = tl.constexpr(8)  # elements of 16 bytes, which one thread loads of a run of memory
 
 

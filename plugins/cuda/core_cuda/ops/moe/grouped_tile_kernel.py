@@ -13,8 +13,6 @@ import triton.language as tl
 from core_cuda.ops.activation import gate_product
 from core_cuda.ops.launching import start_next, wait_for_inputs
 
-__all__ = ["product_kernel", "sort_kernel", "sum_kernel"]
-
 
 @triton.jit
 def sort_kernel(

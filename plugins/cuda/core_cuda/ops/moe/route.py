@@ -6,6 +6,8 @@ is picked twice. A pick is two reductions over a warp: the largest rank, and the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +20,6 @@ from core_cuda.ops.conditions import all_of, computes_in_fp32, dtypes
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.sampling.ranks import rank_of, value_of
-
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "moe_route", "route_condition"]
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
@@ -148,34 +148,22 @@ def _route_kernel(
 
 @kernel_of(MOE_ROUTE)
 def moe_route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    scoring: str = "softmax",
-    bias: Tensor | None = None,
-    renormalize: bool = False,
-    renormalize_eps: float = 0.0,
-    scale: float = 1.0,
-    num_groups: int = 0,
-    top_groups: int = 0,
-    scored_per_group: int = 2,
-    sorted: bool = True,
-    compute_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
+    logits: Tensor, top_k: int, bias: Tensor | None, scale: float, num_groups: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts; always best first, and of equal scores those of the lowest number."""
     num_tokens, num_experts = logits.shape
-    weights = logits.new_empty((num_tokens, top_k), dtype=out_dtype or logits.dtype)
+    weights = logits.new_empty((num_tokens, top_k), dtype=options["out_dtype"] or logits.dtype)
     indices = logits.new_empty((num_tokens, top_k), dtype=torch.int64)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     groups = num_groups or 1
     size = num_experts // groups
     launching.launch(
         _route_kernel, (num_tokens,), logits, None if bias is None else bias.contiguous(), weights, indices,
-        logits.stride(0), groups, size, renormalize_eps, scale,
+        logits.stride(0), groups, size, options["renormalize_eps"], scale,
         TOP_K=top_k, PICKS=triton.next_power_of_2(top_k), GROUPS=triton.next_power_of_2(groups),
-        SIZE=triton.next_power_of_2(size), TOP_GROUPS=top_groups if num_groups else 0, SCORED=scored_per_group,
-        SCORING=scoring, HAS_BIAS=bias is not None, RENORMALIZE=renormalize, SCALED=scale != 1.0, num_warps=1,
+        SIZE=triton.next_power_of_2(size), TOP_GROUPS=options["top_groups"] if num_groups else 0,
+        SCORED=options["scored_per_group"], SCORING=options["scoring"], HAS_BIAS=bias is not None,
+        RENORMALIZE=options["renormalize"], SCALED=scale != 1.0, num_warps=1,
     )  # fmt: skip
     return weights, indices
 

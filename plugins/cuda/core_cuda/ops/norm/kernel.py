@@ -15,8 +15,6 @@ from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import largest, scale_of, to_codes
 from core_cuda.ops.rows import row_starts
 
-__all__ = ["long_norm_kernel", "norm_kernel"]
-
 
 @triton.jit
 def _per_column(weight, columns, mask, OFFSET: tl.constexpr, FACTOR: tl.constexpr):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from core.common.ops.declaration import CanonicalOp
 from core.common.ops.norm.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core_cuda.ops import launching
@@ -17,19 +19,6 @@ from core_cuda.ops.norm.kernel import long_norm_kernel, norm_kernel
 from core_cuda.ops.quantize import Codes
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, outputs
-
-__all__ = [
-    "NormConfig",
-    "add_rms_norm",
-    "add_rms_norm_quantize",
-    "candidates",
-    "default_config",
-    "layer_norm",
-    "options_of",
-    "rms_norm",
-    "rms_norm_quantize",
-    "run_norm",
-]
 
 Dtype = torch.dtype | None
 
@@ -42,10 +31,12 @@ _FEW_REGISTERS = 16  # values of a row to a thread, up to which the weight has r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """rows: how many rows a program takes; num_warps: of a program; early: read the weight with the rows."""
+    """How rows are shared out among programs."""
 
+    #: rows that a program takes
     rows: int
     num_warps: int
+    #: whether the weight is read with the rows, not after them
     early: bool
 
 
@@ -124,129 +115,38 @@ def options_of(weight: Tensor | None, eps: float, offset: float, x: Dtype, dtype
     }
 
 
-@kernel_of(RMS_NORM)
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    compute_dtype: Dtype = None,
-    normed_dtype: Dtype = None,
-    weight_dtype: Dtype = None,
-    out_dtype: Dtype = None,
-) -> Tensor:
-    """Normalise in fp32; compute_dtype is not read, since what is narrower may be computed wider."""
-    dtypes = (normed_dtype, weight_dtype, out_dtype)
-    (out,) = outputs(RMS_NORM, _arguments({"x": x}, weight, eps, dtypes), x.device)
-    options = options_of(weight, eps, offset, x.dtype, dtypes)
-    run_norm({"x": x, "residual": None}, {"out": out, "total": None}, options)
-    return out
+def _rms_norm(op: CanonicalOp, **args: Any) -> Any:
+    """Do what an op does that is an RMSNorm, of a sum or not, ending in codes or not; each element is read once.
+
+    compute_dtype is not read: `computes_in_fp32` leaves those that are no wider than fp32, in which kernels compute.
+    """
+    x, residual = args["x"], args.get("residual")
+    made = outputs(op, args, x.device)
+    reads, writes = {"x": x, "residual": residual}, {"out": made[0], "total": None if residual is None else made[-1]}
+    summed = x.dtype if residual is None else made[-1].dtype
+    dtypes = [args[name] for name in ("normed_dtype", "weight_dtype", "out_dtype")]
+    options = options_of(args["weight"], args["eps"], args["offset"], summed, dtypes)
+    if "scale" in args:
+        _norm_codes(reads, writes, options, Codes(args["scale"], made[1], args["group_size"]), dtypes[-1] or summed)
+    else:
+        run_norm(reads, writes, options)
+    return made[0] if len(made) == 1 else tuple(made)
 
 
-@kernel_of(ADD_RMS_NORM)
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    compute_dtype: Dtype = None,
-    normed_dtype: Dtype = None,
-    weight_dtype: Dtype = None,
-    out_dtype: Dtype = None,
-) -> tuple[Tensor, Tensor]:
-    """Add, store the sum and normalise it, each element being read once."""
-    dtypes = (normed_dtype, weight_dtype, out_dtype)
-    reads = {"x": x, "residual": residual}
-    out, total = outputs(ADD_RMS_NORM, _arguments(reads, weight, eps, dtypes), x.device)
-    options = options_of(weight, eps, offset, total.dtype, dtypes)
-    run_norm(reads, {"out": out, "total": total}, options)
-    return out, total
-
-
-def _arguments(
-    tensors: Mapping[str, Tensor | None], weight: Tensor | None, eps: float, dtypes: Sequence[Dtype]
-) -> dict[str, Any]:
-    """Return the arguments of an RMSNorm on which the layout of its results depends."""
-    names = ("normed_dtype", "weight_dtype", "out_dtype")
-    return {**tensors, "weight": weight, "eps": eps, **dict(zip(names, dtypes, strict=True))}
+rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize = (
+    kernel_of(op)(partial(_rms_norm, op)) for op in (RMS_NORM, ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
+)
 
 
 @kernel_of(LAYER_NORM)
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    compute_dtype: Dtype = None,
-    out_dtype: Dtype = None,
-) -> Tensor:
+def layer_norm(x: Tensor, bias: Tensor | None, compute_dtype: Dtype, out_dtype: Dtype, **args: Any) -> Tensor:
     """Subtract the mean before squares are summed, so that a common shift of all values costs no digits."""
-    arguments = {"x": x, "weight": weight, "bias": bias, "eps": eps}
-    (out,) = outputs(LAYER_NORM, {**arguments, "compute_dtype": compute_dtype, "out_dtype": out_dtype}, x.device)
-    options = options_of(weight, eps, 0.0, x.dtype, (None, compute_dtype or torch.float32, out_dtype))
+    rounding = {"compute_dtype": compute_dtype, "out_dtype": out_dtype}
+    (out,) = outputs(LAYER_NORM, {"x": x, "bias": bias, **rounding, **args}, x.device)
+    options = options_of(args["weight"], args["eps"], 0.0, x.dtype, (None, compute_dtype or torch.float32, out_dtype))
     options |= {"bias": None if bias is None else bias.contiguous(), "CENTER": True}
     run_norm({"x": x, "residual": None}, {"out": out, "total": None}, options)
     return out
-
-
-@kernel_of(RMS_NORM_QUANTIZE)
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    scale: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    granularity: str = "token",
-    group_size: int = 0,
-    offset: float = 0.0,
-    compute_dtype: Dtype = None,
-    normed_dtype: Dtype = None,
-    weight_dtype: Dtype = None,
-    out_dtype: Dtype = None,
-) -> tuple[Tensor, Tensor]:
-    """Normalise and quantise in one launch; rows over `MAX_WIDTH` take one more."""
-    dtypes = (normed_dtype, weight_dtype, out_dtype)
-    told = _arguments({"x": x, "scale": scale}, None, eps, dtypes)
-    told |= {"dtype": dtype, "granularity": granularity, "group_size": group_size}
-    codes, used = outputs(RMS_NORM_QUANTIZE, told, x.device)
-    options = options_of(weight, eps, offset, x.dtype, dtypes)
-    ends = Codes(scale, used, group_size)
-    _norm_codes({"x": x, "residual": None}, {"out": codes, "total": None}, options, ends, out_dtype or x.dtype)
-    return codes, used
-
-
-@kernel_of(ADD_RMS_NORM_QUANTIZE)
-def add_rms_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    scale: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    granularity: str = "token",
-    group_size: int = 0,
-    offset: float = 0.0,
-    compute_dtype: Dtype = None,
-    normed_dtype: Dtype = None,
-    weight_dtype: Dtype = None,
-    out_dtype: Dtype = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add, store the sum, normalise it and quantise in one launch; rows over `MAX_WIDTH` take one more."""
-    dtypes = (normed_dtype, weight_dtype, out_dtype)
-    reads: dict[str, Tensor | None] = {"x": x, "residual": residual}
-    told = _arguments({**reads, "scale": scale}, None, eps, dtypes)
-    told |= {"dtype": dtype, "granularity": granularity, "group_size": group_size}
-    codes, used, total = outputs(ADD_RMS_NORM_QUANTIZE, told, x.device)
-    options = options_of(weight, eps, offset, total.dtype, dtypes)
-    ends = Codes(scale, used, group_size)
-    _norm_codes(reads, {"out": codes, "total": total}, options, ends, out_dtype or total.dtype)
-    return codes, used, total
 
 
 def _norm_codes(

@@ -14,8 +14,6 @@ import triton.language as tl
 from core_cuda.ops.cache_write import codes_of, write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 
-__all__ = ["rotary_kernel"]
-
 
 @triton.jit
 def _inside(live, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):

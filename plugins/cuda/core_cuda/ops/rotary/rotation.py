@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
 from core.common.ops.rotary.rotation import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE
 from core_cuda.ops import launching
@@ -20,25 +22,15 @@ from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rotary.kernel import rotary_kernel
 from core_cuda.ops.rows import TYPES, outputs
 
-__all__ = [
-    "RotaryConfig",
-    "candidates",
-    "choose",
-    "qk_norm_rotary",
-    "refuses",
-    "rotary",
-    "rotary_single",
-    "rotate_and_write",
-]
-
 _MAX_RANK = 4
 _PER_THREAD = 16  # values of a row to a thread, at most: they are fp32, beside those of cos and sin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryConfig:
-    """rows: heads of tokens that a program turns; num_warps: of a program."""
+    """How heads of tokens are shared out among programs."""
 
+    #: heads of tokens that a program turns
     rows: int
     num_warps: int
 
@@ -66,7 +58,7 @@ def candidates(num_rows: int, head_size: int) -> tuple[RotaryConfig, ...]:
     return (chosen, *(other for other in others if other != chosen))
 
 
-def refuses(call: OpCall) -> str | None:
+def why_not(call: OpCall) -> str | None:
     """Return why the kernels cannot take a call of one of the rotary ops, or None."""
     for name in ("query", "key", "x"):
         if name in call.args and call.args[name].dim() > _MAX_RANK:
@@ -74,41 +66,18 @@ def refuses(call: OpCall) -> str | None:
     return dtypes(call)
 
 
-@kernel_of(ROTARY)
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Turn query and key in one launch; arguments and results as in `core::rotary`."""
-    arguments = {"query": query, "key": key, "cos": cos, "sin": sin, **options}
-    turned, turned_key = outputs(ROTARY, arguments, query.device)
-    _run((query, turned, None), (key, turned_key, None), cos, sin, options)
-    return turned, turned_key
+def _turned(op: CanonicalOp, cos: Tensor, sin: Tensor, **args: Any) -> Any:
+    """Turn query and key, or one tensor alone, normed first where the op says so, in one launch."""
+    names = [name for name in ("query", "key", "x") if name in args]
+    made = outputs(op, {"cos": cos, "sin": sin, **args}, cos.device)
+    first, *second = ((args[n], out, args.get(f"{n}_weight")) for n, out in zip(names, made, strict=True))
+    _run(first, second[0] if second else None, cos, sin, {"normalize": op is QK_NORM_ROTARY, **args})
+    return tuple(made) if second else made[0]
 
 
-@kernel_of(ROTARY_SINGLE)
-def rotary_single(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
-    """Turn one tensor; arguments and result as in `core::rotary_single`."""
-    (turned,) = outputs(ROTARY_SINGLE, {"x": x, "cos": cos, "sin": sin, **options}, x.device)
-    _run((x, turned, None), None, cos, sin, options)
-    return turned
-
-
-@kernel_of(QK_NORM_ROTARY)
-def qk_norm_rotary(
-    query: Tensor,
-    key: Tensor,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Norm and turn query and key in one launch; arguments and results as in `core::qk_norm_rotary`."""
-    arguments: dict[str, Any] = {"query": query, "key": key, "query_weight": query_weight, "key_weight": key_weight}
-    arguments |= {"cos": cos, "sin": sin, "eps": eps, **options}
-    turned, turned_key = outputs(QK_NORM_ROTARY, arguments, query.device)
-    options = {"normalize": True, "eps": eps, **options}
-    _run((query, turned, query_weight), (key, turned_key, key_weight), cos, sin, options)
-    return turned, turned_key
+rotary, rotary_single, qk_norm_rotary = (
+    kernel_of(op)(partial(_turned, op)) for op in (ROTARY, ROTARY_SINGLE, QK_NORM_ROTARY)
+)
 
 
 def rotate(
@@ -154,7 +123,7 @@ def rotate_and_write(
 
     cos and sin (T, R or R / 2). options: normalize and those of the norm and of the rotation, as in
     `core::rotary_attention`. Tokens from the last entry of query_starts (B + 1,) on are padding and are not written;
-    caches as `refused_cache` lets pass. k_scale, v_scale: of caches of codes, () or (K,), None for 1.
+    caches as `why_not_cache` lets pass. k_scale, v_scale: of caches of codes, () or (K,), None for 1.
 
     Returns the new query in out_dtype, and the key and value to attend to: the new key in the cache's dtype and value
     itself; or, where the cache holds codes, new tensors of the codes as numbers, in the dtypes of key and value.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -21,15 +20,14 @@ from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import outputs
 
-__all__ = ["TableConfig", "candidates", "default_config", "refuses", "rotary_table", "run_rotary_table"]
-
 _MAX_FREQUENCIES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
-    """rows: tokens of a program, a power of two; num_warps: of a program."""
+    """How tokens are shared out among programs."""
 
+    #: tokens of a program, a power of two
     rows: int
     num_warps: int
 
@@ -51,7 +49,7 @@ def candidates(num_tokens: int, num_frequencies: int) -> Iterator[TableConfig]:
                 yield TableConfig(rows=rows, num_warps=num_warps)
 
 
-def refuses(call: OpCall) -> str | None:
+def why_not(call: OpCall) -> str | None:
     """Return why the kernel cannot take a call, or None."""
     count = call.args["inv_freq"].shape[0]
     if count > _MAX_FREQUENCIES:
@@ -89,12 +87,6 @@ def _table_kernel(
         tl.store(sin + again, sines, mask=inside)
 
 
-@kernel_of(ROTARY_TABLE)
-def rotary_table(positions: Tensor, inv_freq: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin; arguments and results as in `core::rotary_table`."""
-    return run_rotary_table(positions, inv_freq, **options)
-
-
 def run_rotary_table(
     positions: Tensor,
     inv_freq: Tensor,
@@ -117,3 +109,6 @@ def run_rotary_table(
         num_warps=config.num_warps,
     )  # fmt: skip
     return cos, sin
+
+
+rotary_table = kernel_of(ROTARY_TABLE)(run_rotary_table)

@@ -21,16 +21,16 @@ from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.sampling.ranks import id_in, packed, rank_of
 from core_cuda.ops.workspace import counters
 
-__all__ = ["ArgmaxConfig", "argmax", "candidates", "default_config", "run_argmax"]
-
 _LANES = 8  # logits of a thread at a time: 16 bytes in half precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArgmaxConfig:
-    """num_warps: of a program, whose threads take 8 logits at a time each; steps: how often they do so."""
+    """How rows are shared out among programs."""
 
+    #: warps of a program, whose threads take 8 logits each at a time
     num_warps: int
+    #: how often they do so
     steps: int
 
     @property
@@ -105,12 +105,6 @@ def _argmax_kernel(
             tl.store(tokens + row, id_in(tl.max(found, axis=0)).to(tl.int64))
 
 
-@kernel_of(ARGMAX)
-def argmax(logits: Tensor) -> Tensor:
-    """Read every logit once."""
-    return run_argmax(logits)
-
-
 def run_argmax(logits: Tensor, config: ArgmaxConfig | None = None) -> Tensor:
     """Return the ids of the largest logits (R,), int64, of logits (R, V), by any configuration the same."""
     num_rows, vocabulary = logits.shape
@@ -125,3 +119,6 @@ def run_argmax(logits: Tensor, config: ArgmaxConfig | None = None) -> Tensor:
         BLOCK=config.block, STEPS=config.steps, PARTS=triton.next_power_of_2(num_parts), num_warps=config.num_warps,
     )  # fmt: skip
     return tokens
+
+
+argmax = kernel_of(ARGMAX)(run_argmax)

@@ -20,8 +20,6 @@ import triton.language as tl
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.sampling.ranks import id_in, packed, rank_of, value_of
 
-__all__ = ["bounds_kernel", "choose_kernel", "histogram_kernel"]
-
 SPAN = tl.constexpr(28.0)
 _UNIT = tl.constexpr(1099511627776.0)  # 2**40
 _LEAST = tl.constexpr(-(2**31))

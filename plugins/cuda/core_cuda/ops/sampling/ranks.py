@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["id_in", "packed", "rank_of", "value_of"]
-
 _MOST = tl.constexpr(2**31 - 1)
 
 

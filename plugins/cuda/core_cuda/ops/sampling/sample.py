@@ -14,22 +14,22 @@ from core_cuda.ops import launching
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.sampling.kernel import bounds_kernel, choose_kernel, histogram_kernel
 
-__all__ = ["SampleConfig", "candidates", "default_config", "run_sample", "sample"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
-    """part: tokens of a row to a program of the first two kernels; part_warps: of such a program.
+    """How rows are shared out among programs; all sizes are powers of two."""
 
-    bins: of a row's histogram; listed: how many tokens are sorted at a time. chunk: how many tokens of its row the last
-    kernel reads at a time; warps: of its programs. Sizes are powers of two.
-    """
-
+    #: tokens of a row that a program of the first two kernels takes
     part: int
+    #: warps of such a program
     part_warps: int
+    #: of a row's histogram
     bins: int = 2048
+    #: tokens that are sorted at a time
     listed: int = 1024
+    #: tokens of its row that a program of the last kernel reads at a time
     chunk: int = 4096
+    #: warps of a program of the last kernel
     warps: int = 16
 
 
@@ -47,12 +47,6 @@ def candidates(num_rows: int, vocabulary: int) -> Iterator[SampleConfig]:
             for chunk, warps in ((4096, 8), (4096, 16), (8192, 16), (8192, 32)):
                 sizes = {"bins": bins, "listed": listed, "chunk": chunk}
                 yield SampleConfig(part=part, part_warps=part // 256, warps=warps, **sizes)
-
-
-@kernel_of(SAMPLE)
-def sample(logits: Tensor, sampling_params: Tensor) -> Tensor:
-    """Choose by histogram; greedy rows take part in the first launch only, which finds their argmax."""
-    return run_sample(logits, sampling_params)
 
 
 def run_sample(logits: Tensor, sampling_params: Tensor, config: SampleConfig | None = None) -> Tensor:
@@ -80,3 +74,6 @@ def run_sample(logits: Tensor, sampling_params: Tensor, config: SampleConfig | N
     of_row = {"PARTS": parts_padded, "CHUNK": config.chunk, "BINS": config.bins, "LISTED": config.listed}
     launching.launch(choose_kernel, (num_rows,), *shared, listings, tokens, *sizes, **of_row, num_warps=config.warps)
     return tokens
+
+
+sample = kernel_of(SAMPLE)(run_sample)

@@ -12,8 +12,18 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import LIFTS, NearMiss, Pass, PassContext, PassResult, Writes, near_miss, site_name, view
-from core.common.passes.functional.memory import same_layout
+from core.common.passes import (
+    LIFTS,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    Writes,
+    near_miss,
+    site_name,
+    value_of,
+)
+from core.common.passes.values.layouts import same_layout
 from core_npu.passes.conditions import first_reason, same_tensors
 from core_npu.passes.streams import streams
 
@@ -47,7 +57,7 @@ def _refusal(context: PassContext, node: fx.Node) -> str:
     assert isinstance(into, fx.Node) and isinstance(source, fx.Node)
     return first_reason(
         same_tensors(context, into, source),
-        "" if same_layout(view.value(into), view.value(source)) else f"{into} and {source} lie otherwise in memory",
+        "" if same_layout(value_of(into), value_of(source)) else f"{into} and {source} lie otherwise in memory",
         _seen(context, node, into),
         _written(context, node, into, source),
         _elsewhere(node, into),
@@ -128,6 +138,7 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 
 ERASE_COPIES = Pass(
     name="erase_npu_copies",
+    does="Erase every copy that nobody can tell from its source.",
     run=run,
     after=LIFTS,
     before=("fuse_npu_add_rms_norm",),

@@ -13,18 +13,18 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import LIFTS, Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
+from core.common.passes import LIFTS, Guards, NearMiss, Pass, PassContext, Site, near_miss, value_of, view
 from core_npu.passes.calls import other_reader
 from core_npu.passes.conditions import HALVES, first_reason, same_tensors
-from core_npu.passes.streams import fuse_in_stream
+from core_npu.passes.streams import streams
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the sum at a node and the product with a number that is one of its terms."""
+    """Return the sum at a node if one of its terms is a product with a number."""
     if view.kind(node) != "add":
         return None
     for product, y in view.orders(node):
-        scaled = _scaled(product)
+        scaled = view.times_number(product)
         if scaled is None or not isinstance(y, fx.Node):
             continue
         x, number = scaled
@@ -38,24 +38,10 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 def _other_strides(context: PassContext, x: fx.Node, y: fx.Node) -> str:
     """Return why a sum with x and y in the other order would be laid out otherwise, or nothing."""
-    (ours, sizes), (theirs, _) = ((each.stride(), each.shape) for each in map(view.value, (x, y)))
-    kept = [dim for dim, size in enumerate(sizes) if not context.same_sizes((size,), (1,))]
-    same = context.same_sizes(*(tuple(strides[dim] for dim in kept) for strides in (ours, theirs)))
+    (ours, sizes), (theirs, _) = ((each.stride(), each.shape) for each in map(value_of, (x, y)))
+    kept = [dim for dim, size in enumerate(sizes) if not context.served_alike((size,), (1,))]
+    same = context.served_alike(*(tuple(strides[dim] for dim in kept) for strides in (ours, theirs)))
     return "" if same else f"{x} has strides {tuple(ours)} and {y} {tuple(theirs)}: the first term rules the result's"
-
-
-def _scaled(product: view.Operand) -> tuple[fx.Node, float] | None:
-    """Return (x, number) where a node is their product, or None."""
-    if view.kind(product) == "mul":
-        for x, number in view.orders(product):
-            if isinstance(x, fx.Node) and view.is_number(number):
-                return x, number
-    return None
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every such product and its sum."""
-    return fuse_in_stream(context, find)
 
 
 class _Scaled(nn.Module):
@@ -75,8 +61,9 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 
 FUSE_MULTIPLY_ADD = Pass(
     name="fuse_npu_multiply_add",
-    run=run,
-    guards=Guards(dtypes=HALVES),
+    find=find,
+    does="Fuse every such product and its sum.",
+    guards=Guards(scopes=streams, dtypes=HALVES),
     # Norms, gates and rotations are written with such sums too, and a norm takes the add for nothing.
     after=(*LIFTS, "fuse_npu_add_rms_norm"),
     examples=examples,

@@ -43,7 +43,6 @@ def _method(x: Any) -> Any:
 
 def _twice(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def pattern(x: Any) -> Any:
-        """Replace the reciprocal of a scale's reciprocal by the scale."""
         return outer(inner(x))
 
     return pattern
@@ -103,6 +102,7 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 _SPELLINGS = (_divided, _divided_whole, _function, _method)
 FOLD_DOUBLE_RECIPROCAL = Pass(
     name="fold_npu_double_reciprocal",
+    does="Replace the reciprocal of a scale's reciprocal by the scale.",
     mechanism="replace_pattern",
     patterns=tuple(
         Replacement(pattern=_twice(outer, inner), replacement=_itself, check=only_scales)

@@ -27,7 +27,6 @@ _PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.matmul.default)
 
 def _inside(product: OpOverload[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
     def search(rows: Tensor, weights: Tensor) -> Tensor:
-        """Replace a batched product, turned before and after or only after, by one `npu_transpose_batchmatmul`."""
         result: Tensor = product(rows.transpose(0, 1), weights)
         return result.transpose(0, 1)
 
@@ -114,6 +113,7 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 
 FUSE_TRANSPOSE_BATCHMATMUL = Pass(
     name="fuse_npu_transpose_batchmatmul",
+    does="Replace a batched product, turned before and after or only after, by one `npu_transpose_batchmatmul`.",
     mechanism="inductor",
     stage="aten",
     patterns=tuple(

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassTraits, Site, near_miss, view
 from core_npu.passes.calls import called, op, other_reader, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row
-from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.inlined import Caller, Inputs, call_site
 from core_npu.passes.norm.dynamic_quantize import other_codes, unread
-from core_npu.passes.streams import fuse_in_stream, streams
+from core_npu.passes.streams import streams
 
 _QUANTISES_BY_TOKEN = 1
 _ALIGNED = 64
@@ -54,25 +54,15 @@ def _unaligned(whole: fx.Node) -> str:
 
 
 def _site(node: fx.Node, gate: fx.Node, whole: fx.Node, smooth: fx.Node | None) -> Site:
-    readers = results(node) or {}
-    order = [(reader, index) for index in sorted(readers) for reader in readers[index]]
-
-    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
+    def call(caller: Caller, inputs: Inputs) -> fx.Node:
         options: dict[str, Any] = {"activate_left": True, "quant_mode": _QUANTISES_BY_TOKEN}
         if inputs["smooth"] is not None:  # one row for each group of tokens, here one
-            options["quant_scale"] = builder.call(torch.unsqueeze, inputs["smooth"], 0)
-        call = builder.call(op("npu_dequant_swiglu_quant"), inputs["x"], **options)
-        members = {index: builder.member(call, index) for index in sorted(readers)}
-        return [members[index] for _, index in order]
+            options["quant_scale"] = caller(torch.unsqueeze, inputs["smooth"], 0)
+        return caller(op("npu_dequant_swiglu_quant"), inputs["x"], **options)
 
-    target, args = replacement({"x": whole, "smooth": smooth}, build)
-    outputs = tuple(reader for reader, _ in order)
-    return Site(anchor=outputs[0], target=target, args=args, interior=(gate, node, *outputs), outputs=outputs)
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every gate whose product is quantised by token, and only that."""
-    return fuse_in_stream(context, find)
+    readers = results(node) or {}
+    outputs = [(reader, index) for index in sorted(readers) for reader in readers[index]]
+    return call_site({"x": whole, "smooth": smooth}, call, outputs, interior=(gate, node))
 
 
 def expect(context: PassContext) -> int | None:
@@ -115,8 +105,9 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 
 FUSE_SWIGLU_DYNAMIC_QUANT = Pass(
     name="fuse_npu_swiglu_dynamic_quant",
-    run=run,
-    guards=Guards(dtypes=CODES),
+    find=find,
+    does="Fuse every gate whose product is quantised by token, and only that.",
+    guards=Guards(scopes=streams, dtypes=CODES),
     after=("eliminate_common_subexpressions",),
     expect=expect,
     examples=examples,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, Site, near_miss, view
 from core_npu.passes.calls import called, op, read, results
 from core_npu.passes.conditions import HALVES, aligned_rows, first_reason, not_row, same_tensors
-from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.inlined import Caller, Inputs, call_site
 from core_npu.passes.norm.examples import sums
-from core_npu.passes.streams import fuse_in_stream, streams
+from core_npu.passes.streams import streams
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -51,23 +51,14 @@ def _refusal(context: PassContext, total: fx.Node, gamma: fx.Node, norm: fx.Node
 def _site(norm: fx.Node, total: fx.Node, gamma: fx.Node, epsilon: float) -> Site:
     readers = results(norm) or {}
     # y, then the factor of the norm where somebody reads it, then the sum.
-    order = [*((reader, index) for index in sorted(readers) for reader in readers[index]), (total, 2)]
+    outputs = [*((reader, index) for index in sorted(readers) for reader in readers[index]), (total, 2)]
     first, second = total.args
     assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
 
-    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
-        call = builder.call(op("npu_add_rms_norm"), inputs["x1"], inputs["x2"], inputs["gamma"], epsilon)
-        members = {index: builder.member(call, index) for index in sorted({index for _, index in order})}
-        return [members[index] for _, index in order]
+    def call(caller: Caller, given: Inputs) -> fx.Node:
+        return caller(op("npu_add_rms_norm"), *given.values(), epsilon)
 
-    target, args = replacement({"x1": first, "x2": second, "gamma": gamma}, build)
-    outputs = tuple(node for node, _ in order)
-    return Site(anchor=outputs[0], target=target, args=args, interior=(total, norm, *outputs), outputs=outputs)
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every add and the norm of its sum."""
-    return fuse_in_stream(context, find)
+    return call_site({"x1": first, "x2": second, "gamma": gamma}, call, outputs, interior=(total, norm))
 
 
 def expect(context: PassContext) -> int | None:
@@ -86,8 +77,9 @@ def _is_owed(context: PassContext, total: fx.Node) -> bool:
 
 FUSE_ADD_RMS_NORM = Pass(
     name="fuse_npu_add_rms_norm",
-    run=run,
-    guards=Guards(dtypes=HALVES),
+    find=find,
+    does="Fuse every add and the norm of its sum.",
+    guards=Guards(scopes=streams, dtypes=HALVES),
     expect=expect,
     examples=sums,
     owner="npu",

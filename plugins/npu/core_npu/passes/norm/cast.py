@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, Site, near_miss, view
 from core_npu.passes.calls import called, op, read, result_of, results
 from core_npu.passes.conditions import HALVES, aligned_rows, first_reason, not_row, same_tensors
-from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.inlined import Caller, Inputs, call_site
 from core_npu.passes.norm.examples import cast_norms
 from core_npu.passes.norm.normed import ADD_NORM, flattens
-from core_npu.passes.streams import fuse_in_stream, streams
+from core_npu.passes.streams import streams
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -43,25 +43,15 @@ def _casts(value: fx.Node) -> list[fx.Node]:
 def _site(node: fx.Node, call: fx.Node, casts: list[fx.Node]) -> Site:
     given, readers = read(call), results(call) or {}
     rank = len(view.shape(node) or ())
-    order = [(node, 1), *((cast, 0) for cast in casts), *((user, i + 1) for i in (1, 2) for user in readers.get(i, ()))]
+    outputs = [(node, 1), *((cast, 0) for cast in casts)]
+    outputs += [(user, index + 1) for index in (1, 2) for user in readers.get(index, ())]
 
-    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
-        made = builder.call(op("npu_add_rms_norm_cast"), *inputs.values(), given["epsilon"])
-        members = {index: builder.member(made, index) for index in sorted({index for _, index in order})}
-        found = []
-        for old, index in order:
-            flat = index == 0 and len(view.shape(old) or ()) != rank
-            found.append(builder.call(torch.flatten, members[0], 0, rank - 2) if flat else members[index])
-        return found
+    def make(caller: Caller, inputs: Inputs) -> fx.Node:
+        return caller(op("npu_add_rms_norm_cast"), *inputs.values(), given["epsilon"])
 
-    target, args = replacement({name: given[name] for name in ("x1", "x2", "gamma")}, build)
-    outputs = tuple(old for old, _ in order)
-    return Site(anchor=node, target=target, args=args, interior=(call, *outputs), outputs=outputs)
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every norm of a sum that is read in fp32."""
-    return fuse_in_stream(context, find)
+    inputs = {name: given[name] for name in ("x1", "x2", "gamma")}
+    joined = [cast for cast in casts if len(view.shape(cast) or ()) != rank]
+    return call_site(inputs, make, outputs, interior=(call,), joined=joined, rank=rank)
 
 
 def expect(context: PassContext) -> int | None:
@@ -82,8 +72,9 @@ def expect(context: PassContext) -> int | None:
 
 FUSE_ADD_RMS_NORM_CAST = Pass(
     name="fuse_npu_add_rms_norm_cast",
-    run=run,
-    guards=Guards(dtypes=HALVES),
+    find=find,
+    does="Fuse every norm of a sum that is read in fp32.",
+    guards=Guards(scopes=streams, dtypes=HALVES),
     after=(
         *("eliminate_common_subexpressions", "fuse_npu_add_rms_norm"),
         *("fuse_npu_add_rms_norm_quant", "fuse_npu_add_rms_norm_dynamic_quant"),

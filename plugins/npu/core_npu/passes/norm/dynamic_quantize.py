@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss
+from core.common.passes import Guards, NearMiss, Pass, PassContext, PassTraits, Site, near_miss
 from core_npu.passes.calls import INT8, called, op, read, results
 from core_npu.passes.conditions import CODES, aligned_rows, first_reason, not_row, same_tensors
-from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.inlined import Caller, Inputs, call_site
 from core_npu.passes.norm.examples import dynamic_norms
 from core_npu.passes.norm.normed import ADD_NORM, Normed, count_owed, normed
-from core_npu.passes.streams import fuse_in_stream
+from core_npu.passes.streams import streams
 
 _RANKS = range(2, 9)
 
@@ -65,35 +64,22 @@ def unread(node: fx.Node) -> str:
 
 def _site(node: fx.Node, found: Normed, smooth: fx.Node | None) -> Site:
     readers = results(node) or {}
-    order = [
-        *((reader, 0) for reader in readers.get(0, ())),
-        *((reader, 3) for reader in readers.get(1, ())),
-        *((reader, 2) for reader in found.sums),
-    ]
+    codes, scales = readers.get(0, ()), readers.get(1, ())
+    outputs = [*((each, 0) for each in codes), *((each, 3) for each in scales), *((each, 2) for each in found.sums)]
 
-    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
-        call = builder.call(
+    def call(caller: Caller, given: Inputs) -> fx.Node:
+        return caller(
             op("npu_add_rms_norm_dynamic_quant"),
-            *(inputs[name] for name in ("x1", "x2", "gamma")),
-            smooth_scale1=inputs["smooth"],
-            beta=inputs["beta"],
+            *(given[name] for name in ("x1", "x2", "gamma")),
+            smooth_scale1=given["smooth"],
+            beta=given["beta"],
             epsilon=found.given["epsilon"],
             output_mask=[True, False],
         )
-        members = {index: builder.member(call, index) for index in sorted({index for _, index in order})}
-        for index in members.keys() & {0, 3} if found.flat else ():
-            members[index] = builder.call(torch.flatten, members[index], 0, found.rank - 2)
-        return [members[index] for _, index in order]
 
-    terms = {name: found.given[name] for name in ("x1", "x2", "gamma")}
-    target, args = replacement(terms | {"smooth": smooth, "beta": found.beta}, build)
-    outputs = tuple(reader for reader, _ in order)
-    return Site(anchor=outputs[0], target=target, args=args, interior=(*found.steps, node, *outputs), outputs=outputs)
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every norm of a sum whose values are quantised by token, and only that."""
-    return fuse_in_stream(context, find)
+    inputs = {name: found.given[name] for name in ("x1", "x2", "gamma")} | {"smooth": smooth, "beta": found.beta}
+    joined = (*codes, *scales) if found.flat else ()
+    return call_site(inputs, call, outputs, interior=(*found.steps, node), joined=joined, rank=found.rank)
 
 
 def expect(context: PassContext) -> int | None:
@@ -111,8 +97,9 @@ def expect(context: PassContext) -> int | None:
 
 FUSE_ADD_RMS_NORM_DYNAMIC_QUANT = Pass(
     name="fuse_npu_add_rms_norm_dynamic_quant",
-    run=run,
-    guards=Guards(dtypes=CODES),
+    find=find,
+    does="Fuse every norm of a sum whose values are quantised by token, and only that.",
+    guards=Guards(scopes=streams, dtypes=CODES),
     after=("eliminate_common_subexpressions", "fuse_npu_add_rms_norm"),
     expect=expect,
     examples=dynamic_norms,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import PassContext, view
+from core.common.passes import PassContext, same_sizes, view
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import is_row
 from core_npu.passes.streams import streams
@@ -121,7 +121,7 @@ def flattens(node: fx.Node) -> bool:
     if view.kind(node) not in _VIEWS or not isinstance(node.args[0], fx.Node):
         return False
     source, result = view.shape(node.args[0]), view.shape(node)
-    return bool(source) and result is not None and len(result) == 2 and view.same_sizes(result[1:], (source or ())[-1:])
+    return bool(source) and result is not None and len(result) == 2 and same_sizes(result[1:], (source or ())[-1:])
 
 
 def count_owed(

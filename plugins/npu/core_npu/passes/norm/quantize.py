@@ -19,11 +19,11 @@ from core.common.passes import (
     NearMiss,
     Pass,
     PassContext,
-    PassResult,
     PassTraits,
     Site,
     near_miss,
     set_value,
+    value_of,
     view,
 )
 from core_npu.passes.calls import INT8, called, op, read
@@ -38,10 +38,10 @@ from core_npu.passes.conditions import (
     static_scales,
     widened,
 )
-from core_npu.passes.inlined import Builder, replacement
+from core_npu.passes.inlined import Caller, Inputs, call_site
 from core_npu.passes.norm.examples import static_norms, static_norms_of_sums
 from core_npu.passes.norm.normed import ADD_NORM, NORM, Normed, count_owed, normed
-from core_npu.passes.streams import fuse_in_stream
+from core_npu.passes.streams import streams
 
 
 def find_add(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -103,44 +103,35 @@ def _other_codes(given: Mapping[str, Any]) -> str:
 
 
 def _add_site(node: fx.Node, found: Normed, given: Mapping[str, Any]) -> Site:
-    terms = {name: found.given[name] for name in ("x1", "x2", "gamma")}
-    terms |= {"scales": given["scales"], "zero_points": given["zero_points"], "beta": found.beta}
-
-    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
+    def call(caller: Caller, inputs: Inputs) -> fx.Node:
         for name in ("scales", "zero_points"):
             wanted = widened(given[name])
             if wanted is not None:
-                inputs[name] = builder.call(torch.Tensor.to, inputs[name], wanted)
+                inputs[name] = caller(torch.Tensor.to, inputs[name], wanted)
         options = {"axis": -1, "epsilon": found.given["epsilon"], "div_mode": given["div_mode"]}
-        call = builder.call(op("npu_add_rms_norm_quant"), *inputs.values(), **options)
-        codes = _flat(builder, builder.member(call, 0), found)
-        return [codes, *([builder.member(call, 2)] * len(found.sums) if found.sums else [])]
+        return caller(op("npu_add_rms_norm_quant"), *inputs.values(), **options)
 
-    target, args = replacement(terms, build)
-    outputs = (node, *found.sums)
-    return Site(anchor=node, target=target, args=args, interior=(*found.steps, *outputs), outputs=outputs)
+    terms = {name: found.given[name] for name in ("x1", "x2", "gamma")}
+    terms |= {"scales": given["scales"], "zero_points": given["zero_points"], "beta": found.beta}
+    outputs = [(node, 0), *((reader, 2) for reader in found.sums)]
+    joined = (node,) if found.flat else ()
+    return call_site(terms, call, outputs, interior=found.steps, joined=joined, rank=found.rank)
 
 
 def _site(context: PassContext, node: fx.Node, found: Normed, scale: fx.Node) -> Site:
+    def call(caller: Caller, inputs: Inputs) -> fx.Node:
+        return caller(op("npu_rms_norm_quant"), *inputs.values(), found.given["epsilon"])
+
     gamma = found.given["gamma"]
     terms = {
         "x": found.x,
         "gamma": gamma,
-        "beta": found.beta or _zeros(context, gamma, view.value(gamma).shape, view.dtype(gamma)),
+        "beta": found.beta or _zeros(context, gamma, value_of(gamma).shape, view.dtype(gamma)),
         "scale": scale,
         "offset": _zeros(context, gamma, (1,), torch.int8),
     }
-
-    def build(builder: Builder, inputs: dict[str, fx.Node | None]) -> list[fx.Node]:
-        call = builder.call(op("npu_rms_norm_quant"), *inputs.values(), found.given["epsilon"])
-        return [_flat(builder, call, found)]
-
-    target, args = replacement(terms, build)
-    return Site(anchor=node, target=target, args=args, interior=(*found.steps, node))
-
-
-def _flat(builder: Builder, codes: fx.Node, found: Normed) -> fx.Node:
-    return builder.call(torch.flatten, codes, 0, found.rank - 2) if found.flat else codes
+    joined = (node,) if found.flat else ()
+    return call_site(terms, call, [(node, None)], interior=found.steps, joined=joined, rank=found.rank)
 
 
 def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype | None) -> fx.Node:
@@ -150,23 +141,13 @@ def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype |
     if name in dict(context.constants.added):
         known: fx.Node = next(node for node in context.graph.nodes if node.name == name)
         return known
-    fake = view.value(like)
+    fake = value_of(like)
     zeros = torch.zeros(shape, dtype=dtype, device=fake.device)
     made = context.constants.add(context.graph, name, zeros, like=like)
     if context.analyses is not None:  # they describe a graph without the new placeholder
         context.analyses.invalidate()
     set_value(made, fake.new_empty(tuple(shape), dtype=dtype), like)
     return made
-
-
-def run_add(context: PassContext) -> PassResult:
-    """Fuse every norm of a sum whose values are quantised by given scales, and only that."""
-    return fuse_in_stream(context, find_add)
-
-
-def run(context: PassContext) -> PassResult:
-    """Fuse every norm whose values are quantised by one given scale, and only that."""
-    return fuse_in_stream(context, find)
 
 
 def expect_add(context: PassContext) -> int | None:
@@ -185,8 +166,9 @@ def expect_add(context: PassContext) -> int | None:
 _AFTER = ("eliminate_common_subexpressions", "fuse_npu_add_rms_norm")
 FUSE_ADD_RMS_NORM_QUANT = Pass(
     name="fuse_npu_add_rms_norm_quant",
-    run=run_add,
-    guards=Guards(dtypes=CODES),
+    find=find_add,
+    does="Fuse every norm of a sum whose values are quantised by given scales, and only that.",
+    guards=Guards(scopes=streams, dtypes=CODES),
     after=_AFTER,
     expect=expect_add,
     examples=static_norms_of_sums,
@@ -195,8 +177,9 @@ FUSE_ADD_RMS_NORM_QUANT = Pass(
 )
 FUSE_RMS_NORM_QUANT = Pass(
     name="fuse_npu_rms_norm_quant",
-    run=run,
-    guards=Guards(dtypes=CODES, constants=True),
+    find=find,
+    does="Fuse every norm whose values are quantised by one given scale, and only that.",
+    guards=Guards(scopes=streams, dtypes=CODES, constants=True),
     after=_AFTER,
     examples=static_norms,
     owner="npu",

@@ -15,11 +15,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from core.common.ops.rotary import QK_NORM_ROTARY
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, PassTraits, Site, near_miss, view
+from core.common.passes import (
+    Guards,
+    NearMiss,
+    Pass,
+    PassContext,
+    PassResult,
+    PassTraits,
+    Site,
+    apply_sites,
+    near_miss,
+    view,
+)
 from core_npu.passes.calls import called, other_reader, read, result_of, results
 from core_npu.passes.conditions import HALVES, first_reason, not_row
 from core_npu.passes.norm.normed import NORM
-from core_npu.passes.streams import apply_in_stream
+from core_npu.passes.streams import streams
 
 _EACH, _BOTH = "npu_rotary_mul", "npu_apply_rotary_pos_emb"
 _STYLES = {"half": "half", "interleave": "interleaved"}
@@ -120,7 +131,7 @@ def run(context: PassContext) -> PassResult:
     """Lift every rotation of a normed query and key."""
     found = [_site(query, key) for query, key in _pairs(context.graph)]
     sites = [item for item in found if isinstance(item, Site)]
-    return apply_in_stream(context, sites, [item for item in found if isinstance(item, NearMiss)])
+    return apply_sites(context, sites, [item for item in found if isinstance(item, NearMiss)])
 
 
 class _Heads(nn.Module):
@@ -147,8 +158,9 @@ def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
 
 LIFT_QK_NORM_ROTARY = Pass(
     name="lift_npu_qk_norm_rotary",
+    does="Lift every rotation of a normed query and key.",
     run=run,
-    guards=Guards(dtypes=HALVES, implements=frozenset({QK_NORM_ROTARY.qualified_name})),
+    guards=Guards(scopes=streams, dtypes=HALVES, implements=frozenset({QK_NORM_ROTARY.qualified_name})),
     after=("fuse_npu_qkv_rms_norm_rope_cache",),
     examples=examples,
     owner="npu",

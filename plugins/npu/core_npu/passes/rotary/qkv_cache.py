@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import Guards, NearMiss, Pass, PassContext, PassResult, Site, near_miss, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, Site, near_miss, same_sizes, view
 from core_npu.passes.calls import called, read
 from core_npu.passes.conditions import HALVES, first_reason, not_row
 from core_npu.passes.rotary.qkv_cache_op import CACHE_MODE, qkv_cache_op
 from core_npu.passes.rotary.qkv_examples import cached_heads
 from core_npu.passes.rotary.rotated import Part, Rotated, others, part_of, rotated, unviewed
-from core_npu.passes.streams import fuse_in_stream
+from core_npu.passes.streams import streams
 
 _HEAD_SIZE = 128
 _COLUMNS = 16
@@ -88,9 +88,9 @@ def _tables(query: Rotated, key: Rotated) -> str:
         for side in (query, key):
             turned, shape = view.shape(side.turned) or (), view.shape(table) or ()
             rows = (*turned[:-2], 1, _HEAD_SIZE)
-            if len(shape) != len(rows) or not view.same_sizes(shape, rows):
+            if len(shape) != len(rows) or not same_sizes(shape, rows):
                 return f"{table} has shape {tuple(shape)}, the kernel takes one row for each token: {rows}"
-            if not view.same_sizes((prod(turned[:-2]),), (num_tokens,)):
+            if not same_sizes((prod(turned[:-2]),), (num_tokens,)):
                 return f"{side.turned} has not its {num_tokens} tokens before its heads"
         if view.dtype(table) != view.dtype(key.part.source):
             return f"{table} is {view.dtype(table)}, not as the values"
@@ -105,7 +105,7 @@ def _cache(given: Mapping[str, Any], key: Rotated) -> str:
     dtype, width = view.dtype(key.part.source), key.part.sizes[1]
     for name in ("key_cache", "value_cache"):
         cache, shape = given[name], view.shape(given[name]) or ()
-        columns = len(shape) == 4 and view.same_sizes((shape[1], shape[3]), (width // _COLUMNS, _COLUMNS))
+        columns = len(shape) == 4 and same_sizes((shape[1], shape[3]), (width // _COLUMNS, _COLUMNS))
         if not columns or view.dtype(cache) != dtype:
             return f"{cache} is {view.dtype(cache)} {tuple(shape)}, the kernel takes {dtype} in columns of {_COLUMNS}"
         if type(shape[2]) is not int or shape[2] % _COLUMNS:
@@ -149,15 +149,11 @@ def _site(node: fx.Node, given: Mapping[str, Any], query: Rotated, key: Rotated,
     )
 
 
-def run(context: PassContext) -> PassResult:
-    """Fuse every such write of a cache and what leads to it."""
-    return fuse_in_stream(context, find)
-
-
 FUSE_QKV_RMS_NORM_ROPE_CACHE = Pass(
     name="fuse_npu_qkv_rms_norm_rope_cache",
-    run=run,
-    guards=Guards(dtypes=HALVES),
+    find=find,
+    does="Fuse every such write of a cache and what leads to it.",
+    guards=Guards(scopes=streams, dtypes=HALVES),
     examples=cached_heads,
     owner="npu",
 )

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from simulator import atb
-from simulator.bounds import demand
+from simulator.bounds import CODE_MAX, HALF, demand
 from simulator.marshal import kernel
 
-HALF = (torch.float16, torch.bfloat16)
 ONLINE = 3
 """Codes of query, keys and values, and probabilities turned into codes on the way."""
-CODE_MAX, ONE_BLOCK = 127.0, 128
+ONE_BLOCK = 128
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -55,7 +54,14 @@ def check_triangle(mask: Tensor | None, size: int) -> None:
     demand(torch.equal(mask != 0, upper), "a mask above the diagonal")
 
 
+def rms_normed(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """Return rows over the root of their mean square, times gamma, in fp32."""
+    wide = x.float()
+    return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * gamma.float()
+
+
 def lengths_of(lengths: Tensor) -> list[int]:
+    """Return lengths, which ATB takes as int32, as a list."""
     demand(lengths.dtype == torch.int32, f"lengths of {lengths.dtype}")
     return [int(each) for each in lengths.reshape(-1)]
 
@@ -72,12 +78,15 @@ def prefixed(
     query: Tensor,
     caches: tuple[Tensor, Tensor],
     table: Tensor,
-    lengths: Sequence[tuple[int, int]],
+    num_queries: Tensor,
+    num_keys: Tensor,
     heads: tuple[int, int],
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attend over pages with several queries a sequence, causal. lengths: queries and keys of each."""
+    """Attend over pages with several queries a sequence, causal; what stands before the queries fills whole pages."""
+    lengths = list(zip(lengths_of(num_queries), lengths_of(num_keys), strict=True))
+    demand(all((keys - queries) % 128 == 0 for queries, keys in lengths), f"prefixes of {lengths}")
     rows, results = (each.view(each.shape[0], heads[0], -1) for each in (query, out))
     start = 0
     for index, (queries, keys) in enumerate(lengths):
@@ -99,9 +108,7 @@ def self_attention(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> N
         query, keys, values, table, triangle, queries, lengths = tensors
         check_triangle(triangle, 128)
         demand(keys.shape[1] == 128, f"pages of {keys.shape[1]}")
-        each = list(zip(lengths_of(queries), lengths_of(lengths), strict=True))
-        demand(all((long - short) % 128 == 0 for short, long in each), f"prefixes of {each}")
-        prefixed(query, (keys, values), table, each, heads, param.scale, outs[0])
+        prefixed(query, (keys, values), table, queries, lengths, heads, param.scale, outs[0])
         return
     demand(param.calc_type == atb.PA_ENCODER, f"calculation {param.calc_type} is not simulated")
     demand(param.mask_type <= atb.COMPRESSED_SELF, f"mask {param.mask_type} is not simulated")
@@ -206,6 +213,4 @@ def prefix_encoder(
 ) -> None:
     """The same over a prefix in pages, with no mask given."""
     demand(mask_type == 9 and mask is None and slopes is None, f"mask {mask_type} is not simulated")
-    each = list(zip(lengths_of(queries), lengths_of(lengths), strict=True))
-    demand(all((long - short) % 128 == 0 for short, long in each), f"prefixes of {each}")
-    prefixed(query, (key, value), table, each, (heads, kv_heads), scale, out)
+    prefixed(query, (key, value), table, queries, lengths, (heads, kv_heads), scale, out)

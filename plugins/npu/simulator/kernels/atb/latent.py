@@ -1,4 +1,4 @@
-"""ATB's kernels of latent attention (DeepSeek): over pages, merged block by block, and what goes before it.
+"""ATB's kernels of latent attention (DeepSeek): over pages, merged block by block, and the one that prepares inputs.
 
 T tokens, N query heads, R latent features (512), P rotary ones (64).
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
-from simulator.kernels.atb.attention import HALF, attend, causal, lengths_of, paged
+from simulator.bounds import CODE_MAX, HALF, demand
+from simulator.kernels.atb.attention import attend, causal, lengths_of, paged, rms_normed
 from simulator.marshal import kernel
 
 LATENT, ROTARY, NOPE, DOWN = 512, 64, 128, 1536
@@ -17,7 +17,6 @@ LATENT, ROTARY, NOPE, DOWN = 512, 64, 128, 1536
 RING = 2
 SPLIT_CACHE = 1
 BY_TOKEN = 1
-CODE_MAX = 127.0
 
 
 @kernel("AtbMLA", "TTTTTTTTTTIFIiiiTT")
@@ -101,11 +100,6 @@ def ring_attention(
         start, first = start + queries, first + keys
 
 
-def _normed(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    wide = x.float()
-    return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * gamma.float()
-
-
 def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply rows, turned into codes by their largest value, with codes (N, K); scales: one for each column."""
     largest = x.abs().amax(-1, keepdim=True) / CODE_MAX
@@ -154,13 +148,13 @@ def _preprocess(
     """down (R + P + 1536, hidden), up (N * (128 + P), 1536): codes; absorb (N, 128, R)."""
     dtype, heads = x.dtype, absorb.shape[0]
     demand(tuple(down.shape) == (LATENT + ROTARY + DOWN, x.shape[1]), f"a weight {tuple(down.shape)}")
-    first = _product(_normed(x, gamma0, epsilon) + beta0.float(), down, scales0).to(dtype).float()
+    first = _product(rms_normed(x, gamma0, epsilon) + beta0.float(), down, scales0).to(dtype).float()
     latent, rotary, query = first.split((LATENT, ROTARY, DOWN), dim=-1)
-    second = _product(_normed(query, gamma1, epsilon) + beta1.float(), up, scales1).to(dtype).float()
+    second = _product(rms_normed(query, gamma1, epsilon) + beta1.float(), up, scales1).to(dtype).float()
     nope, turning = second.view(-1, heads, NOPE + ROTARY).split((NOPE, ROTARY), dim=-1)
     q_latent, cache, q_rotary, rope_cache = out
     q_latent.copy_(torch.einsum("tnd,ndr->tnr", nope, absorb.float()))
     q_rotary.copy_(_rotated(turning, cos[:, None], sin[:, None]))
     page, at = cache.shape[1], slots.long()
-    cache[at // page, at % page, 0] = _normed(latent, gamma2, epsilon).to(cache.dtype)
+    cache[at // page, at % page, 0] = rms_normed(latent, gamma2, epsilon).to(cache.dtype)
     rope_cache[at // page, at % page, 0] = _rotated(rotary, cos, sin).to(rope_cache.dtype)

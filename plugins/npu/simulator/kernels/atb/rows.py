@@ -1,4 +1,4 @@
-"""ATB's kernels that work row by row: codes, rotation, routing, a product that is added up; and its caches in pages."""
+"""ATB's kernels that work row by row (codes, rotation, routing, a product added to a sum), and its paged caches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from simulator import atb
-from simulator.bounds import demand
-from simulator.kernels.atb.attention import lengths_of
+from simulator.bounds import CODE_MAX, INT8, demand
+from simulator.kernels.atb.attention import lengths_of, rms_normed
 from simulator.kernels.moe.experts import largest
 from simulator.marshal import kernel
 
-INT8 = 2
 PLAIN_NORM, CODES = 1, 17
 SIGMOID = 8
-CODE_MIN, CODE_MAX = -128, 127
 
 
 def _coded(values: Tensor, scale: Tensor, offset: Tensor | None, out: Tensor) -> None:
@@ -24,12 +22,12 @@ def _coded(values: Tensor, scale: Tensor, offset: Tensor | None, out: Tensor) ->
     codes = (values / scale.float()).round()
     if offset is not None and offset.numel():
         codes = codes + offset.float()
-    out.copy_(codes.clamp(CODE_MIN, CODE_MAX))
+    out.copy_(codes.clamp(-CODE_MAX - 1, CODE_MAX))
 
 
 @kernel("AtbElewise", "PLL")
 def elementwise(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> None:
-    """Codes by one scale, or one for each place of the last axis."""
+    """Turn numbers into codes, by one scale or by one scale for each place of the last axis."""
     demand(atb.read(atb.Elewise, given).kind == CODES, "not simulated")
     x, scale, offset = tensors
     demand(scale.dtype == x.dtype and offset.dtype == torch.int8, f"scales of {scale.dtype}")
@@ -38,19 +36,17 @@ def elementwise(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> None
 
 @kernel("AtbRmsNorm", "PLL")
 def rms_norm_codes(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> None:
-    """A norm, and codes of it by one scale, which divides, and one zero point."""
+    """Norm rows, and make codes of them: divide by the one scale, and add the one zero point."""
     param = atb.read(atb.RmsNorm, given)
     demand(param.kind == PLAIN_NORM and param.quant_type == INT8, "not simulated")
     x, gamma, beta, scale, offset = tensors
     demand(scale.numel() == 1 and offset.numel() == 1 and offset.dtype == torch.int8, "one scale, one int8 offset")
-    wide = x.float()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + param.epsilon).rsqrt()
-    _coded(normed * gamma.float() + beta.float(), scale, offset, outs[0])
+    _coded(rms_normed(x, gamma, param.epsilon) + beta.float(), scale, offset, outs[0])
 
 
 @kernel("AtbLinear", "PLL")
 def linear(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> None:
-    """Add x^T w to what is there."""
+    """Add x^T w to the fp32 sum in the result's memory."""
     param = atb.read(atb.Linear, given)
     demand(param.transpose_a and not param.transpose_b and param.accumulate and not param.bias, "not simulated")
     x, weight, before = tensors
@@ -77,7 +73,10 @@ def rope(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -> None:
 
 
 def _best_groups(scores: Tensor, groups: int, k: int, best: int) -> Tensor:
-    """Return scores with zeros in all but the k best groups, each valued by the sum of its best members."""
+    """Return scores with zeros outside the k best groups.
+
+    The value of a group is the sum of its highest scores, `best` of them.
+    """
     demand(scores.shape[1] % groups == 0 and k <= groups and best <= scores.shape[1] // groups, f"{groups} groups")
     parts = scores.view(scores.shape[0], groups, -1)
     value = parts.sort(dim=-1, descending=True).values[..., :best].sum(-1)
@@ -110,7 +109,10 @@ def add_topk_div(
     y: Tensor,
     indices: Tensor,
 ) -> None:
-    """Choose experts of the best groups by sigmoid plus bias; weigh them by their sigmoids over the sum of these."""
+    """Choose experts of the best groups by sigmoid plus bias, and weigh them by their sigmoids alone.
+
+    is_norm: divide the weights by their sum, and multiply by scale.
+    """
     demand(activation == SIGMOID and not maps and mapping is None and mapping_num is None, "not simulated")
     demand(x.dtype == bias.dtype and bias.shape == x.shape[1:], f"a bias {tuple(bias.shape)} of {bias.dtype}")
     own = torch.sigmoid(x.float())
@@ -121,7 +123,7 @@ def add_topk_div(
 
 
 def stored(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write rows (T, heads, D) into pages (blocks, page, heads, D); a negative slot is none."""
+    """Write rows (T, heads, D) into pages (blocks, page, heads, D); a row with a negative slot is left out."""
     kept = slots >= 0
     at = slots[kept].long()
     demand(bool((at < cache.shape[0] * cache.shape[1]).all()), "slots beyond the cache")
@@ -138,19 +140,28 @@ def reshape_and_cache(given: bytes, tensors: list[Tensor], outs: list[Tensor]) -
         stored(rows, cache, slots)
 
 
-def gathered(cache: Tensor, table: Tensor, spans: list[tuple[int, int]], firsts: list[int], out: Tensor) -> None:
-    """Copy sequences out of pages. spans: where each goes in `out`; firsts: its first page's place in the table."""
-    page = cache.shape[1]
-    for row, (start, end), first in zip(table, spans, firsts, strict=True):
-        blocks = row[first : first + -(-(end - start) // page)].long()
-        out[start:end] = cache[blocks].reshape(-1, *cache.shape[2:])[: end - start]
+def load_pages(
+    caches: tuple[Tensor, Tensor],
+    table: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    is_sum: bool,
+    outs: tuple[Tensor, Tensor],
+) -> None:
+    """Copy keys and values of sequences out of pages.
 
-
-def spans_of(lengths: Tensor, is_sum: bool) -> list[tuple[int, int]]:
-    """Return begin and end of each sequence, of lengths (B,) or their running sums (B + 1,)."""
+    - lengths: (B,); where is_sum, their running sums (B + 1,).
+    - starts: (B,), how many tokens of each sequence to skip, a multiple of the page size.
+    """
     counts = lengths_of(lengths)
     ends = counts if is_sum else [sum(counts[:index]) for index in range(len(counts) + 1)]
-    return list(itertools.pairwise(ends))
+    spans = list(itertools.pairwise(ends))
+    for cache, out in zip(caches, outs, strict=True):
+        page = cache.shape[1]
+        firsts = [0] * len(spans) if starts is None else [each // page for each in lengths_of(starts)]
+        for row, (start, end), first in zip(table, spans, firsts, strict=True):
+            blocks = row[first : first + -(-(end - start) // page)].long()
+            out[start:end] = cache[blocks].reshape(-1, *cache.shape[2:])[: end - start]
 
 
 @kernel("AtbPagedCacheLoad", "TTTTTTThbb")
@@ -166,9 +177,6 @@ def paged_cache_load(
     is_sum: bool,
     has_starts: bool,
 ) -> None:
-    """Copy keys and values of sequences out of pages; starts: tokens before each, in whole pages."""
+    """Copy keys and values of sequences out of pages, as `load_pages` says."""
     demand(kind == 1 and has_starts is (starts is not None), f"caches of kind {kind}")
-    spans = spans_of(lengths, is_sum)
-    firsts = [0] * len(spans) if starts is None else [each // key_cache.shape[1] for each in lengths_of(starts)]
-    gathered(key_cache, table, spans, firsts, key)
-    gathered(value_cache, table, spans, firsts, value)
+    load_pages((key_cache, value_cache), table, lengths, starts, is_sum, (key, value))

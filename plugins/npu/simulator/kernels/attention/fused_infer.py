@@ -6,17 +6,17 @@ The bounds that CANN documents for Atlas A2 and A3 are held: a call beyond them 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
+from simulator.bounds import HALF, demand
 from simulator.marshal import kernel
 
 DEFAULT, ALL, UPPER_LEFT, LOWER_RIGHT, BAND = range(5)
 MASK_SIZE = 2048
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _check_mask(mask: Tensor | None, sparse_mode: int) -> None:
@@ -122,42 +122,23 @@ def _run(
         start = end
 
 
-_HEAD = "TLLTTAA" + "T" * 15 + "TA"
-_TAIL = "IDIICIIIIIbIITT"
-
-
-def _score(arguments: tuple[Any, ...], ropes: int) -> None:
+def _score(num_ropes: int, *arguments: Any) -> None:
     query, (key,), (value,), pse, mask, ends, lengths = arguments[:7]
     quantisation, table, padding = arguments[7:14], arguments[14], arguments[15:17]
-    rest, options = arguments[17 : 24 + ropes], arguments[24 + ropes :]
+    rest, options = arguments[17 : 24 + num_ropes], arguments[24 + num_ropes :]
     heads, scale, before, behind, layout, kv_heads, sparse_mode, _precise, page, _mode, wants_lse, *_, out, _lse = (
         options
     )
     demand(all(each is None for each in (pse, *quantisation, *padding, *rest)) and not wants_lse, "not simulated")
-    _run(
-        query,
-        key,
-        value,
-        mask,
-        ends,
-        lengths,
-        table,
-        (heads, scale, before, behind, layout, kv_heads, sparse_mode, page),
-        out,
-    )
+    shown = (heads, scale, before, behind, layout, kv_heads, sparse_mode, page)
+    _run(query, key, value, mask, ends, lengths, table, shown, out)
 
 
-@kernel("aclnnFusedInferAttentionScoreV2", _HEAD + _TAIL)
-def score_v2(*arguments: Any) -> None:
-    _score(arguments, ropes=0)
-
-
-@kernel("aclnnFusedInferAttentionScoreV3", _HEAD + "TTT" + _TAIL)
-def score_v3(*arguments: Any) -> None:
-    _score(arguments, ropes=3)
-
-
-@kernel("aclnnFusedInferAttentionScoreV4", _HEAD + "TTTTT" + "IDIICIIIIIbIIITT")
-def score_v4(*arguments: Any) -> None:
-    """The kernel of the op's second version; its further arguments are of codes and sinks."""
-    _score(arguments, ropes=5)
+# Each version takes more tensors than the one before: rotary features first, then those of codes and sinks.
+for _name, _num_ropes, _options in (
+    ("V2", 0, "IDIICIIIIIbIITT"),
+    ("V3", 3, "IDIICIIIIIbIITT"),
+    ("V4", 5, "IDIICIIIIIbIIITT"),
+):
+    _spec = "TLLTTAA" + "T" * 15 + "TA" + "T" * _num_ropes + _options
+    kernel(f"aclnnFusedInferAttentionScore{_name}", _spec)(partial(_score, _num_ropes))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from simulator.bounds import demand
-from simulator.kernels.atb.attention import lengths_of
-from simulator.kernels.atb.rows import gathered, spans_of, stored
+from simulator.kernels.atb.rows import load_pages, stored
 from simulator.marshal import kernel
 
 
@@ -24,10 +23,7 @@ def gather_pa_kv_cache(
 ) -> None:
     """Copy keys and values of sequences out of pages; offsets: tokens before each, in whole pages."""
     demand(mode == "Norm", f"mode {mode} is not simulated")
-    spans = spans_of(lengths, is_sum)
-    firsts = [0] * len(spans) if offsets is None else [each // key_cache.shape[1] for each in lengths_of(offsets)]
-    gathered(key_cache, table, spans, firsts, key)
-    gathered(value_cache, table, spans, firsts, value)
+    load_pages((key_cache, value_cache), table, lengths, offsets, is_sum, (key, value))
 
 
 @kernel("aclnnScatterPaCache", "TTTTTTC")

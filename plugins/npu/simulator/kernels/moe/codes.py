@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
+from simulator.bounds import CODE_MAX, demand
 from simulator.kernels.moe.experts import FLOATS
 from simulator.marshal import kernel
 
-CODE_MAX = 127.0
 DROP, SUMS, COUNTS = 1, 1, 2
 
 

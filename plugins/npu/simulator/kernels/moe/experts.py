@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
+from simulator.bounds import HALF, demand
 from simulator.marshal import kernel
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (*HALF, torch.float32)
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -169,7 +169,8 @@ def grouped_matmul_v5(*arguments: Any) -> None:
     _grouped(*(*given, out))
 
 
-def _finalize(
+@kernel("aclnnMoeFinalizeRoutingV2", "TTTTTTTIT")
+def finalize_routing_v2(
     rows: Tensor,
     places: Tensor,
     skip1: Tensor | None,
@@ -189,13 +190,8 @@ def _finalize(
     out.copy_((rows.to(torch.float32)[at] * scales.to(torch.float32).unsqueeze(-1)).sum(dim=1))
 
 
-@kernel("aclnnMoeFinalizeRoutingV2", "TTTTTTTIT")
-def finalize_routing_v2(*arguments: Any) -> None:
-    _finalize(*arguments)
-
-
 @kernel("aclnnMoeFinalizeRoutingV4", "TTTTTTTTTTTIAAAIT")
 def finalize_routing_v4(*arguments: Any) -> None:
     common, extras, mode, ranges, out = arguments[:7], arguments[7:11], arguments[11], arguments[12:15], arguments[16]
     demand(not any(each is not None for each in (*extras, *ranges)) and arguments[15] == 1, "not simulated")
-    _finalize(*(*common, mode, out))
+    finalize_routing_v2(*common, mode, out)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
+from simulator.bounds import CODE_MAX, HALF, demand
 from simulator.marshal import kernel
-
-CODE_MAX = 127.0
 
 
 def _normed(rows: Tensor, gamma: Tensor, epsilon: float, plus: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -102,8 +100,7 @@ def add_rms_norm_dynamic_quant(
     scale2: Tensor,
 ) -> None:
     """Codes with a scale for each row; of the two, those that the mask names, or the smoothing factors without one."""
-    half = (torch.float16, torch.bfloat16)
-    demand(x1.dtype in half and gamma.dtype == x1.dtype and x1.dim() >= 2, f"x1 {x1.dtype} of rank {x1.dim()}")
+    demand(x1.dtype in HALF and gamma.dtype == x1.dtype and x1.dim() >= 2, f"x1 {x1.dtype} of rank {x1.dim()}")
     demand(beta is None or beta.dtype == x1.dtype, "a bias of x1's dtype")
     wanted = mask or [True, smooth1 is not None and smooth2 is not None]
     demand(any(wanted), "the mask names neither result")

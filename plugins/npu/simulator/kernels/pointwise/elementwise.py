@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simulator.formulas import both, in_place, stored
 from simulator.marshal import kernel
 
-Unary = Callable[[Tensor], Tensor]
-Binary = Callable[[Any, Any], Tensor]
+Function = Callable[..., Tensor]
 
-_UNARY: dict[str, Unary] = {
+_UNARY: dict[str, Function] = {
     "Abs": torch.abs,
     "Acos": torch.acos,
     "Asin": torch.asin,
@@ -49,9 +49,9 @@ _UNARY: dict[str, Unary] = {
     "Tanh": torch.tanh,
     "Trunc": torch.trunc,
 }
-_UNARY_OUT: dict[str, Unary] = {"IsInf": torch.isinf, "IsNegInf": torch.isneginf, "IsPosInf": torch.isposinf}
+_UNARY_OUT: dict[str, Function] = {"IsInf": torch.isinf, "IsNegInf": torch.isneginf, "IsPosInf": torch.isposinf}
 
-_BINARY: dict[str, Binary] = {
+_BINARY: dict[str, Function] = {
     "Atan2": torch.atan2,
     "BitwiseAndTensor": torch.bitwise_and,
     "BitwiseOrTensor": torch.bitwise_or,
@@ -74,13 +74,13 @@ _BINARY: dict[str, Binary] = {
     "RemainderTensorTensor": torch.remainder,
     "RightShift": torch.bitwise_right_shift,
 }
-_BINARY_OUT: dict[str, Binary] = {
+_BINARY_OUT: dict[str, Function] = {
     "ClampMinTensor": torch.maximum,
     "ClampMaxTensor": torch.minimum,
     "Maximum": torch.maximum,
     "Minimum": torch.minimum,
 }
-_WITH_SCALAR: dict[str, Binary] = {
+_WITH_SCALAR: dict[str, Function] = {
     "BitwiseAndScalar": torch.bitwise_and,
     "BitwiseOrScalar": torch.bitwise_or,
     "BitwiseXorScalar": torch.bitwise_xor,
@@ -100,51 +100,22 @@ _WITH_SCALAR: dict[str, Binary] = {
     "RemainderTensorScalar": torch.remainder,
     "RightShifts": torch.bitwise_right_shift,
 }
-_WITH_SCALAR_OUT: dict[str, Binary] = {
-    "ClampMax": torch.clamp_max,
-    "ClampMin": torch.clamp_min,
-    "RemainderScalarTensor": torch.remainder,
-    "PowScalarTensor": torch.pow,
-}
-_SCALAR_FIRST = ("RemainderScalarTensor", "PowScalarTensor")
+_WITH_SCALAR_OUT: dict[str, Function] = {"ClampMax": torch.clamp_max, "ClampMin": torch.clamp_min}
+_SCALAR_FIRST: dict[str, Function] = {"RemainderScalarTensor": torch.remainder, "PowScalarTensor": torch.pow}
 
-
-def _register_unary(name: str, function: Unary, in_place: bool) -> None:
-    @kernel(f"aclnn{name}", "TT")
-    def out_of_place(x: Tensor, out: Tensor) -> None:
-        out.copy_(function(x))
-
-    if in_place:
-
-        @kernel(f"aclnnInplace{name}", "T")
-        def inside(x: Tensor) -> None:
-            x.copy_(function(x))
-
-
-def _register_binary(name: str, second: str, function: Binary, in_place: bool) -> None:
-    @kernel(f"aclnn{name}", f"ST{'T'}" if name in _SCALAR_FIRST else f"T{second}T")
-    def out_of_place(x: Any, y: Any, out: Tensor) -> None:
-        out.copy_(function(x, y))
-
-    if in_place:
-
-        @kernel(f"aclnnInplace{name}", f"T{second}")
-        def inside(x: Tensor, y: Any) -> None:
-            x.copy_(function(x, y))
-
-
-for _name, _function in (*_UNARY.items(), *_UNARY_OUT.items()):
-    _register_unary(_name, _function, _name in _UNARY)
-for _name, _binary in (*_BINARY.items(), *_BINARY_OUT.items()):
-    _register_binary(_name, "T", _binary, _name in _BINARY)
-for _name, _binary in (*_WITH_SCALAR.items(), *_WITH_SCALAR_OUT.items()):
-    _register_binary(_name, "S", _binary, _name in _WITH_SCALAR)
-
-
-# ---- sums with a factor: x + alpha * y
+for _spec, _functions in (("TT", _UNARY), ("TTT", _BINARY), ("TST", _WITH_SCALAR)):
+    both({name: (_spec, function) for name, function in _functions.items()})
+for _spec, _functions in (
+    ("TT", _UNARY_OUT),
+    ("TTT", _BINARY_OUT),
+    ("TST", _WITH_SCALAR_OUT),
+    ("STT", _SCALAR_FIRST),
+):
+    stored({name: (_spec, function) for name, function in _functions.items()})
 
 
 def _plus(x: Any, y: Any, alpha: Any) -> Tensor:
+    """Return x + alpha * y; whole numbers stay whole."""
     kinds = {y.dtype if isinstance(y, Tensor) else type(y), x.dtype if isinstance(x, Tensor) else type(x)}
     exact = not any(kind is float or (isinstance(kind, torch.dtype) and kind.is_floating_point) for kind in kinds)
     factor = int(alpha) if exact and not isinstance(alpha, bool) else alpha
@@ -155,141 +126,48 @@ def _minus(x: Any, y: Any, alpha: Any) -> Tensor:
     return torch.sub(x, y) if alpha == 1 else _plus(x, y, -alpha)
 
 
-def _register_sum(name: str, second: str, function: Callable[[Any, Any, Any], Tensor]) -> None:
-    @kernel(f"aclnn{name}", f"T{second}ST")
-    def out_of_place(x: Tensor, y: Any, alpha: Any, out: Tensor) -> None:
-        out.copy_(function(x, y, alpha))
-
-    @kernel(f"aclnnInplace{name}", f"T{second}S")
-    def inside(x: Tensor, y: Any, alpha: Any) -> None:
-        x.copy_(function(x, y, alpha))
+def _divided(x: Tensor, y: Any, mode: int) -> Tensor:
+    """Divide. mode 0: without rounding, 1: towards zero, 2: down."""
+    return torch.div(x, y, rounding_mode={0: None, 1: "trunc", 2: "floor"}[mode])
 
 
-_register_sum("Add", "T", _plus)
-_register_sum("Adds", "S", _plus)
-_register_sum("Sub", "T", _minus)
-_register_sum("Subs", "S", _minus)
-
-
-@kernel("aclnnAddV3", "STST")
-def _add_scalar_first(x: Any, y: Tensor, alpha: Any, out: Tensor) -> None:
-    out.copy_(_plus(torch.tensor(x, dtype=y.dtype), y, alpha))
+both(
+    {
+        "Add": ("TTST", _plus),
+        "Adds": ("TSST", _plus),
+        "Sub": ("TTST", _minus),
+        "Subs": ("TSST", _minus),
+        "DivMod": ("TTiT", _divided),
+        "DivMods": ("TSiT", _divided),
+        "Addcmul": ("TTTST", lambda x, y, z, value: torch.addcmul(x, y, z, value=value)),
+        "Addcdiv": ("TTTST", lambda x, y, z, value: torch.addcdiv(x, y, z, value=value)),
+    }
+)
+stored(
+    {
+        "AddV3": ("STST", lambda x, y, alpha: _plus(torch.tensor(x, dtype=y.dtype), y, alpha)),
+        "Rsub": ("TTST", lambda x, y, alpha: torch.rsub(x, y, alpha=alpha)),
+        "Rsubs": ("TSST", lambda x, y, alpha: torch.rsub(x, y, alpha=alpha)),
+        "Lerp": ("TTTT", torch.lerp),
+        "Lerps": ("TTST", torch.lerp),
+        "SWhere": ("TTTT", lambda condition, x, y: torch.where(condition.bool(), x, y)),
+        "Clamp": ("TSST", torch.clamp),
+        "ClampTensor": ("TTTT", torch.clamp),
+        "RoundDecimals": ("TIT", lambda x, decimals: torch.round(x, decimals=decimals)),
+        "IsClose": ("TTDDbT", torch.isclose),
+        "Equal": ("TTT", lambda x, y: torch.tensor(x.shape == y.shape and bool((x == y).all()))),
+        "NanToNum": ("TFFFT", torch.nan_to_num),
+    }
+)
+in_place(
+    {
+        "MaskedFillScalar": ("TTS", lambda x, mask, value: x.masked_fill(mask.bool(), value)),
+        "MaskedFillTensor": ("TTT", lambda x, mask, value: torch.where(mask.bool(), value.to(x.dtype), x)),
+    }
+)
 
 
 @kernel("aclnnForeachAddScalarV2", "LSL")
 def _add_scalar_to_each(tensors: list[Tensor], scalar: Any, outs: list[Tensor]) -> None:
     for x, out in zip(tensors, outs, strict=True):
         out.copy_(_plus(x, scalar, 1))
-
-
-@kernel("aclnnRsubs", "TSST")
-def _reversed_minus(x: Tensor, y: Any, alpha: Any, out: Tensor) -> None:
-    out.copy_(torch.rsub(x, y, alpha=alpha))
-
-
-@kernel("aclnnRsub", "TTST")
-def _reversed_minus_tensor(x: Tensor, y: Tensor, alpha: Any, out: Tensor) -> None:
-    out.copy_(torch.rsub(x, y, alpha=alpha))
-
-
-# ---- division with rounding; mode 0: none, 1: towards zero, 2: down
-
-_ROUNDING = {0: None, 1: "trunc", 2: "floor"}
-
-
-@kernel("aclnnDivMod", "TTiT")
-def _divide(x: Tensor, y: Tensor, mode: int, out: Tensor) -> None:
-    out.copy_(torch.div(x, y, rounding_mode=_ROUNDING[mode]))
-
-
-@kernel("aclnnDivMods", "TSiT")
-def _divide_by_scalar(x: Tensor, y: Any, mode: int, out: Tensor) -> None:
-    out.copy_(torch.div(x, y, rounding_mode=_ROUNDING[mode]))
-
-
-@kernel("aclnnInplaceDivMod", "TTi")
-def _divide_in_place(x: Tensor, y: Tensor, mode: int) -> None:
-    x.copy_(torch.div(x, y, rounding_mode=_ROUNDING[mode]))
-
-
-@kernel("aclnnInplaceDivMods", "TSi")
-def _divide_by_scalar_in_place(x: Tensor, y: Any, mode: int) -> None:
-    x.copy_(torch.div(x, y, rounding_mode=_ROUNDING[mode]))
-
-
-# ---- three operands
-
-
-@kernel("aclnnAddcmul", "TTTST")
-def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any, out: Tensor) -> None:
-    out.copy_(torch.addcmul(x, y, z, value=value))
-
-
-@kernel("aclnnInplaceAddcmul", "TTTS")
-def _addcmul_in_place(x: Tensor, y: Tensor, z: Tensor, value: Any) -> None:
-    x.addcmul_(y, z, value=value)
-
-
-@kernel("aclnnAddcdiv", "TTTST")
-def _addcdiv(x: Tensor, y: Tensor, z: Tensor, value: Any, out: Tensor) -> None:
-    out.copy_(torch.addcdiv(x, y, z, value=value))
-
-
-@kernel("aclnnInplaceAddcdiv", "TTTS")
-def _addcdiv_in_place(x: Tensor, y: Tensor, z: Tensor, value: Any) -> None:
-    x.addcdiv_(y, z, value=value)
-
-
-@kernel("aclnnLerp", "TTTT")
-def _lerp(x: Tensor, y: Tensor, weight: Tensor, out: Tensor) -> None:
-    out.copy_(torch.lerp(x, y, weight))
-
-
-@kernel("aclnnLerps", "TTST")
-def _lerp_by_scalar(x: Tensor, y: Tensor, weight: Any, out: Tensor) -> None:
-    out.copy_(torch.lerp(x, y, weight))
-
-
-@kernel("aclnnSWhere", "TTTT")
-def _where(condition: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
-    out.copy_(torch.where(condition.bool(), x, y))
-
-
-@kernel("aclnnClamp", "TSST")
-def _clamp(x: Tensor, low: Any, high: Any, out: Tensor) -> None:
-    out.copy_(torch.clamp(x, low, high))
-
-
-@kernel("aclnnClampTensor", "TTTT")
-def _clamp_tensor(x: Tensor, low: Tensor | None, high: Tensor | None, out: Tensor) -> None:
-    out.copy_(torch.clamp(x, low, high))
-
-
-@kernel("aclnnInplaceMaskedFillScalar", "TTS")
-def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> None:
-    x.masked_fill_(mask.bool(), value)
-
-
-@kernel("aclnnInplaceMaskedFillTensor", "TTT")
-def _masked_fill_tensor(x: Tensor, mask: Tensor, value: Tensor) -> None:
-    x.copy_(torch.where(mask.bool(), value.to(x.dtype), x))
-
-
-@kernel("aclnnRoundDecimals", "TIT")
-def _round_decimals(x: Tensor, decimals: int, out: Tensor) -> None:
-    out.copy_(torch.round(x, decimals=decimals))
-
-
-@kernel("aclnnIsClose", "TTDDbT")
-def _is_close(x: Tensor, y: Tensor, relative: float, absolute: float, equal_nan: bool, out: Tensor) -> None:
-    out.copy_(torch.isclose(x, y, relative, absolute, equal_nan))
-
-
-@kernel("aclnnEqual", "TTT")
-def _equal(x: Tensor, y: Tensor, out: Tensor) -> None:
-    out.fill_(x.shape == y.shape and bool((x == y).all()))
-
-
-@kernel("aclnnNanToNum", "TFFFT")
-def _nan_to_num(x: Tensor, nan: float, high: float, low: float, out: Tensor) -> None:
-    out.copy_(torch.nan_to_num(x, nan, high, low))

@@ -7,10 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from simulator.bounds import demand
+from simulator.bounds import CODE_MAX, HALF, INT8, demand
 from simulator.marshal import kernel
-
-CODE_MAX = 127.0
 
 
 def _halves(x: Tensor, dim: int, alternating: bool = False) -> tuple[Tensor, Tensor]:
@@ -85,12 +83,12 @@ def dequant_swiglu_quant(
     scale: Tensor,
 ) -> None:
     """Codes of a gate of rows in half precision, one scale a row. Only the dynamic form without groups."""
-    demand(x.dtype in (torch.float16, torch.bfloat16) and x.dim() >= 2, f"x {x.dtype} of rank {x.dim()}")
+    demand(x.dtype in HALF and x.dim() >= 2, f"x {x.dtype} of rank {x.dim()}")
     demand(x.shape[-1] % 64 == 0, f"a last dimension of {x.shape[-1]}: 64 divides it")
     options = (weight_scale, activation_scale, bias, quant_offset, group_index)
     demand(quant_scale is None or quant_scale.shape == (1, x.shape[-1] // 2), "one row of smoothing factors")
     demand(quant_mode == "dynamic" and all(each is None for each in options), "not simulated")
-    demand((dst_type, round_mode, activate_dim % x.dim()) == (2, "rint", x.dim() - 1), "not simulated")
+    demand((dst_type, round_mode, activate_dim % x.dim()) == (INT8, "rint", x.dim() - 1), "not simulated")
     left, right = _halves(x, -1, alternating=swiglu_mode == 1)
     if swiglu_mode == 0:
         product = _swish(left) * right if activate_left else left * _swish(right)

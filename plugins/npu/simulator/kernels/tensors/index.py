@@ -7,29 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simulator.formulas import both, in_place, stored
 from simulator.marshal import kernel
 
 _REDUCTIONS = {1: "sum", 2: "prod", 3: "amax", 4: "amin"}
-
-
-@kernel("aclnnEmbedding", "TTT")
-def _embedding(weight: Tensor, indices: Tensor, out: Tensor) -> None:
-    out.copy_(torch.nn.functional.embedding(indices.long(), weight))
-
-
-@kernel("aclnnIndexSelect", "TITT")
-def _index_select(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
-    out.copy_(x.index_select(dim, index.long()))
-
-
-@kernel("aclnnGather", "TITT")
-def _gather(x: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
-    out.copy_(x.gather(dim, index.long()))
-
-
-@kernel("aclnnTake", "TTT")
-def _take(x: Tensor, index: Tensor, out: Tensor) -> None:
-    out.copy_(x.take(index.long()))
 
 
 def _position(index: Tensor | None) -> Any:
@@ -39,52 +20,18 @@ def _position(index: Tensor | None) -> Any:
     return index if index.dtype in (torch.bool, torch.uint8) else index.long()
 
 
-def _positions(indices: list[Tensor | None]) -> tuple[Any, ...]:
-    return tuple(_position(index) for index in indices)
-
-
 @kernel("aclnnIndex", "TLT")
 def _index(x: Tensor, indices: list[Tensor | None], out: Tensor) -> None:
     if out.numel():
-        out.copy_(x[_positions(indices)])
+        out.copy_(x[tuple(map(_position, indices))])
 
 
 @kernel("aclnnIndexPutImpl", "TLTbb")
 def _index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool, unsafe: bool) -> None:
     if not values.numel():
         return
-    places = [None if isinstance(position, slice) else position for position in _positions(indices)]
+    places = [None if isinstance(position, slice) else position for position in map(_position, indices)]
     torch.ops.aten.index_put_(x, places, values, accumulate)
-
-
-@kernel("aclnnIndexAdd", "TITTST")
-def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: Any, out: Tensor) -> None:
-    out.copy_(x.index_add(dim, index.long(), source, alpha=alpha))
-
-
-@kernel("aclnnIndexCopy", "TITTT")
-def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor, out: Tensor) -> None:
-    out.copy_(x.index_copy(dim, index.long(), source))
-
-
-@kernel("aclnnInplaceIndexCopy", "TITT")
-def _index_copy_in_place(x: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    x.index_copy_(dim, index.long(), source)
-
-
-@kernel("aclnnIndexFill", "TITST")
-def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any, out: Tensor) -> None:
-    out.copy_(x.index_fill(dim, index.long(), value))
-
-
-@kernel("aclnnInplaceIndexFill", "TITS")
-def _index_fill_in_place(x: Tensor, dim: int, index: Tensor, value: Any) -> None:
-    x.index_fill_(dim, index.long(), value)
-
-
-@kernel("aclnnInplaceIndexFillTensor", "TIAS")
-def _index_fill_list(x: Tensor, dim: int, index: list[int], value: Any) -> None:
-    x.index_fill_(dim, torch.tensor(index), value)
 
 
 def _scattered(x: Tensor, dim: int, index: Tensor, source: Any, reduction: int) -> Tensor:
@@ -97,29 +44,37 @@ def _scattered(x: Tensor, dim: int, index: Tensor, source: Any, reduction: int) 
     return x.scatter_reduce(dim, index.long(), source, _REDUCTIONS[reduction])
 
 
-@kernel("aclnnScatter", "TITTIT")
-def _scatter(x: Tensor, dim: int, index: Tensor, source: Tensor, reduction: int, out: Tensor) -> None:
-    out.copy_(_scattered(x, dim, index, source, reduction))
-
-
-@kernel("aclnnScatterValue", "TITSIT")
-def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any, reduction: int, out: Tensor) -> None:
-    out.copy_(_scattered(x, dim, index, value, reduction))
-
-
-@kernel("aclnnInplaceScatter", "TITTI")
-def _scatter_in_place(x: Tensor, dim: int, index: Tensor, source: Tensor, reduction: int) -> None:
-    x.copy_(_scattered(x, dim, index, source, reduction))
-
-
-@kernel("aclnnInplaceScatterValue", "TITSI")
-def _scatter_value_in_place(x: Tensor, dim: int, index: Tensor, value: Any, reduction: int) -> None:
-    x.copy_(_scattered(x, dim, index, value, reduction))
-
-
-@kernel("aclnnScatterAdd", "TITTT")
-def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor, out: Tensor) -> None:
-    out.copy_(x.scatter_add(dim, index.long(), source))
+both(
+    {
+        "IndexCopy": ("TITTT", lambda x, dim, index, source: x.index_copy(dim, index.long(), source)),
+        "IndexFill": ("TITST", lambda x, dim, index, value: x.index_fill(dim, index.long(), value)),
+        "Scatter": ("TITTIT", _scattered),
+        "ScatterValue": ("TITSIT", _scattered),
+    }
+)
+stored(
+    {
+        "Embedding": ("TTT", lambda weight, indices: torch.nn.functional.embedding(indices.long(), weight)),
+        "IndexSelect": ("TITT", lambda x, dim, index: x.index_select(dim, index.long())),
+        "Gather": ("TITT", lambda x, dim, index: x.gather(dim, index.long())),
+        "Take": ("TTT", lambda x, index: x.take(index.long())),
+        "IndexAdd": (
+            "TITTST",
+            lambda x, dim, index, source, alpha: x.index_add(dim, index.long(), source, alpha=alpha),
+        ),
+        "ScatterAdd": ("TITTT", lambda x, dim, index, source: x.scatter_add(dim, index.long(), source)),
+        "SearchSorted": (
+            "TTbbTT",
+            lambda sequence, values, _, right, sorter: torch.searchsorted(sequence, values, right=right, sorter=sorter),
+        ),
+    }
+)
+in_place(
+    {
+        "IndexFillTensor": ("TIAS", lambda x, dim, index, value: x.index_fill(dim, torch.tensor(index), value)),
+        "MaskedScatter": ("TTT", lambda x, mask, source: x.masked_scatter(mask.bool(), source)),
+    }
+)
 
 
 @kernel("aclnnScatterNdUpdate", "TTT")
@@ -148,44 +103,32 @@ def _nonzero_by_dim(x: Tensor, out: Tensor) -> dict[int, list[int]]:
     return {1: fill_front(out, x.nonzero().t())}
 
 
-@kernel("aclnnUnique", "TbbTT")
-def _unique(x: Tensor, ordered: bool, inverse: bool, out: Tensor, places: Tensor) -> dict[int, list[int]]:
-    values, found = torch.unique(x, return_inverse=True)
+def _unique(
+    found: tuple[Tensor, ...], inverse: bool, counted: bool, out: Tensor, places: Tensor, counts: Tensor
+) -> dict[int, list[int]]:
+    """Write values, where each element's stands among them, and how often it occurs; return the sizes found."""
+    values, inverses, numbers = found
     if inverse:
-        places.copy_(found)
-    return {3: fill_front(out, values)}
+        places.copy_(inverses)
+    shapes = {4: fill_front(out, values)}
+    return {**shapes, 6: fill_front(counts, numbers)} if counted else shapes
+
+
+@kernel("aclnnUnique", "TbbTT")
+def _unique_values(x: Tensor, ordered: bool, inverse: bool, out: Tensor, places: Tensor) -> dict[int, list[int]]:
+    found = torch.unique(x, return_inverse=True, return_counts=True)
+    return {3: _unique(found, inverse, False, out, places, out)[4]}
 
 
 @kernel("aclnnUnique2", "TbbbTTT")
-def _unique_counted(
-    x: Tensor, ordered: bool, inverse: bool, counted: bool, out: Tensor, places: Tensor, counts: Tensor
-) -> dict[int, list[int]]:
-    values, found, numbers = torch.unique(x, return_inverse=True, return_counts=True)
-    if inverse:
-        places.copy_(found)
-    shapes = {4: fill_front(out, values)}
-    if counted:
-        shapes[6] = fill_front(counts, numbers)
-    return shapes
+def _unique_counted(x: Tensor, ordered: bool, inverse: bool, counted: bool, *outs: Tensor) -> dict[int, list[int]]:
+    return _unique(torch.unique(x, return_inverse=True, return_counts=True), inverse, counted, *outs)
 
 
 @kernel("aclnnUniqueConsecutive", "TbbITTT")
-def _unique_consecutive(
-    x: Tensor, inverse: bool, counted: bool, dim: int, out: Tensor, places: Tensor, counts: Tensor
-) -> dict[int, list[int]]:
+def _unique_consecutive(x: Tensor, inverse: bool, counted: bool, dim: int, *outs: Tensor) -> dict[int, list[int]]:
     flat = dim >= 1000  # torch_npu's sign for "no dimension"
-    values, found, numbers = torch.unique_consecutive(x, True, True, None if flat else dim)
-    if inverse:
-        places.copy_(found)
-    shapes = {4: fill_front(out, values)}
-    if counted:
-        shapes[6] = fill_front(counts, numbers)
-    return shapes
-
-
-@kernel("aclnnInplaceMaskedScatter", "TTT")
-def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> None:
-    x.masked_scatter_(mask.bool(), source)
+    return _unique(torch.unique_consecutive(x, True, True, None if flat else dim), inverse, counted, *outs)
 
 
 @kernel("aclnnOneHot", "TITTIT")
@@ -194,10 +137,3 @@ def _one_hot(x: Tensor, depth: int, on: Tensor, off: Tensor, dim: int, out: Tens
     if dim != -1 and dim != x.dim():
         hot = hot.movedim(-1, dim)
     out.copy_(torch.where(hot, on.to(out.dtype).reshape(()), off.to(out.dtype).reshape(())))
-
-
-@kernel("aclnnSearchSorted", "TTbbTT")
-def _search_sorted(
-    sequence: Tensor, values: Tensor, narrow: bool, right: bool, sorter: Tensor | None, out: Tensor
-) -> None:
-    out.copy_(torch.searchsorted(sequence, values, right=right, sorter=sorter))

@@ -1,0 +1,1 @@
+"""Cases on two processes of one job, whose collectives go through captured graphs."""

@@ -1,0 +1,123 @@
+"""A tensor-parallel forward, and the ways to move its tensors: not at all, by canonical collectives, by torch's own.
+
+Legend: n rows, W width, I inner size, V results; P processes, of which each holds 1/P of I and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+
+from core_conformance.cases.calls.programs import doubled
+
+WIDTH, INNER, RESULTS = 16, 48, 24
+Weights = Mapping[str, Tensor]
+
+CUT: Mapping[str, int] = MappingProxyType(
+    {"up": 0, "down": 1, "wide": 0, "narrow": 1, "head": 0},
+)
+"""Weight -> the dimension that is cut: 0 of column-parallel, 1 of row-parallel linears."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moves:
+    """How tensors go between processes."""
+
+    #: The sum over the processes.
+    reduce: Callable[[Tensor], Tensor]
+    #: This process's rows of that sum.
+    scatter: Callable[[Tensor], Tensor]
+    #: The rows of all processes.
+    gather_rows: Callable[[Tensor], Tensor]
+    #: The columns of all processes.
+    gather_columns: Callable[[Tensor], Tensor]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+ALONE = Moves(reduce=_as_it_is, scatter=_as_it_is, gather_rows=_as_it_is, gather_columns=_as_it_is)
+"""One process that holds everything."""
+
+
+def canonical() -> Moves:
+    """Return the moves by `core`'s ops, among the default group."""
+    ops = torch.ops.core
+    return Moves(
+        reduce=lambda x: ops.all_reduce(x, ""),
+        scatter=lambda x: ops.reduce_scatter(x, "", 0),
+        gather_rows=lambda x: ops.all_gather(x, "", 0),
+        gather_columns=lambda x: ops.all_gather(x, "", x.dim() - 1),
+    )
+
+
+def of_graphs() -> Moves:
+    """Return the moves by the ops to which torch traces collectives: each is begun, and then waited for."""
+    ops, group = torch.ops._c10d_functional, distributed.group.WORLD
+    assert group is not None
+    size, name = group.size(), group.group_name
+
+    def gathered(x: Tensor) -> Tensor:
+        whole: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), size, name))
+        return whole
+
+    return Moves(
+        reduce=lambda x: ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", name)),
+        scatter=lambda x: ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name)),
+        gather_rows=gathered,
+        gather_columns=lambda x: torch.cat(gathered(x).chunk(size), -1),
+    )
+
+
+def of_torch() -> Moves:
+    """Return the moves by torch's functions, whose results wait for themselves: graphs of a trace alone hold them."""
+    from torch.distributed import _functional_collectives as collectives
+
+    group: Any = distributed.group.WORLD
+    return Moves(
+        reduce=lambda x: collectives.all_reduce(x, "sum", group),
+        scatter=lambda x: collectives.reduce_scatter_tensor(x, "sum", 0, group),
+        gather_rows=lambda x: collectives.all_gather_tensor(x, 0, group),
+        gather_columns=lambda x: collectives.all_gather_tensor(x, x.dim() - 1, group),
+    )
+
+
+def weights(seed: int, like: Tensor) -> dict[str, Tensor]:
+    """Return the whole weights, the same in every process, in the dtype and on the device of a tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"up": (INNER, WIDTH), "down": (WIDTH, INNER), "wide": (INNER, WIDTH), "narrow": (WIDTH, INNER)}
+    shapes["head"] = (RESULTS, WIDTH)
+    drawn = {name: torch.randn(shape, generator=generator) / sqrt(shape[1]) for name, shape in shapes.items()}
+    return {name: weight.to(like) for name, weight in drawn.items()}
+
+
+def forward(x: Tensor, held: Weights, moves: Moves) -> dict[str, Tensor]:
+    """Return hidden states and rows [n, W] and results [n, V] of x [n, W], by what a process holds of the weights."""
+    hidden = x + moves.reduce(functional.linear(functional.silu(functional.linear(x, held["up"])), held["down"]))
+    hidden = doubled(hidden)
+    part = moves.scatter(functional.linear(functional.silu(functional.linear(hidden, held["wide"])), held["narrow"]))
+    rows = moves.gather_rows(part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + 1.0))
+    return {"hidden": hidden, "rows": rows, "results": moves.gather_columns(functional.linear(rows, held["head"]))}
+
+
+class Shard(nn.Module):
+    """What one of the processes runs."""
+
+    def __init__(self, whole: Weights, moves: Moves, rank: int, size: int) -> None:
+        super().__init__()
+        for name, weight in whole.items():
+            part = weight.chunk(size, CUT[name])[rank].contiguous()
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Return what `forward` gives."""
+        return forward(x, dict(self.named_parameters()), self.moves)

@@ -1,0 +1,90 @@
+"""`core bench --serve`: a load of requests, served by one engine, and what each of them waited for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.cli.output import json_text, print_items, status
+
+if TYPE_CHECKING:
+    from core.bench.load import Load, LoadReport
+    from core.engine.steps.runner import EngineConfig
+
+_STDOUT = Path("-")
+_WARM_UP = 8
+"""Requests that are served before the load that counts: the first steps of a process are slow."""
+
+
+def bench_load(
+    asked: dict[str, Any], load: Load, config: EngineConfig, *, timeline: Path | None, json: Path | None
+) -> int:
+    """Serve the load and report it; 1 where not all that was asked for was generated."""
+    with status("loading the model", quiet=json == _STDOUT) as say:
+        report, wanted = _serve(asked, load, config, timeline, say)
+    fields = {"device": asked["device"], "model": asked["preset"] or asked["model"], "dtype": asked["dtype"]}
+    if json is not None:
+        text = json_text("core.bench_load/1", **fields, options=asked["options"], **report.to_json())
+        if json == _STDOUT:
+            sys.stdout.write(f"{text}\n")
+        else:
+            json.write_text(f"{text}\n", encoding="utf-8")
+    if json != _STDOUT:
+        print_items([_table(report), *(f"written: {path}" for path in (json, timeline) if path is not None)])
+    return 0 if report.output_tokens == wanted else 1
+
+
+def _serve(
+    asked: dict[str, Any], load: Load, config: EngineConfig, timeline: Path | None, say: Callable[[str], None]
+) -> tuple[LoadReport, int]:
+    from core.bench.load import run_load, write_timeline
+    from core.bench.model import asked_quantize, open_model
+    from core.engine.serve.engine import Engine
+    from core.host.selection import select_device
+
+    device = select_device(asked["device"])
+    loaded, _ = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
+    say("compiling")
+    with Engine(loaded, device, config) as engine:
+        say(f"warming up with {_WARM_UP} requests")
+        run_load(engine, replace(load, num_requests=_WARM_UP, rate=None, seed=load.seed + 1))
+        say(f"serving {load.num_requests} requests")
+        with engine.timeline() as noted:
+            report = run_load(engine, load)
+        if timeline is not None:
+            write_timeline(noted, timeline)
+        requests = load.requests(vocab_size=loaded.vocab_size, max_model_len=engine.max_model_len)
+        return report, sum(each.max_new_tokens for each in requests)
+
+
+def _table(report: LoadReport) -> Any:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    counts = report.counts
+    table.add_row("requests", f"{report.load.num_requests} in {report.seconds:.2f} s")
+    table.add_row("tokens", f"{report.prompt_tokens} of prompts, {report.output_tokens} generated")
+    table.add_row("generated per second", f"{report.output_rate:.1f}")
+    table.add_row("to the first token", _row(report.first_token_s))
+    table.add_row("between tokens", _row(report.between_tokens_s))
+    table.add_row("steps", ", ".join(f"{count} {phase}" for phase, count in counts["steps"].items()))
+    table.add_row("of these begun ahead", f"{counts['ahead']}, {counts['discarded']} tokens of them in vain")
+    table.add_row(
+        "padding", f"{_share(counts['padded'], counts['computed'] + counts['padded'])} of all tokens computed"
+    )
+    table.add_row("prompt tokens reused", str(counts["reused"]))
+    table.add_row("preempted", str(counts["preempted"]))
+    if report.fallbacks:
+        table.add_row("without a graph", ", ".join(f"{count} {phase}" for phase, count in report.fallbacks.items()))
+    return table
+
+
+def _row(times: dict[int, float]) -> str:
+    return ", ".join(f"p{share} {value * 1e3:.1f} ms" for share, value in times.items()) or "none"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "none"

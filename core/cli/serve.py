@@ -1,0 +1,158 @@
+"""`core serve`: a model behind HTTP, as OpenAI's clients speak it (docs/serving.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from core.cli.model_argument import (
+    CALIBRATION,
+    DEVICE,
+    DTYPE,
+    KV_CACHE_DTYPE,
+    QUANTIZE,
+    check_device,
+    check_model_options,
+    compile_options,
+)
+from core.cli.output import status
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.engine.http.config import ServerConfig
+    from core.engine.models.quantizing import Quantize
+    from core.engine.serve.engine import Engine
+    from core.engine.steps.runner import EngineConfig
+
+
+def serve(
+    device: str = DEVICE,
+    model: Path | None = typer.Option(None, help="Folder of a transformers causal LM; default: the embedded model."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; 0.0.0.0 for all."),
+    port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
+    max_num_seqs: int = typer.Option(8, min=1, help="Sequences that are generated at once."),
+    max_model_len: int | None = typer.Option(
+        None, min=2, help="Longest context in tokens; default: the model's own, at most 2048."
+    ),
+    max_queue: int = typer.Option(256, min=0, help="Sequences that may wait beyond these; more are refused with 429."),
+    served_model_name: str | None = typer.Option(
+        None, help="Name by which clients ask for the model; default: the folder's."
+    ),
+    api_key: str | None = typer.Option(
+        None, help="What clients must send; CORE_API_KEY does the same and is seen by fewer eyes."
+    ),
+    dtype: str = DTYPE,
+    mode: str | None = typer.Option(
+        None, help="Capture mode (full, piecewise, segmented, compile, off), or one per phase: decode=full,prefill=off."
+    ),
+    lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
+    quantize: str | None = QUANTIZE,
+    calibration: Path | None = CALIBRATION,
+    kv_cache_dtype: str = KV_CACHE_DTYPE,
+    speculative: int = typer.Option(0, min=0, help="Tokens drafted at most per step from what the text said before."),
+    cache_tokens: int | None = typer.Option(
+        None, min=1, help="Tokens that the key/value cache has room for; default: what memory and sequences ask for."
+    ),
+    memory_fraction: float | None = typer.Option(
+        None, help="Share of the device's memory that weights, graphs and cache fill together, such as 0.9."
+    ),
+    prefix_caching: bool = typer.Option(True, help="Share the cache of prompts that begin alike."),
+    max_body_bytes: int = typer.Option(4 * 2**20, min=1024, help="Largest body of a request; larger ones get 413."),
+    drain_timeout: float = typer.Option(30.0, min=0, help="Seconds that requests may go on after SIGTERM."),
+) -> int:
+    """Serve a model over HTTP with OpenAI's API until SIGTERM or Ctrl-C."""
+    from core.engine.steps.runner import EngineConfig
+    from core.host.selection import check_name
+
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype)
+    engine_config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        cache_tokens=cache_tokens,
+        memory_fraction=memory_fraction,
+        prefix_caching=prefix_caching,
+        kv_cache_dtype=kv_cache_dtype,
+        speculative=speculative,
+        options=compile_options(mode, lowering),
+    )
+    config = _server_config(
+        model,
+        served_model_name,
+        api_key,
+        host=host,
+        port=port,
+        max_queue=max_queue,
+        max_body_bytes=max_body_bytes,
+        drain_timeout_s=drain_timeout,
+    )
+    check_name(device)
+    # From here on torch is imported.
+    _serve(config, device, model, dtype, engine_config, (quantize, calibration))
+    return 0
+
+
+def _server_config(model: Path | None, name: str | None, api_key: str | None, **fields: Any) -> ServerConfig:
+    """Return how to listen; raise `UsageError` for what needs neither torch nor the model to be refused."""
+    from core.engine.http.config import ServerConfig
+    from core.engine.models.assets import embedded_model
+    from core.settings import Settings
+
+    key = Settings.from_environment({"CORE_API_KEY": api_key}).api_key if api_key is not None else None
+    folder = embedded_model() if model is None else model.expanduser().resolve()
+    if name is not None and not name.strip():
+        raise UsageError("--served-model-name ''", found="it is empty", remedy="give a name, or leave it out")
+    return ServerConfig(model_name=name or folder.name, api_key=key or Settings.from_environment().api_key, **fields)
+
+
+def _serve(
+    config: ServerConfig,
+    device: str,
+    model: Path | None,
+    dtype: str,
+    engine_config: EngineConfig,
+    scheme: tuple[str | None, Path | None],
+) -> None:
+    """Take the port, load and compile, and serve; the port first, so that a taken one costs no minutes."""
+    try:
+        from core.engine.http.logs import log_as_json
+        from core.engine.http.server import bind
+        from core.engine.http.server import serve as run
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "core serve", found=f"the module {error.name!r} is not installed", remedy="pip install 'core[hf,serve]'"
+        ) from None
+    from core.engine.models.quantizing import Quantize
+
+    quantize = Quantize.of(*scheme)
+    log_as_json()
+    listener = bind(config)
+    try:
+        with _engine(device, model, dtype, engine_config, quantize) as engine:
+            run(engine, config, listener)
+    finally:
+        listener.close()
+
+
+def _engine(device: str, model: Path | None, dtype: str, config: EngineConfig, scheme: Quantize | None) -> Engine:
+    from core.compilation.cache.store import Store
+    from core.engine.models.assets import embedded_model
+    from core.engine.models.loading import load_model
+    from core.engine.models.resolve import parse_dtype
+    from core.engine.serve.engine import Engine
+    from core.host.selection import select_device
+    from core.settings import Settings
+
+    resolved = select_device(device)
+    if Settings.from_environment().cache:
+        Store.of_user().keep_kernels(resolved.kernel_compilers)
+    check_device(config, resolved)  # what it lacks is refused before the model is loaded
+    kind = parse_dtype(dtype, resolved)
+    with status("loading", quiet=False) as say:
+        loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind)
+        if scheme is not None:
+            say("quantising")
+            loaded = scheme.apply(loaded)
+        say("compiling")
+        return Engine(loaded, resolved, config, progress=lambda what, done, total: say(what))

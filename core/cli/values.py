@@ -1,0 +1,72 @@
+"""Checks of values that hold for every subcommand, before it runs: text, numbers and paths that nothing could use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.errors import UsageError
+from core.paths import local_path
+
+_MAX_INT, _MAX_SEED = 2**31 - 1, 2**64 - 1
+_SEED = "--seed"
+_STDOUT = Path("-")
+
+
+def check_text(arguments: Sequence[str]) -> None:
+    """Raise `UsageError` for an argument that is no text: bytes that are not UTF-8, or a NUL."""
+    for number, argument in enumerate(arguments, start=1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            found = "its bytes are not UTF-8"
+        else:
+            if "\0" not in argument:
+                continue
+            found = "it holds a NUL"
+        shown = ascii(argument if len(argument) <= 60 else f"{argument[:60]}...")
+        raise UsageError(f"argument {number}, {shown}", found=found, remedy="pass text encoded as UTF-8")
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a subcommand's function that refuses what no subcommand can use, and gets paths with `~` resolved."""
+    names = {name: _label(name, each.default) for name, each in inspect.signature(function).parameters.items()}
+
+    @functools.wraps(function)
+    def run(**values: Any) -> Any:
+        return function(**{name: _checked(names[name], value) for name, value in values.items()})
+
+    return run
+
+
+def number_text(value: int) -> str:
+    """Return a number's digits, or its size: Python refuses to write out the digits of very large ones."""
+    return str(value) if value.bit_length() < 200 else f"a number of {value.bit_length()} bits"
+
+
+def _label(name: str, declared: Any) -> str:
+    """Return how a parameter stands on the command line."""
+    given = [each for each in getattr(declared, "param_decls", None) or () if each.startswith("--")]
+    if type(declared).__name__ == "ArgumentInfo":
+        return str(declared.metavar or name.upper())
+    return given[0] if given else f"--{name.replace('_', '-')}"
+
+
+def _checked(label: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_checked(label, each) for each in value]
+    if isinstance(value, Path) and value != _STDOUT:
+        return local_path(f"{label} {str(value)!r}", value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{label} {value}", found="it is no finite number", remedy="pass a finite number")
+    if isinstance(value, int) and not isinstance(value, bool):
+        limit = _MAX_SEED if label == _SEED else _MAX_INT
+        if abs(value) > limit:
+            raise UsageError(
+                f"{label} {number_text(value)}", found=f"{limit} is the most", remedy="pass a smaller number"
+            )
+    return value

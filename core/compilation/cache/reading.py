@@ -1,0 +1,256 @@
+"""What a trace read, as expressions, and their values in this process as text.
+
+The expressions are Dynamo's, over two names: `phases`, the callables of the program, and `modules`, those of Python.
+They are interpreted here, never handed to `eval`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.compilation.cache.differences import shown
+from core.compilation.cache.literals import decode, encode
+from core.compilation.cache.uncacheable import Uncacheable
+from core.compilation.cache.values import ATOMS, Texts, content_digest, name_of, tensor_text
+from core.compilation.capture.breaks import modules_of
+from core.compilation.trace.reads import Reads
+
+ABSENT = "(absent)"
+"""The text of what there is not: a variable of the environment, a builtin, and what an expression does not lead to."""
+_MODEL = "L['model']"
+_GIVEN = re.compile(r"L\['(inputs|constants)'\]|\.environ\._data\b")
+"""What is counted otherwise: inputs and guards by the request, the environment by variable."""
+_HOOKS = re.compile(r"(.*)\.\w*_hooks\w*")
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_VALUES = (*ATOMS, tuple, frozenset)
+"""Kinds of values that may be one object or two by chance."""
+
+
+def expressions_of(reads: Reads, phase: str, *, hands_through: bool) -> Iterator[str]:
+    """Yield the expressions of all that a trace read; raise `Uncacheable` for what has none.
+
+    hands_through: whether the model returns constants, which Dynamo reads without a word.
+    """
+    for what in reads.unknown:
+        raise Uncacheable(f"the model reads {what}")
+    sources = [*reads.sources, *(reads.handed_through if hands_through else ())]
+    yield from (_placed(each, phase) for each in sources if not _GIVEN.search(each))
+    for source, name, own in reads.attributes:
+        if not _GIVEN.search(source):
+            yield f"{'own' if own else 'hasattr'}({_placed(source, phase)}, {name!r})"
+    yield from (f"builtin({module!r}, {name!r})" for module, name in reads.builtins)
+    yield from (f"environment({name!r})" for name in reads.environment)
+    for call in reads.calls:
+        if not getattr(call.function, "__module__", None) or not hasattr(call.function, "__qualname__"):
+            raise Uncacheable(f"the model calls {call.function!r} while it is traced, to which no name leads")
+        yield f"call({name_of(call.function)!r}, {json.dumps([encode(call.args), encode(dict(call.kwargs))])!r})"
+
+
+def _placed(source: str, phase: str) -> str:
+    found = source.replace(_MODEL, f"phases[{phase!r}]")
+    found = re.sub(r"\bM\[", "modules[", found)
+    if re.search(r"\b[LG]\[", found):
+        raise Uncacheable(f"the model reads {source}, to which no name leads")
+    return found
+
+
+class Reading:
+    """One reading of live values. Holds every object that it has met."""
+
+    def __init__(self, phases: Mapping[str, Any], names: frozenset[str], layouts: Layouts) -> None:
+        """phases: the callables of the program. names: see `Texts`. layouts: of tensors that passes may have moved."""
+        self.texts = Texts(names)
+        #: Texts by expression.
+        self.values: dict[str, str] = {}
+        #: Those met, by expression.
+        self.tensors: dict[str, Tensor] = {}
+        self._phases = phases
+        self._layouts = layouts
+        self._first: dict[int, tuple[Any, str]] = {}
+        self._memory: dict[tuple[str, int], str] = {}
+        self._alike: dict[str, list[Any]] = {}
+
+    def path_of(self, tensor: Tensor) -> str | None:
+        """Return the first expression that led to a tensor object; None where none did."""
+        value, expression = self._first.get(id(tensor), (None, ""))
+        return expression if value is tensor else None
+
+    def read(self, expressions: Iterable[str], *, strict: bool = True) -> dict[str, str]:
+        """Read expressions in an order of their own, so that equal values have the same texts; return all texts so far.
+
+        Raises `Uncacheable` for a value without a text; where not strict, its text is the reason why it has none.
+        """
+        for each in sorted(set(expressions)):
+            try:
+                self.values[each] = self._text(each)
+            except Uncacheable as reason:
+                if strict:
+                    raise
+                self.values[each] = f"({reason})"
+        return self.values
+
+    def _text(self, expression: str) -> str:
+        """Return the value of an expression as text, and with which one before it is the same object.
+
+        Raises `Uncacheable` for a value without a text; what there is not is `ABSENT`.
+        """
+        try:
+            value = self._value(ast.parse(expression, mode="eval").body)
+        except Uncacheable:
+            raise
+        except Exception:  # whatever a lookup raises: the trace found a value there, or will find none either
+            return ABSENT
+        if isinstance(value, _Fact):
+            return value
+        if isinstance(value, dict) and (hooks := _HOOKS.fullmatch(expression)):
+            return self.texts.of(_ranked(value, self._value(ast.parse(hooks[1], mode="eval").body)))
+        if isinstance(value, Tensor):
+            self.tensors[expression] = value
+        try:
+            text = self.texts.of(value)
+        except Uncacheable as reason:
+            raise Uncacheable(f"{shown(expression)} {reason}") from None
+        if isinstance(value, Tensor):
+            text = self._placed(value, expression)
+        return text if type(value) in _VALUES else self._told_apart(value, text, expression)
+
+    def _placed(self, tensor: Tensor, expression: str) -> str:
+        """Return the text of a tensor as the model held it at first, and whose memory it shares."""
+        text, memory = self._layouts.of(tensor)
+        first = self._memory.setdefault(memory, expression)
+        return text if first == expression else f"{text}, in the memory of {first}"
+
+    def _told_apart(self, value: Any, text: str, expression: str) -> str:
+        """Return the text with which object it is of: of code, among those of the same text, else where it was met."""
+        first = self._first.setdefault(id(value), (value, expression))[1]
+        if not isinstance(value, _CODE):
+            return text if first == expression else f"= {first}"
+        same = self._alike.setdefault(text, [])
+        if not any(each is value for each in same):
+            same.append(value)
+        number = next(number for number, each in enumerate(same) if each is value)
+        return f"{text} #{number + 1}" if number else text
+
+    def _value(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Attribute():
+                return getattr(self._value(node.value), node.attr)
+            case ast.Subscript(value=ast.Name(id="phases"), slice=ast.Constant(value=name)):
+                return self._phases[str(name)]
+            case ast.Subscript(value=ast.Name(id="modules"), slice=ast.Constant(value=name)):
+                return _module(str(name))
+            case ast.Subscript():
+                return self._value(node.value)[self._value(node.slice)]
+            case ast.Tuple():
+                return tuple(map(self._value, node.elts))
+            case ast.UnaryOp(op=ast.USub()):
+                return -self._value(node.operand)
+            case ast.Call(keywords=[]):
+                return self._called(ast.unparse(node.func), node)
+        raise Uncacheable(f"the model reads {ast.unparse(node)}, which can't be read again")
+
+    def _called(self, name: str, node: ast.Call) -> Any:
+        if name in _LOOKUPS:
+            return _LOOKUPS[name](*map(self._value, node.args))
+        if not node.args:
+            held = self._value(node.func)
+            if isinstance(held, weakref.ref):
+                return held()
+        raise Uncacheable(f"the model reads {ast.unparse(node)}, which can't be read again")
+
+
+def _ranked(hooks: Mapping[Any, Any], owner: Any) -> dict[int, Any]:
+    """Return hooks by their rank among all of their owner: their own numbers count all hooks of the process."""
+    held = [each for name, each in vars(owner).items() if "hooks" in name and isinstance(each, dict)]
+    ranks = {number: rank for rank, number in enumerate(sorted({number for each in held for number in each}))}
+    return {ranks[number]: hook for number, hook in hooks.items()}
+
+
+class Layouts:
+    """How the tensors of a program's modules lie in memory before passes join some of them."""
+
+    def __init__(self, phases: Mapping[str, Any]) -> None:
+        self._known: dict[int, tuple[Tensor, str, int]] = {}
+        for model in phases.values():
+            for module in modules_of(model).values():
+                held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+                for value in held:
+                    if isinstance(value, Tensor) and value.layout == torch.strided:
+                        self._known[id(value)] = (value, tensor_text(value), value.untyped_storage()._cdata)
+
+    def of(self, tensor: Tensor) -> tuple[str, tuple[str, int]]:
+        """Return the text of a tensor, and what tells its memory from that of others."""
+        known, text, memory = self._known.get(id(tensor), (None, "", 0))
+        if known is tensor:
+            return text, ("then", memory)
+        return tensor_text(tensor), ("now", tensor.untyped_storage()._cdata)
+
+
+class _Fact(str):
+    """A text that is its own."""
+
+    __slots__ = ()
+
+
+def _module(name: str) -> Any:
+    return sys.modules.get(name) or importlib.import_module(name)
+
+
+def _own(value: Any, name: str) -> _Fact:
+    return _Fact(name in getattr(value, "__dict__", ()))
+
+
+def _environment(name: str) -> _Fact:
+    return _Fact(repr(os.environ[name]) if name in os.environ else ABSENT)
+
+
+def _builtin(module: str, name: str) -> Any:
+    try:
+        space = vars(_module(module))
+    except ImportError:
+        raise Uncacheable(f"the model's code is of a module {module}, which can't be imported") from None
+    if name in space:
+        return _Fact(f"a global of {module}")
+    builtins = vars(sys.modules["builtins"])
+    return builtins[name] if name in builtins else _Fact(ABSENT)
+
+
+def _call(name: str, arguments: str) -> Any:
+    module, _, path = name.partition(":")
+    found = _module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    args, kwargs = (decode(each, {}) for each in json.loads(arguments))
+    return found(*args, **kwargs)
+
+
+_LOOKUPS: dict[str, Callable[..., Any]] = {
+    "type": lambda value: type(value),
+    "dict": lambda value: dict(value),
+    "list": lambda value: list(value),
+    "getattr": lambda value, name: getattr(value, name),
+    "object.__getattribute__": object.__getattribute__,
+    "list.__getitem__": list.__getitem__,
+    "dict.__getitem__": dict.__getitem__,
+    "dict.keys": dict.keys,
+    "hasattr": lambda value, name: _Fact(hasattr(value, name)),
+    "own": _own,
+    "environment": _environment,
+    "builtin": _builtin,
+    "call": _call,
+    "content": lambda tensor: _Fact(content_digest(tensor)),
+}

@@ -1,0 +1,81 @@
+"""Refusals as OpenAI's API words them: a status, and one JSON object that names the field."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from core.errors import CoreError
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+"""What OpenAI calls a status; `invalid_request_error` where it is not named."""
+
+
+class ApiError(Exception):
+    """A request that is answered with a status of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        #: The field of the request that is at fault.
+        self.param = param
+        #: One word for programs.
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object that a client gets."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return the answer to a request that has got none yet."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def of_core(error: CoreError, *, status: int = 400, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return what `core` refuses as an answer in one line."""
+    return ApiError(status, f"{error.asked}: {error.found}; to do: {error.remedy}", param=param, code=code)
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """Return the first fault of a body's shape, with the field that has it."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json"
+        )
+    where = [str(part) for part in first["loc"][1:]]
+    param = where[0] if where else None
+    if first["type"] == "extra_forbidden":
+        name = ".".join(where)
+        return ApiError(400, f"{name!r} is not supported here; leave it out", param=param, code="unsupported_parameter")
+    if first["type"] == "missing" and param is not None:
+        return ApiError(400, f"{param!r} is missing", param=param, code="missing_required_parameter")
+    if isinstance(first.get("input"), bytes):
+        message = "the body is taken for JSON only with the header Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
+    found = reprlib.repr(first.get("input"))
+    at = f"{'.'.join(where)}: " if where else "the body: "
+    return ApiError(400, f"{at}{first['msg']}, not {found}", param=param, code="invalid_value")

@@ -1,0 +1,106 @@
+"""Groups of attention layers that look back equally far, and how many blocks each group gets of the memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from core.engine.inspect.attention import AttentionLayer
+
+MAX_GROUPS = 4
+"""Each has a block table and a slot mapping in every step; layers of more windows share the next larger one."""
+_MOST_OF_WINDOWS = 4
+"""Windows are full for four times as many sequences as have room at full length: most sequences are shorter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup:
+    """Attention layers whose keys and values are kept equally long."""
+
+    #: Positions that they look back; 0 for all.
+    window: int
+    modules: tuple[nn.Module, ...]
+    #: Cache memory of one position in all of them.
+    bytes_per_position: int
+
+
+def make_groups(layers: Mapping[nn.Module, AttentionLayer], *, max_len: int, block_size: int) -> tuple[LayerGroup, ...]:
+    """Group layers by window, those that look back to the first token first.
+
+    A window that holds nearly the longest context saves nothing, and counts as none.
+    """
+    windows = {m: 0 if layer.window + 2 * block_size >= max_len else layer.window for m, layer in layers.items()}
+    kept = sorted({window for window in windows.values() if window}, reverse=True)
+    kept = kept[: MAX_GROUPS - 1]  # the larger ones: a smaller window may be kept longer than it needs
+    members: dict[int, list[nn.Module]] = {window: [] for window in (0, *kept)}
+    for module, window in windows.items():
+        members[window if window in members else min(kept)].append(module)
+    return tuple(
+        LayerGroup(
+            window=window,
+            modules=tuple(modules),
+            bytes_per_position=sum(layers[module].bytes_per_position for module in modules),
+        )
+        for window, modules in members.items()
+        if modules
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """How many blocks each group gets, the null block included, and what they take."""
+
+    num_blocks: tuple[int, ...]
+    num_bytes: int
+    #: Tokens that have room in the group with the most positions to keep.
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheNeeds:
+    """What decides about the size of a cache besides memory."""
+
+    groups: Sequence[LayerGroup]
+    block_size: int
+    #: Tokens of the longest context.
+    max_len: int
+    #: Sequences at once.
+    max_num_seqs: int
+    #: Tokens at most in a step, whose positions a window holds besides those that it looks back to.
+    max_step_tokens: int
+
+    def size_for(self, num_tokens: int) -> CacheSize:
+        """Return the size at which num_tokens tokens have room in layers without a window.
+
+        Windows get what `_MOST_OF_WINDOWS` times as many sequences need as these tokens are at full length.
+        """
+        size, longest = self.block_size, -(-self.max_len // self.block_size)
+        seqs = min(self.max_num_seqs, max(1, _MOST_OF_WINDOWS * num_tokens // (longest * size)))
+        blocks = []
+        for group in self.groups:
+            count = -(-num_tokens // size)
+            if group.window:
+                own = min(longest, -(-group.window // size) + 2)
+                # Twice: a step that is under way still needs what the one behind it lets go.
+                count = min(count, seqs * own + 2 * -(-self.max_step_tokens // size) + seqs)
+            blocks.append(1 + max(count, longest))
+        per_block = [group.bytes_per_position * size for group in self.groups]
+        total = sum(count * each for count, each in zip(blocks, per_block, strict=True))
+        return CacheSize(num_blocks=tuple(blocks), num_bytes=total, num_tokens=(max(blocks) - 1) * size)
+
+    @property
+    def full(self) -> CacheSize:
+        """The size at which all sequences have room at full length."""
+        return self.size_for(self.max_num_seqs * -(-self.max_len // self.block_size) * self.block_size)
+
+    def size_within(self, num_bytes: int) -> CacheSize | None:
+        """Return the largest size of at most so many bytes; None where not even one sequence has room."""
+        low, high = self.max_len, num_bytes // min(group.bytes_per_position for group in self.groups) + self.max_len
+        if self.size_for(low).num_bytes > num_bytes:
+            return None
+        while high - low > self.block_size:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.size_for(middle).num_bytes <= num_bytes else (low, middle)
+        return self.size_for(low)

@@ -1,0 +1,55 @@
+"""How large the cache becomes: what was asked for, else what sequences need, as far as memory goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.device import Device
+from core.engine.paged.groups import CacheNeeds, CacheSize
+from core.engine.steps.runner import EngineConfig
+from core.errors import ModelError
+
+DEFAULT_FRACTION = 0.9
+"""Share of the device's memory that an engine fills at most, weights and graphs included."""
+_EASY = 0.5
+"""A cache that takes at most this share of what is free needs no look at what a step takes."""
+_GRAPHS = 1.5
+"""Memory that captured graphs hold, as a multiple of what the largest step takes while it runs."""
+
+
+def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest_step: Callable[[], int]) -> CacheSize:
+    """Return the size of the cache; raise `ModelError` where there is no room for it.
+
+    largest_step: runs the largest step once and returns the bytes that it took meanwhile; called only where it matters.
+    """
+    most, total = config.memory_fraction or DEFAULT_FRACTION, device.parts.memory().total_bytes
+    if config.cache_tokens is not None:
+        size = needs.size_for(config.cache_tokens)
+        _check(needs, size, total - device.parts.memory().taken_bytes, device)
+        return size
+    full = needs.full
+    if config.memory_fraction is None and full.num_bytes <= _EASY * (most * total - device.parts.memory().taken_bytes):
+        return full
+    reserve = int(_GRAPHS * largest_step())
+    device.parts.empty_cache()
+    budget = int(most * total) - device.parts.memory().taken_bytes - reserve
+    most_tokens = needs.size_within(budget)
+    if most_tokens is None:
+        found = f"{device.name} has {max(budget, 0) / 2**30:.2f} GiB for it"
+        raise no_room(needs, needs.size_for(needs.max_len), found)
+    return full if config.memory_fraction is None and full.num_bytes <= most_tokens.num_bytes else most_tokens
+
+
+def _check(needs: CacheNeeds, size: CacheSize, free: int, device: Device) -> None:
+    if size.num_bytes > free:
+        raise no_room(needs, size, f"{device.name} has {max(free, 0) / 2**30:.2f} GiB free for it")
+
+
+def no_room(needs: CacheNeeds, size: CacheSize, found: str) -> ModelError:
+    """Return the error for a cache of this size that does not fit."""
+    return ModelError(
+        f"a key/value cache of {size.num_bytes / 2**30:.2f} GiB ({size.num_tokens} tokens, one sequence has up to "
+        f"{needs.max_len})",
+        found=found,
+        remedy="lower max_model_len, cache_tokens or max_num_seqs, or raise memory_fraction",
+    )

@@ -1,0 +1,272 @@
+"""An engine in a thread of its own, for asyncio: requests come and go while it steps, the event loop never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from core.engine.config import SamplingParams
+from core.engine.serve.engine import Engine
+from core.engine.serve.prompts import Prompt
+from core.engine.serve.request import RequestOutput
+from core.errors import CoreError, EngineError, UsageError
+
+log = logging.getLogger("core.engine")
+T = TypeVar("T")
+Receive = Callable[[RequestOutput | Exception], None]
+"""Called on the event loop with each output of a request. The last call has the completion, or the error instead."""
+
+
+class Ticket:
+    """One request of an `AsyncEngine`; it belongs to the event loop."""
+
+    def __init__(self, owner: AsyncEngine, receive: Receive) -> None:
+        self._owner = owner
+        self.receive = receive
+        #: Known to the engine's thread alone.
+        self.request_id: int | None = None
+        #: Tokens that were handed out; known to the engine's thread alone.
+        self.num_tokens = 0
+        #: Whether its last output was received.
+        self.ended = False
+
+    def abort(self) -> None:
+        """End the request now: its last output has the completion. Does nothing if the request has ended."""
+        if not self.ended:
+            self._owner._abort(self)
+
+
+class AsyncEngine:
+    """Steps an engine in a thread of its own as long as there are requests; use as an async context manager.
+
+    The engine belongs to that thread until `close`: nobody else calls it meanwhile (`call` runs a function there). All
+    methods are called on the event loop on which it was started.
+
+    A request that can't be served fails alone. A step that fails is taken once more where the cache allows it. If the
+    step fails again, all requests of the engine end with an `EngineError`. The engine then generates one token as a
+    test. If the test fails, the thread ends: `failure` says why, and every later request fails at once.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        #: Why the thread has ended; None while it serves.
+        self.failure: EngineError | None = None
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._stopping = False
+        self._failed_before = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="core-engine", daemon=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Begin to serve, with outputs for the running event loop; `UsageError` the second time."""
+        if self._loop is not None:
+            raise UsageError("start an AsyncEngine", found="it was started before", remedy="make another one")
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End all requests, each with its completion, and the thread; the engine itself stays open."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        if self._thread.is_alive():
+            self._put(stop, lambda _: None)
+            await asyncio.to_thread(self._thread.join)
+            await asyncio.sleep(0)  # what the thread posted last is delivered
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None, receive: Receive) -> Ticket:
+        """Queue a request: `receive` gets its outputs or its error. Raises `EngineError` once the thread has ended."""
+        self._check()
+        ticket = Ticket(self, receive)
+        self._put(lambda: self._add(ticket, prompt, params), lambda error: self._post([(ticket, error)]))
+        return ticket
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+        """Yield what each step gives the prompt; the last output has the completion. Leaving early ends the request.
+
+        Raises what `Engine.add_request` raises for a prompt that the model can't take, and `EngineError` where the
+        engine fails.
+        """
+        outputs: deque[RequestOutput | Exception] = deque()
+        ready = asyncio.Event()
+
+        def receive(output: RequestOutput | Exception) -> None:
+            outputs.append(output)
+            ready.set()
+
+        ticket = self.submit(prompt, params, receive)
+        try:
+            while not (ticket.ended and not outputs):
+                await ready.wait()
+                ready.clear()
+                while outputs:
+                    output = outputs.popleft()
+                    if isinstance(output, Exception):
+                        raise output
+                    yield output
+        finally:
+            ticket.abort()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Call a function with the engine between steps; return its result. `EngineError` once the thread has ended."""
+        self._check()
+        assert self._loop is not None
+        loop, future = self._loop, self._loop.create_future()
+
+        def give(result: T | None, error: Exception | None) -> None:
+            if not future.done():  # the caller may have stopped waiting
+                future.set_result(result) if error is None else future.set_exception(error)
+
+        def refuse(error: Exception) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(give, None, error)
+
+        def ask() -> None:
+            try:
+                result = function(self.engine)
+            except Exception as error:
+                refuse(error)
+            else:
+                loop.call_soon_threadsafe(give, result, None)
+
+        self._put(ask, refuse)
+        result: T = await future
+        return result
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._loop is None or self._stopping or not self._thread.is_alive():
+            found = "it was not started" if self._loop is None else "it is closed"
+            raise UsageError("a request of an AsyncEngine", found=found, remedy="use it as an async context manager")
+
+    def _abort(self, ticket: Ticket) -> None:
+        self._put(lambda: self._end(ticket), lambda _: None)
+
+    def _put(self, command: Callable[[], None], refuse: Callable[[Exception], None]) -> None:
+        self._inbox.put((command, refuse))
+        if self.failure is not None:  # the thread has ended, perhaps without seeing this command
+            self._refuse_all(self.failure)
+
+    def _refuse_all(self, failure: EngineError) -> None:
+        """Refuse the commands that nobody will carry out. May run in any thread."""
+        with suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()[1](failure)
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        failure = EngineError("a request", found="the engine was closed", remedy="start another one")
+        try:
+            while not self._stopping:
+                self._run_commands()
+                if not self._stopping and self.engine.has_unfinished:
+                    self._step()
+            for ticket in tuple(self._tickets.values()):
+                self._end(ticket)
+        except BaseException as error:
+            log.exception("the engine's thread ends")
+            failure = _thread_failure(error)
+        finally:
+            self.failure = failure
+            self._post([(ticket, failure) for ticket in self._tickets.values()])
+            self._tickets.clear()
+            self._refuse_all(failure)
+
+    def _run_commands(self) -> None:
+        """Carry out all commands; wait for one where no request is unfinished."""
+        wait = not self.engine.has_unfinished
+        with suppress(queue.Empty):
+            while not self._stopping:
+                self._inbox.get(block=wait)[0]()
+                wait = False
+
+    def _add(self, ticket: Ticket, prompt: Prompt, params: SamplingParams | None) -> None:
+        try:
+            ticket.request_id = self.engine.add_request(prompt, params)
+        except Exception as error:
+            self._post([(ticket, error)])
+        else:
+            self._tickets[ticket.request_id] = ticket
+
+    def _end(self, ticket: Ticket) -> None:
+        if ticket.request_id is None or self._tickets.pop(ticket.request_id, None) is None:
+            return
+        completion = self.engine.abort(ticket.request_id)
+        self._post(
+            [(ticket, RequestOutput(request_id=ticket.request_id, token_ids=(), text="", completion=completion))]
+        )
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self._handle_failed_step(error)
+            return
+        self._failed_before = False
+        batch: list[tuple[Ticket, RequestOutput | Exception]] = []
+        for output in outputs:
+            ticket = self._tickets[output.request_id]
+            if output.completion is not None:
+                del self._tickets[output.request_id]
+            ticket.num_tokens += len(output.token_ids)
+            batch.append((ticket, output))
+        self._post(batch)
+
+    def _handle_failed_step(self, error: Exception) -> None:
+        """Let the engine take the step once more; the second time, end all requests and generate a token as a test."""
+        log.error("a step failed", exc_info=error)
+        if self.engine.route == "paged" and not self._failed_before and not self._lost_tokens():
+            self._failed_before = True
+            return
+        self._failed_before = False
+        said = EngineError(
+            "a step of the engine", found=f"{type(error).__name__}: {error}", remedy="send the request again"
+        )
+        self._post([(ticket, said) for ticket in self._tickets.values()])
+        for request_id in tuple(self._tickets):
+            self.engine.abort(request_id)
+        self._tickets.clear()
+        self.engine.generate([[0]], SamplingParams(max_new_tokens=1))
+
+    def _lost_tokens(self) -> bool:
+        """Tell whether the step failed after it had given requests tokens: no output carried these."""
+        requests = self.engine._requests
+        return any(
+            ticket.num_tokens != len(requests[index].sequence.generated) for index, ticket in self._tickets.items()
+        )
+
+    def _post(self, batch: list[tuple[Ticket, RequestOutput | Exception]]) -> None:
+        """Hand outputs to the event loop, those of a step in one call."""
+        assert self._loop is not None
+        if batch:
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+                self._loop.call_soon_threadsafe(_deliver, batch)
+
+
+def _deliver(batch: list[tuple[Ticket, RequestOutput | Exception]]) -> None:
+    for ticket, output in batch:
+        if not ticket.ended:
+            ticket.ended = isinstance(output, Exception) or output.completion is not None
+            ticket.receive(output)
+
+
+def _thread_failure(error: BaseException) -> EngineError:
+    found = f"the engine's thread has ended: {error.found if isinstance(error, CoreError) else error!r}"
+    return EngineError("a request", found=found, remedy="start the process again; its log has the reason")

@@ -1,0 +1,36 @@
+"""Who has transformers' static cache: one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.engine.steps.sequence import Sequence
+
+
+class CacheOwner:
+    """The `SequenceCache` of the static route: the one sequence that holds the cache has all of it."""
+
+    def __init__(self, reset: Callable[[], object]) -> None:
+        """reset: empties the cache."""
+        self._reset = reset
+        self._owner: Sequence | None = None
+
+    def join(self, sequence: Sequence) -> bool:
+        """Take the sequence if no other one holds the cache."""
+        if self._owner not in (None, sequence):
+            return False
+        self._owner = sequence
+        self._reset()
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Have room for all that the context allows."""
+        return self._owner is sequence
+
+    def settle(self, sequence: Sequence) -> None:
+        """Do nothing: no other sequence can use what this one has computed."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Let the next sequence have the cache, if this one holds it."""
+        if self._owner is sequence:
+            self._owner = None
