@@ -97,6 +97,26 @@ def test_a_model_of_many_ways_runs_eagerly() -> None:
         assert outputs(program) == [[1.0 + n] * 2 for n in range(5)]
 
 
+def test_an_error_of_a_later_call_names_the_numbers_it_begins_with() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        s.cache.rows[s.cache.length] = x
+        s.cache.length += 1
+        return s.cache.rows.sum(0)
+
+    def model() -> Model:
+        return Model(forward, cache=Held(length=0, rows=torch.zeros(3, 2)))
+
+    with refused(TraceError, "a later call begins with", "cache.length = 3; there: IndexError"):
+        compiled(model(), mode="compile")
+    counting = model()
+    with compiled(counting) as program:  # eagerly: what the model computes, and its own error
+        assert program.report().modes == {"main": "off"} and "cache.length = 3" in program.report().notes[0]
+        assert counting.cache.length == 0
+        assert outputs(program, 3) == outputs(model(), 3)
+        with pytest.raises(IndexError):
+            program(x=torch.ones(2))
+
+
 def test_counters_move_by_sizes_and_by_each_other() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         s.cache.seen = s.cache.seen + x.shape[0]

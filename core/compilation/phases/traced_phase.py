@@ -162,7 +162,8 @@ class TracedPhase:
                     return made
                 for owner, name in counters.values():
                     setattr(owner, name, ahead.get((id(owner), name), getattr(owner, name)))
-                more = self._trace(counters, break_names)
+                with _reached(counters):
+                    more = self._trace(counters, break_names)
                 if not all(same_structure(graph.traced.output, made[0].traced.output) for graph in more):
                     break
                 made = [*made, *more]
@@ -266,6 +267,17 @@ class TracedPhase:
         if name in lowerings.any_size:
             self._lowered[id(traced)] = lowered
         return lowered
+
+
+@contextmanager
+def _reached(counters: Counted) -> Iterator[None]:
+    """Have an error say with which values of the counters the model was traced: the caller's may be others."""
+    try:
+        yield
+    except TraceError as error:
+        values = " and ".join(f"{source} = {getattr(*counter)}" for source, counter in counters.items())
+        found = f"it counts, and a later call begins with {values}; there: {error.found}"
+        raise TraceError(error.asked, found=found, remedy=error.remedy) from error
 
 
 @contextmanager
