@@ -49,6 +49,12 @@ def model_of(preset: str) -> LoadedModel:
     return build_model(config, torch_device=cpu, dtype=torch.bfloat16)
 
 
+def _copy(loaded: LoadedModel, preset: str) -> Any:
+    model = model_of(preset).model
+    model.load_state_dict(loaded.model.state_dict())
+    return model
+
+
 def by_core(engine: core.Engine, load: list[Request]) -> Tokens:
     """Generate all at once."""
     each = [core.SamplingParams(max_new_tokens=one.max_new_tokens, ignore_eos=True) for one in load]
@@ -93,14 +99,12 @@ def main() -> None:
     for name in ("core", "transformers", "ContinuousBatchingLogger"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
-    loaded, other = model_of(asked.preset), model_of(asked.preset).model
-    other.load_state_dict(loaded.model.state_dict())
-    plain = model_of(asked.preset).model
-    plain.load_state_dict(loaded.model.state_dict())
+    loaded = model_of(asked.preset)
+    other, plain = (_copy(loaded, asked.preset) for _ in range(2))
     length = 256
     drawn = Load(
         num_requests=asked.requests, prompt_tokens=asked.prompt_tokens, output_tokens=asked.output_tokens
-    ).requests(vocab_size=loaded.model.config.vocab_size, max_model_len=length)
+    ).requests(vocab_size=int(other.config.vocab_size), max_model_len=length)
     config = core.EngineConfig(
         max_num_seqs=asked.max_num_seqs,
         max_model_len=length,
@@ -145,7 +149,11 @@ def measured(ways: dict[str, Callable[[], Tokens]], rounds: int) -> dict[str, An
     found: dict[str, Any] = {"generated_tokens": count}
     for name, seconds in times.items():
         ratios = [one / reference for one, reference in zip(seconds, times["core"], strict=True)]
-        same = sum(a == b for mine, own in zip(tokens[name], tokens["core"], strict=True) for a, b in zip(mine, own))
+        same = sum(
+            a == b
+            for mine, own in zip(tokens[name], tokens["core"], strict=True)
+            for a, b in zip(mine, own, strict=True)
+        )
         found[name] = {
             "s": [round(value, 3) for value in seconds],
             "tokens_per_s": round(count / statistics.median(seconds), 1),
