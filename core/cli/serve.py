@@ -58,6 +58,11 @@ def serve(
     memory_fraction: float | None = typer.Option(
         None, help="Share of the device's memory that weights, graphs and cache fill together, such as 0.9."
     ),
+    capture_penalties: bool = typer.Option(
+        False,
+        "--capture-penalties",
+        help="Capture penalties, biases and min_p with decode: more graphs.",
+    ),
     prefix_caching: bool = typer.Option(True, help="Share the cache of prompts that begin alike."),
     max_body_bytes: int = typer.Option(4 * 2**20, min=1024, help="Largest body of a request; larger ones get 413."),
     drain_timeout: float = typer.Option(30.0, min=0, help="Seconds that requests may go on after SIGTERM."),
@@ -75,6 +80,7 @@ def serve(
         prefix_caching=prefix_caching,
         kv_cache_dtype=kv_cache_dtype,
         speculative=speculative,
+        sampling=("greedy", "random", *(("shaped",) if capture_penalties else ())),
         options=compile_options(mode, lowering),
     )
     config = _server_config(

@@ -11,8 +11,9 @@ from core.errors import UsageError
 Phase = Literal["prefill", "decode", "verify"]
 """prefill: a step that holds tokens of any prompt. decode: exactly one token of each sequence, the one sampled last.
 verify: the same with drafts behind some of them."""
-Sampling = Literal["greedy", "random"]
-"""How a graph chooses tokens: always the most likely one, or each row by its own parameters."""
+Sampling = Literal["greedy", "random", "shaped"]
+"""How a graph chooses tokens: always the most likely one, or each row by its own parameters, or these from logits with
+each row's own penalties, biases and `min_p`. Each can do what those before it can."""
 PHASES = ("prefill", "decode")
 """Phases whose graphs `core explain` shows and `core bisect` searches."""
 CACHES = ("auto", "paged", "static")
@@ -120,10 +121,14 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether all its tokens are chosen from other logits than the model's (`core.engine.steps.shaping`)."""
+        """Whether all its tokens are chosen from other logits than the model's (`core.engine.steps.penalties`)."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        bounded = self.json_schema is not None or self.regex is not None
-        return bool(penalised or self.logit_bias or bounded or (self.min_p and not self.greedy))
+        return bool(penalised or self.logit_bias or self.constrained or (self.min_p and not self.greedy))
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar says which tokens may follow."""
+        return self.json_schema is not None or self.regex is not None
 
     @property
     def greedy(self) -> bool:

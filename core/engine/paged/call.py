@@ -10,6 +10,7 @@ from torch import Tensor
 from core.engine.config import Sampling
 from core.engine.inspect.attention import StepTensors
 from core.engine.models.forward import accepted_arguments
+from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.sampling import next_tokens
 from core.engine.steps.step import table_names
 
@@ -57,15 +58,27 @@ class PagedLogits:
 class PagedCall:
     """The function that is compiled: one step of the model and the choice of the next tokens."""
 
-    def __init__(self, logits: PagedLogits) -> None:
+    def __init__(self, logits: PagedLogits, histories: Histories | None = None) -> None:
+        """histories: what "shaped" takes."""
         self.logits = logits
+        self._histories = histories
 
     def __repr__(self) -> str:
         return repr(self.logits)
 
     def __call__(
-        self, *, sampling_params: Tensor, sampling: Sampling = "greedy", **step: Tensor
+        self,
+        *,
+        sampling_params: Tensor,
+        history_rows: Tensor | None = None,
+        sampling: Sampling = "greedy",
+        **step: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens (rows,) and the logits (rows, vocabulary) they were chosen from. sampling: a guard."""
+        """Return tokens (rows,) and the model's logits (rows, vocabulary). sampling: a guard; with "shaped", the
+        tokens are those of `Histories.choose`."""
         logits = self.logits(**step)
+        if sampling == "shaped":
+            assert history_rows is not None and self._histories is not None
+            inputs = {name: step[name] for name in STEP_OF_HISTORIES}
+            return self._histories.choose(logits, sampling_params, history_rows=history_rows, **inputs), logits
         return next_tokens(logits, sampling_params, sampling), logits

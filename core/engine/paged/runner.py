@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,19 +18,19 @@ from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
 from core.engine.config import Sampling, SamplingParams
-from core.engine.inspect.attention import SIZE, AttentionLayer, NotPageable, implementation, inspect
+from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
 from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
 from core.engine.inspect.masks import EXHAUSTIVE
 from core.engine.inspect.probe import depends_on_longest
-from core.engine.models.forward import accepted_arguments
 from core.engine.paged.blocks import BlockPool
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
 from core.engine.paged.groups import CacheNeeds, CacheSize, make_groups
 from core.engine.paged.self_check import check_same_function
-from core.engine.paged.sizing import choose_size, no_room
+from core.engine.paged.sizing import choose_size, largest_step, no_room
 from core.engine.paged.tables import BlockTables
 from core.engine.static.cache import CachedPhase
+from core.engine.steps.histories import Histories
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sampling import GREEDY_ROW, sampling_guard
 from core.engine.steps.sequence import Sequence as EngineSequence
@@ -72,7 +73,9 @@ class PagedRunner:
             max_step_tokens=self.max_step_tokens,
         )
         self._before = model.config._attn_implementation
-        size = choose_size(self._needs, device, config, self._largest_step)
+        self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
+        most = {"num_tokens": self.max_step_tokens, "num_rows": self.max_num_seqs}
+        size = choose_size(self._needs, device, config, partial(largest_step, model, device, **most))
         self._paged = self._make_cache(size)
         self.cache = BlockTables(
             [BlockPool(count) for count in size.num_blocks],
@@ -92,36 +95,35 @@ class PagedRunner:
             shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
             own = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
             options = config.compile_options(self._calls, device.capabilities, **own, progress=progress)
-            inputs = step_inputs(self._max_blocks, len(groups))
+            inputs = step_inputs(self._max_blocks, len(groups), shaped="shaped" in self._sampling)
             self._program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self._program.keys:
-                most = max(b["seqs"] for sizes in buckets.values() for b in sizes)
-                self._staged = StagedSteps(
-                    self._program,
-                    device,
-                    block_size=config.block_size,
-                    max_rows=max_rows,
-                    max_seqs=most,
-                    num_groups=len(groups),
-                )
+                most_seqs = max(b["seqs"] for sizes in buckets.values() for b in sizes)
+                limits = {"max_rows": max_rows, "max_seqs": most_seqs, "num_groups": len(groups)}
+                self._staged = StagedSteps(self._program, device, block_size=config.block_size, **limits)
         except BaseException:
             self.close()
             raise
 
     def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
         """Compute a step in a graph of its own phase; a captured step is queued and not waited for."""
-        guards = {"sampling": sampling_guard(step.is_random, self._sampling)} if step.phase == "decode" else {}
-        sampled = guards.get("sampling") == "random"
+        guards = {"sampling": sampling_guard(step.sampling, self._sampling)} if step.phase == "decode" else {}
+        sampling = guards.get("sampling", "greedy")
         key = self._staged.key(step, guards) if self._staged is not None else None
         if behind is not None and not self._takes_tokens_there(key):
             return None
+        rows = self._histories.rows_of(step) if "shaped" in (step.sampling, sampling) else None
         try:
             with self._program.serving():
                 if key is not None and self._staged is not None:
-                    output = self._staged.run(key, step, sampled=sampled, behind=behind)
+                    output = self._staged.run(key, step, sampling=sampling, behind=behind, rows=rows)
+                    inputs = {} if rows is None else self._staged.sent(key, step)
                 else:
-                    output = self._run_unstaged(step, guards, sampled=sampled)
-            output = sampled_by_request(step, output)
+                    output, inputs = self._run_unstaged(step, guards, rows)
+            if rows is None:
+                output = sampled_by_request(step, output)
+            else:
+                output = self._histories.shaped_by_request(step, output, rows, inputs)
             return output if self._staged is None else self._staged.read_later(output)
         finally:
             self._paged.clear_step()  # an interrupted step must not serve a later call of the model
@@ -132,13 +134,17 @@ class PagedRunner:
             return False
         return not (self._device.capabilities.update and "input_ids" in self._program.host_arguments(key))
 
-    def _run_unstaged(self, step: Step, guards: dict[str, Sampling], *, sampled: bool) -> StepOutput:
-        """Compute a step that no graph serves; the program counts it."""
+    def _run_unstaged(self, step: Step, guards: dict[str, Sampling], rows: Any) -> tuple[StepOutput, dict[str, Tensor]]:
+        """Compute a step that no graph serves, which the program counts; return its inputs, too."""
         if self._staged is not None:
             self._staged.forget()
-        params = step.sampling_params(self._device.torch_device) if sampled else self._greedy_rows[: step.num_rows]
-        tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **self._tensors(step))
-        return StepOutput(tokens, logits, sampled)
+        sampling, device, tensors = guards.get("sampling", "greedy"), self._device.torch_device, self._tensors(step)
+        params = self._greedy_rows[: step.num_rows] if sampling == "greedy" else step.sampling_params(device)
+        if "shaped" in self._sampling:
+            none = torch.zeros_like(tensors["input_ids"])
+            tensors["history_rows"] = none if rows is None else torch.from_numpy(rows).to(device)
+        tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **tensors)
+        return StepOutput(tokens, logits, sampling), tensors
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
@@ -208,7 +214,10 @@ class PagedRunner:
 
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         lens = self._query_lens()
-        return {phase: PagedCall(PagedLogits(self._model, cache.steps, most)) for phase, most in lens.items()}
+        return {
+            phase: PagedCall(PagedLogits(self._model, cache.steps, most), self._histories)
+            for phase, most in lens.items()
+        }
 
     def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:
         sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
@@ -241,20 +250,6 @@ class PagedRunner:
             )
         except torch.OutOfMemoryError as error:  # what other processes hold, `memory` may not know
             raise no_room(self._needs, size, " ".join(str(error).split())[:200]) from None
-
-    @torch.no_grad()
-    def _largest_step(self) -> int:
-        """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
-        memory, device = self._device.parts.memory, self._device.torch_device
-        tokens = torch.zeros((1, self.max_step_tokens), dtype=torch.int64, device=device)
-        rows = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=device)
-        arguments = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(self._model) else {}
-        self._device.parts.reset_peak_memory()
-        before = memory().used_bytes
-        with implementation(self._model, SIZE):
-            self._model(input_ids=tokens, position_ids=tokens, use_cache=False, return_dict=True, **arguments)
-        self._device.parts.synchronize()
-        return max(0, memory().peak_bytes - before)
 
     @torch.no_grad()
     def _check_same_function(self, max_model_len: int) -> None:
@@ -294,6 +289,8 @@ class PagedRunner:
         tensors = self._tensors(step)
         # What they point at stays in the cache, for the verification of passes.
         example = {**tensors, "sampling_params": self._greedy_params(step.num_rows)}
+        if "shaped" in self._sampling:
+            example["history_rows"] = torch.zeros_like(tensors["input_ids"])
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
         logits = self._calls[step.phase].logits(**tensors)
         ends = list(accumulate(part.num_rows for part in step.parts))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from core.device import Device
+from core.engine.inspect.attention import SIZE, implementation
+from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError
@@ -38,6 +43,21 @@ def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest
         found = f"{device.name} has {max(budget, 0) / 2**30:.2f} GiB for it"
         raise no_room(needs, needs.size_for(needs.max_len), found)
     return full if config.memory_fraction is None and full.num_bytes <= most_tokens.num_bytes else most_tokens
+
+
+@torch.no_grad()
+def largest_step(model: Any, device: Device, *, num_tokens: int, num_rows: int) -> int:
+    """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
+    memory, place = device.parts.memory, device.torch_device
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=place)
+    rows = torch.zeros(num_rows, dtype=torch.int64, device=place)
+    arguments = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(model) else {}
+    device.parts.reset_peak_memory()
+    before = memory().used_bytes
+    with implementation(model, SIZE):
+        model(input_ids=tokens, position_ids=tokens, use_cache=False, return_dict=True, **arguments)
+    device.parts.synchronize()
+    return max(0, memory().peak_bytes - before)
 
 
 def _check(needs: CacheNeeds, size: CacheSize, free: int, device: Device) -> None:

@@ -85,6 +85,7 @@ class Request:
         sequence.stop_token_ids = frozenset((*params.stop_token_ids, *own))
         _check_ids(params, loaded.vocab_size)
         sequence.constraint = constraint(loaded, params)
+        sequence.update_shaping()
         self._detokenizer: Detokenizer | None = None
         if loaded.tokenizer is not None:
             context = sequence.prompt[-1:]
@@ -111,7 +112,7 @@ class Request:
         if logits is not None:
             self._logits.append(logits)
         if len(sequence.generated) == sequence.params.min_tokens:
-            sequence.wants_host = sequence.params.shaped or sequence.params.logprobs is not None
+            sequence.update_shaping()
         complete = sequence.constraint is not None and sequence.constraint.push(token)
         if self._failure is not None:
             sequence.finish_reason = "abort"

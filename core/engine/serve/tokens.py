@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from core.engine.serve.stats import EngineStats
-from core.engine.steps.sampling import next_tokens
-from core.engine.steps.shaping import HostRows, needs_host, report, shape
+from core.engine.steps.sampling import next_tokens, serves
+from core.engine.steps.shaping import HostRows, is_shaped_here, needs_host, report, shape
 from core.engine.steps.step import Step, StepOutput
 
 log = logging.getLogger("core.engine")
@@ -24,33 +24,33 @@ class TokenReader:
 
         Sequences that want to know how probable their tokens are get that besides.
         """
-        if step.is_random and not output.sampled:
-            self._count_outside(step)
+        if not output.captured:
+            self._count_outside(step, output)
         tokens = output.tokens.tolist() if output.read is None else output.read()
-        if not needs_host(step):
+        if serves(output.sampling, step.sampling) and not needs_host(step):
             return tokens
-        rows = HostRows.of(step)
+        rows = HostRows.of(step, output)
         if rows.shaped:
             params = step.sampling_params(output.logits.device)[[row.number for row in rows.shaped]]
             shaped = next_tokens(shape(output.logits, rows.shaped), params, "random").tolist()
             for row, token in zip(rows.shaped, shaped, strict=True):
                 tokens[row.number] = token
             self._counts.sampled_outside += len(shaped)
-            self._say("penalties, logit_bias, min_tokens, min_p and grammars are applied outside of the captured graph")
+            self._say("what a sequence asks of its logits is done outside of the captured graph, by the host's account")
         if rows.reported:
             report(output.logits, tokens, rows.reported)
         return tokens
 
-    def _count_outside(self, step: Step) -> None:
+    def _count_outside(self, step: Step, output: StepOutput) -> None:
         if step.phase == "decode":
             self._say(
-                "sampling outside of the captured graph, which is greedy; EngineConfig(sampling=('greedy', 'random')) "
-                "captures both"
+                f"sampling outside of the captured graph, which is not for {step.sampling!r}; "
+                f"EngineConfig(sampling=(…, {step.sampling!r})) captures one"
             )
         self._counts.sampled_outside += sum(
             part.num_rows
             for part in step.parts
-            if part.emits and not part.sequence.params.greedy and not part.sequence.is_shaped
+            if part.emits and (part.is_shaped or not part.sequence.params.greedy) and not is_shaped_here(part, output)
         )
 
     def _say(self, reason: str) -> None:

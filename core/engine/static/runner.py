@@ -59,7 +59,8 @@ class StaticRunner:
         self._device = device
         self.reason = reason
         self.max_step_tokens = max_model_len
-        self._sampling = config.sampling
+        # Logits are shaped outside: it takes the device's own copy of what this route makes step by step.
+        self._sampling: tuple[Sampling, ...] = tuple(way for way in config.sampling if way != "shaped") or ("random",)
         if config.speculative:
             log.warning("no speculative decoding on transformers' static cache: drafts can't be taken back from it")
         self._positions = False
@@ -103,7 +104,7 @@ class StaticRunner:
         if self._positions:
             shapes["position_ids"] = InputSpec((1,), torch.int64, padding="copy")
         shapes["sampling_params"] = replace(sampling_params_input(1), padding="copy")
-        options = config.compile_options(
+        options = replace(config, sampling=self._sampling).compile_options(
             ("decode",),
             self._device.capabilities,
             examples=self._make_examples(shapes, max_model_len),
@@ -148,15 +149,15 @@ class StaticRunner:
         (part,) = step.parts
         if step.phase == "prefill":
             logits = self._prefill(part.tokens)
-            return StepOutput(logits.argmax(dim=-1), logits, sampled=False)
+            return StepOutput(logits.argmax(dim=-1), logits, "greedy")
         (token,) = part.tokens
-        guard = sampling_guard(step.is_random, self._sampling)
+        guard = sampling_guard(step.sampling, self._sampling)
         inputs = self._inputs(token, part.first_position, GREEDY_ROW)
         if guard == "random":
             inputs["sampling_params"] = step.sampling_params(self._device.torch_device)
         with self._program.serving():
             tokens, logits = self._program("decode", guards={"sampling": guard}, **inputs)
-        return StepOutput(tokens, logits, sampled=guard == "random")
+        return StepOutput(tokens, logits, guard)
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""

@@ -57,7 +57,8 @@ class EngineConfig:
     #: "auto": that of the model's keys and values. "fp8": codes of half the size, by the scales that attention modules
     #: bring (`core.engine.inspect.cache_codes`), on the paged cache alone.
     kv_cache_dtype: str = "auto"
-    #: Which ways to choose tokens are captured with decode; another is done outside of the graph.
+    #: Which ways to choose tokens are captured with decode; another is done outside of the graph. "shaped" is not
+    #: among the default: it makes the engine start later for each bucket of decode, and few requests ask for it.
     sampling: tuple[Sampling, ...] = ("greedy", "random")
     #: Tokens drafted at most per sequence and step; 0 for none.
     speculative: int = 0

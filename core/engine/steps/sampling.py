@@ -5,6 +5,8 @@ Legend of shapes: R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from core.common.ops.sampling import ARGMAX, NUM_PARAMS, SAMPLE
 from core.compilation.capture.inputs import InputSpec
 from core.engine.config import Sampling, SamplingParams
 
+_WAYS: tuple[Sampling, ...] = get_args(Sampling)
 GREEDY_ROW = (0.0, 0.0, 1.0, 0.0)
 
 
@@ -25,11 +28,15 @@ def sampling_row(params: SamplingParams, uniform: float) -> tuple[float, float, 
     return GREEDY_ROW if params.greedy else (params.temperature, float(params.top_k), params.top_p, uniform)
 
 
-def sampling_guard(is_random: bool, captured: tuple[Sampling, ...]) -> Sampling:
-    """Return the captured way to choose tokens that serves a step, or else the one to be corrected outside."""
-    if is_random and "random" in captured:
-        return "random"
-    return "greedy" if "greedy" in captured else "random"
+def sampling_guard(wanted: Sampling, captured: tuple[Sampling, ...]) -> Sampling:
+    """Return the cheapest captured way to choose tokens that can do what is wanted, or else the cheapest of all, to be
+    corrected outside."""
+    return min([way for way in captured if serves(way, wanted)] or captured, key=_WAYS.index)
+
+
+def serves(way: Sampling, wanted: Sampling) -> bool:
+    """Tell whether a way to choose tokens can do what is wanted."""
+    return way == wanted or _WAYS.index(way) > _WAYS.index(wanted)
 
 
 def make_generator(params: SamplingParams) -> torch.Generator | None:
@@ -52,8 +59,8 @@ def next_tokens(logits: Tensor, sampling_params: Tensor, sampling: Sampling) -> 
     """Return the next token of each row: int64 of shape (R,), on the device of the logits.
 
     logits: (R, V) in any floating dtype; a logit may be -inf. sampling_params: (R, 4) float32, a `sampling_row` each.
-    With "random" it is `core::sample`, greedy rows included; with "greedy" it is `core::argmax` for every row, and the
-    parameters are not looked at.
+    With "greedy" it is `core::argmax` for every row, and the parameters are not looked at; else it is `core::sample`,
+    greedy rows included.
     """
     greedy = sampling == "greedy"
     tokens: Tensor = ARGMAX.overload(logits) if greedy else SAMPLE.overload(logits, sampling_params)

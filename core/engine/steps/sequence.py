@@ -13,6 +13,11 @@ from core.engine.config import SamplingParams
 from core.engine.steps.speculation import Ngrams
 
 FinishReason = Literal["stop", "length", "abort"]
+Shaping = Literal["none", "device", "host"]
+"""Whether a sequence's next tokens are chosen from other logits than the model's, and who changes these. host: what the
+device has no room or no rules for."""
+NUM_SLOTS = 32
+"""Tokens of a sequence whose logits the device can add something to."""
 _versions = count(1)
 
 
@@ -79,8 +84,12 @@ class Sequence:
     constraint: Constraint | None = None
     #: Tokens that end it.
     stop_token_ids: frozenset[int] = frozenset()
-    #: Whether the host has to see its logits before its next step: kept, since each step asks it of each sequence.
+    #: Kept, as the next one is, since each step asks it of each sequence; `update_shaping` says when it changes.
+    shaping: Shaping = field(init=False)
+    #: Whether the host has to see its logits before its next step.
     wants_host: bool = field(init=False)
+    #: Tokens that the device holds of it for its penalties, where it has a row there.
+    num_noted: int = 0
     #: Of the rows of its last step, where they are asked for.
     reported: list[TokenLogprobs] = field(default_factory=list)
     ngrams: Ngrams = field(default_factory=Ngrams)
@@ -91,7 +100,7 @@ class Sequence:
     _uniforms: list[float] = field(default_factory=list)
 
     def __post_init__(self, array: np.ndarray[Any, Any] | None) -> None:
-        self.wants_host = self.is_shaped or self.params.logprobs is not None
+        self.update_shaping()
         self.prompt_ids = np.array(self.prompt, dtype=np.int64) if array is None else array
 
     def __len__(self) -> int:
@@ -108,9 +117,17 @@ class Sequence:
         return len(self) - self.num_computed
 
     @property
-    def is_shaped(self) -> bool:
-        """Whether its next tokens are chosen from other logits than the model's."""
-        return self.params.shaped or len(self.generated) < self.params.min_tokens
+    def num_slots(self) -> int:
+        """Tokens whose logits something is added to: biases, and what ends it where `min_tokens` holds that back."""
+        return len(self.params.logit_bias) + (len(self.stop_token_ids) if self.params.min_tokens else 0)
+
+    def update_shaping(self) -> None:
+        """Set `shaping` and `wants_host`; to be called when `stop_token_ids` or `constraint` change, and when the
+        sequence reaches `min_tokens`."""
+        self.shaping = "none"
+        if self.params.shaped or len(self.generated) < self.params.min_tokens:
+            self.shaping = "host" if self.params.constrained or self.num_slots > NUM_SLOTS else "device"
+        self.wants_host = self.shaping == "host" or self.params.logprobs is not None
 
     @property
     def in_prompt(self) -> bool:

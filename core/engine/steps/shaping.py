@@ -1,7 +1,8 @@
-"""What a sequence's own history does to its logits: penalties, biases, tokens that may not come yet, and `min_p`.
+"""Logits that the host has a part in: what a grammar allows, more biases than the device has room for, and how probable
+the model found a token.
 
-It depends on tokens that the host knows and a captured graph does not. So it runs outside of the graph, on the device
-of the logits, for the rows that ask for it, and steps with such rows are not queued ahead.
+Everything else that a sequence asks of its logits, `core.engine.steps.histories` does on the device. Here it is done
+for the rows that ask for it, outside of the captured graphs; steps with such rows are not queued ahead.
 
 Legend of shapes: R rows of logits, V vocabulary.
 """
@@ -16,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from core.engine.steps.penalties import drop, least_share, penalise, rules_row
 from core.engine.steps.sequence import Sequence, TokenLogprobs
-from core.engine.steps.step import Part, Step
+from core.engine.steps.step import Part, Step, StepOutput
 
 
 class Row(NamedTuple):
@@ -40,17 +42,22 @@ class HostRows:
     reported: tuple[Row, ...]
 
     @classmethod
-    def of(cls, step: Step) -> HostRows:
+    def of(cls, step: Step, output: StepOutput) -> HostRows:
         """Return the rows of a step; none of a sequence whose prompt goes on."""
         shaped: list[Row] = []
         reported: list[Row] = []
         first = 0
         for part in step.parts:
             if part.emits:
-                shaped += _rows(part, first) if part.sequence.is_shaped else ()
+                shaped += _rows(part, first) if is_shaped_here(part, output) else ()
                 reported += _rows(part, first) if part.sequence.params.logprobs is not None else ()
             first += part.num_rows
         return cls(shaped=tuple(shaped), reported=tuple(reported))
+
+
+def is_shaped_here(part: Part, output: StepOutput) -> bool:
+    """Tell whether a part's logits are left to be shaped on the host's account."""
+    return part.sequence.shaping == "host" or (part.is_shaped and output.sampling != "shaped")
 
 
 def needs_host(step: Step) -> bool:
@@ -65,41 +72,22 @@ def _rows(part: Part, first: int) -> list[Row]:
 def shape(logits: Tensor, rows: Rows[Row]) -> Tensor:
     """Return the logits (R, V) float32 from which tokens of these rows are chosen; `logits` stays as it is.
 
-    In this order: `repetition_penalty` for tokens of prompt and answer (a positive logit is divided by it, a negative
-    one multiplied), `presence_penalty` once and `frequency_penalty` for each time that the answer has a token,
-    `logit_bias`, -inf for what ends the sequence before `min_tokens`, for what its constraint does not allow, and for
-    what `min_p` leaves out.
+    What `penalise` does, then -inf for what a constraint does not allow, and for what `min_p` leaves out.
     """
-    found = logits[[row.number for row in rows]].to(torch.float32)
+    device = logits.device
+    texts = [[*row.sequence.prompt, *row.sequence.generated, *row.drafts] for row in rows]
+    longest, num_slots = max(map(len, texts)), max(1, *(row.sequence.num_slots for row in rows))
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], dtype=torch.int32, device=device)
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    rules = torch.tensor([rules_row(row.sequence, num_slots) for row in rows], dtype=torch.float32, device=device)
+    found = penalise(logits[[row.number for row in rows]], tokens, lengths, rules)
     for logit, (_, sequence, drafts) in zip(found, rows, strict=True):
-        _shape_row(logit, sequence, drafts)
-    return found
-
-
-def _shape_row(logit: Tensor, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-    """Change one row (V,) in place."""
-    params, device, answer = sequence.params, logit.device, [*sequence.generated, *drafts]
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*sequence.prompt, *answer}), device=device)
-        values = logit[seen]
-        logit[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if answer and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(answer, device=device).unique(return_counts=True)
-        logit[ids] -= params.presence_penalty + params.frequency_penalty * counts.to(logit.dtype)
-    if params.logit_bias:
-        ids, biases = zip(*params.logit_bias, strict=True)
-        added = torch.tensor(biases, dtype=logit.dtype, device=device)
-        logit.index_add_(0, torch.tensor(ids, device=device), added)  # an id may stand there twice
-    ends = [each for each in sequence.stop_token_ids if each < len(logit)]
-    if len(answer) < params.min_tokens and ends:
-        logit[torch.tensor(ends, device=device)] = -math.inf
-    allowed = None if sequence.constraint is None else sequence.constraint.allowed(drafts)
-    if allowed is not None:
-        logit[: len(allowed)].masked_fill_(~torch.from_numpy(allowed).to(device), -math.inf)
-        logit[len(allowed) :] = -math.inf  # rows that pad the vocabulary
-    if params.min_p and not params.greedy:
-        # p >= min_p * the largest p, of probabilities at the temperature.
-        logit.masked_fill_(logit < logit.max() + params.temperature * math.log(params.min_p), -math.inf)
+        allowed = None if sequence.constraint is None else sequence.constraint.allowed(drafts)
+        if allowed is not None:
+            logit[: len(allowed)].masked_fill_(~torch.from_numpy(allowed).to(device), -math.inf)
+            logit[len(allowed) :] = -math.inf  # rows that pad the vocabulary
+    shares = torch.tensor([least_share(row.sequence) for row in rows], dtype=torch.float32, device=device)
+    return drop(found, shares)
 
 
 def report(logits: Tensor, tokens: Rows[int], rows: Rows[Row]) -> None:

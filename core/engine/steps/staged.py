@@ -14,7 +14,8 @@ from core.common.graphs.backend import GraphKey
 from core.compilation.program import MAX_PLANS, Program
 from core.device import Device
 from core.engine.config import Sampling
-from core.engine.steps.step import Flight, Step, StepOutput, rows_ahead, table_names, write_sampling, write_step
+from core.engine.steps.histories import STEP_OF_HISTORIES
+from core.engine.steps.step import Flight, Step, StepOutput, put, rows_ahead, table_names, write_sampling, write_step
 
 _MIRRORS = 2
 """Steps on the host at once: one that runs, and one that is prepared meanwhile."""
@@ -61,18 +62,23 @@ class StagedSteps:
             self._program.count_stand_in(wanted, key)
         return key
 
-    def run(self, key: GraphKey, step: Step, *, sampled: bool, behind: Flight | None = None) -> StepOutput:
+    def run(
+        self, key: GraphKey, step: Step, *, sampling: Sampling, behind: Flight | None = None, rows: Any = None
+    ) -> StepOutput:
         """Run a step in the graph of `key`; wait for nothing.
 
-        sampled: the graph samples, by parameters that are written too. behind: the step under way that gives the tokens
-        which this one begins with.
+        sampling: how the graph chooses tokens; for all but "greedy" the parameters are written too, and for "shaped"
+        the rows, (tokens,) int64 on the host. behind: the step under way that gives the tokens which this one begins
+        with.
         """
         mirror = self._staging.current
         arrays = self._views(key)
         versions = self._versions[mirror].setdefault(key.phase, [0] * self._max_seqs)
         write_step(step, arrays, block_size=self._block_size, versions=versions)
-        if sampled:
+        if sampling != "greedy":
             write_sampling(step, arrays["sampling_params"])
+        if sampling == "shaped":
+            put(arrays["history_rows"], rows)
         held = versions[: len(arrays["block_table"])]
         # Until the copy is queued, nobody knows what the device holds.
         kept = self._tables if self._sent.pop(key.phase, None) == held else ()
@@ -80,7 +86,14 @@ class StagedSteps:
         tokens, logits = self._staging.replay(key, kept=kept, feed=feed)
         self._sent[key.phase] = held
         padding = len(arrays["input_ids"]) - step.num_tokens
-        return StepOutput(tokens[: step.num_rows], logits[: step.num_rows], sampled, padding)
+        return StepOutput(tokens[: step.num_rows], logits[: step.num_rows], sampling, padding=padding)
+
+    def sent(self, key: GraphKey, step: Step) -> dict[str, Tensor]:
+        """Return the inputs of the step that ran last, as they are on the device, without padding: views, valid until
+        the next one runs."""
+        sizes = {"logit_rows": step.num_rows}
+        inputs = self._program.inputs(key)
+        return {name: inputs[name][: sizes.get(name, step.num_tokens)] for name in STEP_OF_HISTORIES}
 
     def read_later(self, output: StepOutput) -> StepOutput:
         """Begin to copy the tokens to the host; call it before the next step is run."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.compilation.capture.inputs import InputSpec
-from core.engine.config import Phase
+from core.engine.config import Phase, Sampling
 from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_params_input, sampling_row
 from core.engine.steps.sequence import Sequence
 
@@ -35,6 +35,8 @@ class Part:
     joins: bool = field(init=False)
     #: Whether the sequence has been sampled before and lacks nothing but that token.
     generates: bool = field(init=False)
+    #: Whether the device changes the logits of its rows.
+    is_shaped: bool = field(init=False)
 
     def __post_init__(self) -> None:
         sequence = self.sequence
@@ -42,6 +44,7 @@ class Part:
         self.emits = self.num_tokens == sequence.num_pending
         self.ahead = first + self.num_tokens > sequence.num_known
         self.generates = not sequence.in_prompt
+        self.is_shaped = self.emits and sequence.shaping == "device"
         self.joins = first == sequence.num_reused and not self.generates
 
     @property
@@ -67,6 +70,7 @@ class Part:
     def undone(self) -> None:
         """Take the sequence back to before this part, and before all behind it."""
         self.sequence.num_computed = min(self.sequence.num_computed, self.first_position)
+        self.sequence.num_noted = min(self.sequence.num_noted, self.first_position)
         self.sequence.num_awaited = 0
 
 
@@ -80,16 +84,17 @@ class Step:
     num_tokens: int = field(init=False)
     #: Rows of logits and tokens that the step gives, part by part.
     num_rows: int = field(init=False)
-    #: Whether any of its tokens is sampled rather than the most likely one.
-    is_random: bool = field(init=False)
+    #: The cheapest way to choose tokens that does what all its sequences ask of the device.
+    sampling: Sampling = field(init=False)
 
     def __post_init__(self) -> None:
         # Read several times per step, of up to hundreds of parts.
         drafts = sum([len(part.drafts) for part in self.parts])
         object.__setattr__(self, "num_rows", len(self.parts) + drafts)
         object.__setattr__(self, "num_tokens", sum([part.num_tokens for part in self.parts]) + drafts)
-        hot = [part for part in self.parts if not part.sequence.params.greedy]
-        object.__setattr__(self, "is_random", any(part.emits for part in hot))
+        hot = [part for part in self.parts if part.is_shaped or not part.sequence.params.greedy]
+        sampled = "random" if any(part.emits for part in hot) else "greedy"
+        object.__setattr__(self, "sampling", "shaped" if any(part.is_shaped for part in hot) else sampled)
 
     def sampling_params(self, device: torch.device) -> Tensor:
         """Return how the token of each row is to be chosen, (num_rows, 4) float32; see `sampling_row`."""
@@ -118,8 +123,10 @@ class StepOutput(NamedTuple):
     tokens: Tensor
     #: What the tokens were chosen from, (rows, vocabulary).
     logits: Tensor
-    #: Whether the program sampled random rows itself.
-    sampled: bool
+    #: How the tokens were chosen.
+    sampling: Sampling
+    #: Whether the program itself did so.
+    captured: bool = True
     #: Tokens that were computed besides, to fill the bucket.
     padding: int = 0
     #: Waits for the tokens and returns them on the host, also when the next step runs already; None where they were
@@ -128,11 +135,11 @@ class StepOutput(NamedTuple):
 
 
 def sampled_by_request(step: Step, output: StepOutput) -> StepOutput:
-    """Return the output with the tokens that a step's requests ask for, where the step itself took the most likely."""
-    if not step.is_random or output.sampled:
+    """Return the output with sampled tokens, where a step asks for them and its program took the most likely."""
+    if step.sampling == "greedy" or output.sampling != "greedy":
         return output
     params = step.sampling_params(output.logits.device)
-    return output._replace(tokens=next_tokens(output.logits, params, "random"))
+    return output._replace(tokens=next_tokens(output.logits, params, "random"), sampling="random", captured=False)
 
 
 class Flight(NamedTuple):
@@ -162,9 +169,10 @@ def table_names(group: int) -> tuple[str, str]:
     return f"block_table{suffix}", f"slot_mapping{suffix}"
 
 
-def step_inputs(max_blocks: int, num_groups: int = 1) -> dict[str, InputSpec]:
+def step_inputs(max_blocks: int, num_groups: int = 1, *, shaped: bool = False) -> dict[str, InputSpec]:
     """Declare a step's inputs: `tokens` flattened over `seqs` sequences, at most `max_blocks` cache blocks each, and
     `rows` of logits wanted. Each of `num_groups` groups of layers has a block table and a slot mapping of its own.
+    shaped: of a program that shapes logits too, by the rows of `Histories`.
 
     Padding tokens point at the null block and belong to no sequence; padding sequences have length 0.
     """
@@ -172,6 +180,8 @@ def step_inputs(max_blocks: int, num_groups: int = 1) -> dict[str, InputSpec]:
     for group in range(1, num_groups):
         table, slots = table_names(group)
         more[table], more[slots] = InputSpec(("seqs", max_blocks), torch.int32), InputSpec(("tokens",), torch.int64)
+    if shaped:
+        more["history_rows"] = InputSpec(("tokens",), torch.int64)
     return {
         "input_ids": InputSpec(("tokens",), torch.int64),
         "position_ids": InputSpec(("tokens",), torch.int64),
@@ -229,16 +239,16 @@ def write_step(
     for group in range(sum(name.startswith("block_table") for name in arrays)):
         tables, slots = (arrays[name] for name in table_names(group))
         for row, sequence in changed:
-            _put(tables[row], sequence.tables[group] if sequence else [])
+            put(tables[row], sequence.tables[group] if sequence else [])
         blocks = tables.reshape(-1).take(places + seqs * width).astype(np.int64)
-        _put(slots, (blocks - places) * block_size + positions)
-    _put(arrays["position_ids"], positions)
+        put(slots, (blocks - places) * block_size + positions)
+    put(arrays["position_ids"], positions)
     _write_tokens(step, arrays["input_ids"], ends)
-    _put(arrays["seq_lens"], stops)
+    put(arrays["seq_lens"], stops)
     starts = arrays["query_starts"]
     starts[0] = 0
-    _put(starts[1:], ends, padding=num_tokens)
-    _put(arrays["logit_rows"], _logit_rows(step, ends))
+    put(starts[1:], ends, padding=num_tokens)
+    put(arrays["logit_rows"], _logit_rows(step, ends))
 
 
 def _changed_rows(
@@ -277,6 +287,7 @@ def _logit_rows(step: Step, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.array([row for end, part in each for row in range(end - part.num_rows, end)])
 
 
-def _put(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | list[int], padding: int = 0) -> None:
+def put(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | list[int], padding: int = 0) -> None:
+    """Write values into the beginning of an array, and padding behind them."""
     array[: len(values)] = values
     array[len(values) :] = padding

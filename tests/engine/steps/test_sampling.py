@@ -7,12 +7,12 @@ sampler fails once in a million comparisons and a wrong one (another temperature
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from core.engine.config import SamplingParams
+from core.engine.config import Sampling, SamplingParams
 from core.engine.steps.sampling import GREEDY_ROW, make_generator, next_tokens, sampling_guard, sampling_row
 from core.engine.steps.sequence import Sequence
 
@@ -209,9 +209,17 @@ def test_a_row_of_nan_gives_some_token_and_spares_the_others() -> None:
 
 
 def test_a_step_is_served_by_what_was_captured() -> None:
-    assert [sampling_guard(r, ("greedy", "random")) for r in (False, True)] == ["greedy", "random"]
-    assert [sampling_guard(r, ("greedy",)) for r in (False, True)] == ["greedy", "greedy"]
-    assert [sampling_guard(r, ("random",)) for r in (False, True)] == ["random", "random"]
+    found = {
+        captured: [sampling_guard(wanted, captured) for wanted in get_args(Sampling)]
+        for captured in [("greedy", "random"), ("greedy",), ("random",), ("shaped", "greedy"), ("shaped",)]
+    }
+    assert found == {
+        ("greedy", "random"): ["greedy", "random", "greedy"],
+        ("greedy",): ["greedy", "greedy", "greedy"],
+        ("random",): ["random", "random", "random"],
+        ("shaped", "greedy"): ["greedy", "shaped", "shaped"],
+        ("shaped",): ["shaped", "shaped", "shaped"],
+    }
 
 
 def test_the_choice_can_be_traced_as_one_graph() -> None:

@@ -138,7 +138,7 @@ def test_a_verify_step_has_drafts_behind_the_pending_token_and_wants_all_rows() 
 def test_the_parameters_of_each_row_carry_the_number_of_its_token() -> None:
     hot = sequence([5], blocks=[1], generated=(6, 7), computed=2, hot=True)
     step = Step("verify", (Part(sequence([5], blocks=[2], generated=(6,), computed=1), 1), Part(hot, 1, (8,))))
-    assert step.is_random and step.num_rows == 3
+    assert step.sampling == "random" and step.num_rows == 3
     packed = step.sampling_params(CPU)
     assert packed.dtype == torch.float32
     assert packed[:, :3].tolist() == [[0, 0, 1], [0.5, 7, 0.75], [0.5, 7, 0.75]]
@@ -147,7 +147,7 @@ def test_the_parameters_of_each_row_carry_the_number_of_its_token() -> None:
 
 def test_a_chunk_of_a_prompt_samples_nothing() -> None:
     step = Step("prefill", (Part(sequence([5, 6, 7], blocks=[1], hot=True), 2),))
-    assert not step.is_random
+    assert step.sampling == "greedy"
     assert step.sampling_params(CPU).tolist() == [[0, 0, 1, 0]]
 
 
