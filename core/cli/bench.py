@@ -14,6 +14,8 @@ from core.cli.model_argument import (
     DEVICE,
     DTYPE,
     KV_CACHE_DTYPE,
+    MAX_STEP_TOKENS,
+    MIXED_STEP_TOKENS,
     MODEL,
     QUANTIZE,
     check_device,
@@ -32,7 +34,17 @@ if TYPE_CHECKING:
     from core.bench.cells import BenchReport
 
 _STDOUT = Path("-")
-_SERVED = ("requests", "prompt_tokens", "output_tokens", "rate", "max_num_seqs", "max_model_len", "timeline")
+_SERVED = (
+    "requests",
+    "prompt_tokens",
+    "output_tokens",
+    "rate",
+    "max_num_seqs",
+    "max_model_len",
+    "max_step_tokens",
+    "mixed_step_tokens",
+    "timeline",
+)
 _NOT_SERVED = ("batch", "context", "prefill", "subjects", "rounds", "steps", "profile", "start", "reference", "plot")
 
 
@@ -70,6 +82,8 @@ def bench(
     rate: float | None = typer.Option(None, help="With --serve: requests per second; default: all there at once."),
     max_num_seqs: int = typer.Option(64, help="With --serve: sequences at once."),
     max_model_len: int | None = typer.Option(None, help="With --serve: longest context."),
+    max_step_tokens: int | None = MAX_STEP_TOKENS,
+    mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
     timeline: Path | None = typer.Option(None, help="With --serve: write what each step took, for Perfetto."),
     json: Path | None = typer.Option(None, help="Write core.bench/1 to this file; - for standard output."),
     plot: Path | None = typer.Option(None, help="Draw the figures into this .svg (or .png, by matplotlib)."),
@@ -110,7 +124,8 @@ def bench(
         for option, path in (("--json", json), ("--timeline", timeline)):
             check_file(option, path)
         check_device(engine, select_device(device))
-        config = replace(engine, max_num_seqs=max_num_seqs, max_model_len=max_model_len, sampling=("greedy",))
+        engine = replace(engine, max_num_seqs=max_num_seqs, max_model_len=max_model_len, sampling=("greedy",))
+        config = replace(engine, max_step_tokens=max_step_tokens, mixed_step_tokens=mixed_step_tokens)
         asked = _asked(device, model, preset, dtype, quantize, calibration, engine_options(engine))
         return bench_load(asked, load, config, timeline=timeline, json=json)
     settings = Settings(

@@ -43,8 +43,14 @@ QUANTIZE: Any = typer.Option(
 CALIBRATION: Any = typer.Option(
     None, "--calibration", metavar="FILE", help="Text whose lines give static scales; default: a built-in one."
 )
+MAX_STEP_TOKENS: Any = typer.Option(
+    None, "--max-step-tokens", min=1, help="Tokens at most in a step with prompts; default: the largest prefill bucket."
+)
+MIXED_STEP_TOKENS: Any = typer.Option(
+    None, "--mixed-step-tokens", min=1, help="Of these, of prompts, in steps in which others generate; default: all."
+)
 """Defaults of a subcommand's parameters `model`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
-`quantize` and `calibration`."""
+`quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
 
 
 def check_model_options(

@@ -12,6 +12,8 @@ from core.cli.model_argument import (
     DEVICE,
     DTYPE,
     KV_CACHE_DTYPE,
+    MAX_STEP_TOKENS,
+    MIXED_STEP_TOKENS,
     QUANTIZE,
     check_device,
     check_model_options,
@@ -58,6 +60,8 @@ def serve(
     memory_fraction: float | None = typer.Option(
         None, help="Share of the device's memory that weights, graphs and cache fill together, such as 0.9."
     ),
+    max_step_tokens: int | None = MAX_STEP_TOKENS,
+    mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
     capture_penalties: bool = typer.Option(
         False,
         "--capture-penalties",
@@ -75,6 +79,8 @@ def serve(
     engine_config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        max_step_tokens=max_step_tokens,
+        mixed_step_tokens=mixed_step_tokens,
         cache_tokens=cache_tokens,
         memory_fraction=memory_fraction,
         prefix_caching=prefix_caching,

@@ -64,6 +64,8 @@ class SamplingParams:
     min_tokens: int = 0
     #: Report the log-probability of each token and of so many of the most likely ones; None reports nothing.
     logprobs: int | None = None
+    #: Who is served first where not all can be: smaller ones join before others and keep their cache longer.
+    priority: int = 0
     #: A JSON schema, as JSON, that the text has to match: by llguidance, an extra. Not with `regex` or `ignore_eos`.
     json_schema: str | None = None
     #: A regular expression that the whole text has to match; likewise.
@@ -105,6 +107,10 @@ class SamplingParams:
             "logprobs": (
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
                 f"None or an int from 0 to {MAX_LOGPROBS}",
+            ),
+            "priority": (
+                _is_int(self.priority) and -(2**31) <= self.priority < 2**31,
+                "an int of at most 32 bits, where smaller ones are served first",
             ),
             "json_schema": (_is_text(self.json_schema), "None or a str"),
             "regex": (

@@ -66,6 +66,8 @@ def test_it_is_frozen_hashable_and_keyword_only() -> None:
         ("logit_bias", ((-1, 2.0),)),
         ("logit_bias", ((1, 200.0),)),
         ("min_tokens", -1),
+        ("priority", 0.5),
+        ("priority", 2**31),
         ("logprobs", 21),
         ("logprobs", True),
         ("regex", 5),

@@ -95,6 +95,8 @@ class _Generating(_Body):
     #: By token id, which JSON writes as a string.
     logit_bias: dict[str, float] = Field({}, max_length=MAX_BIASES)
     min_tokens: int = 0
+    #: Smaller ones are served first.
+    priority: int = 0
     response_format: ResponseFormat | None = None
     #: A regular expression that the whole answer matches.
     guided_regex: str | None = None
@@ -131,6 +133,7 @@ class _Generating(_Body):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self._biases(),
             "min_tokens": self.min_tokens,
+            "priority": self.priority,
             "logprobs": self.num_logprobs[1],
             self.grammar[1]: self.grammar[2],
         }

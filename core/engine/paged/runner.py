@@ -62,7 +62,8 @@ class PagedRunner:
         self.cache_rounding = None if self._codes is None else rounding(model, layers, scales, self._codes)
         layers = layers if self._codes is None else {m: replace(each, dtype=self._codes) for m, each in layers.items()}
         buckets = self._buckets(config, max_model_len)
-        self.max_step_tokens = max(b["tokens"] for b in buckets["prefill"])
+        largest = max(b["tokens"] for b in buckets["prefill"])
+        self.max_step_tokens = config.max_step_tokens or largest
         self._layers, self._layer_scales = layers, scales
         groups = make_groups(layers, max_len=max_model_len, block_size=config.block_size)
         self._needs = CacheNeeds(
@@ -74,7 +75,7 @@ class PagedRunner:
         )
         self._before = model.config._attn_implementation
         self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
-        most = {"num_tokens": self.max_step_tokens, "num_rows": self.max_num_seqs}
+        most = {"num_tokens": largest, "num_rows": self.max_num_seqs}
         size = choose_size(self._needs, device, config, partial(largest_step, model, device, **most))
         self._paged = self._make_cache(size)
         self.cache = BlockTables(

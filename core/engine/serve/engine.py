@@ -69,6 +69,7 @@ class Engine:
             self._runner.cache,
             max_num_seqs=self._runner.max_num_seqs,
             max_step_tokens=self._runner.max_step_tokens,
+            mixed_step_tokens=self.config.mixed_step_tokens,
             num_drafts=self._runner.num_drafts,
         )
         self._requests: dict[int, Request] = {}

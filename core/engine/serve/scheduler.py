@@ -1,23 +1,27 @@
-"""Continuous batching: what each step computes, first come first served; sequences join and leave between steps."""
+"""Continuous batching: what each step computes, by priority and arrival; sequences join and leave between steps."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
+from core.engine.serve.waiting import WaitingSequences
 from core.engine.steps.runner import SequenceCache
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part, Step
 
+MAX_GIVEN_WAY = 3
+"""Times that a sequence gives its cache back to more urgent ones; after these it counts as urgent as they are."""
+
 
 class Scheduler:
-    """Waiting and running sequences, in the order of their arrival.
+    """Waiting and running sequences, those that wait by priority and arrival.
 
     A step holds one token of each sequence that is generating, and fills what is left of its token budget with prompts:
     so no prompt holds up the others, however long, and a prompt that doesn't fit is computed in chunks over several
-    steps. Sequences take cache as they grow. Where it runs out, the one that joined last gives its own back, waits
-    before all others, and is computed again. Nobody starves: the oldest is never the one, and prompts are served in
-    order, the first one first.
+    steps. Sequences take cache as they grow. Where it runs out, the least urgent one that joined last gives its own
+    back, waits where it came from, and is computed again. Nobody starves: the first of the most urgent ones is never
+    the one, who has given way `MAX_GIVEN_WAY` times counts as one of them, and who has waited longest joins by the
+    rule of `WaitingSequences`.
     """
 
     def __init__(
@@ -26,19 +30,22 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_step_tokens: int,
+        mixed_step_tokens: int | None = None,
         num_drafts: int = 0,
     ) -> None:
         """Schedule at most max_num_seqs sequences at once and max_step_tokens tokens per step that holds prompts.
 
-        cache: has room for any one sequence. max_step_tokens: at least max_num_seqs. num_drafts: tokens drafted at most
-        per sequence in steps without prompts.
+        cache: has room for any one sequence. max_step_tokens: at least max_num_seqs. mixed_step_tokens: tokens of
+        prompts at most in a step in which others generate; None sets no limit of its own. num_drafts: tokens drafted at
+        most per sequence in steps without prompts.
         """
         assert max_step_tokens >= max_num_seqs
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
+        self._mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self._num_drafts = num_drafts
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingSequences()
         self._running: list[Sequence] = []
         #: Those that gave their cache back while their last token was under way.
         self._emptied: list[Sequence] = []
@@ -56,15 +63,14 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all others."""
-        self._waiting.append(sequence)
+        """Queue a sequence behind all that are as urgent."""
+        self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running, and take its cache back."""
         if sequence in self._running:
             self._running.remove(sequence)
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
+        self._waiting.remove(sequence)
         if sequence in self._emptied:
             self._emptied.remove(sequence)
         self._cache.release(sequence)
@@ -91,12 +97,14 @@ class Scheduler:
             if step is not None or not (active := self._active()):
                 return step
             # Those that run have some of the cache each, and none has enough to go on.
-            self._preempt(active[-1])
+            self._preempt(_least_urgent(active))
 
     def _schedule(self) -> Step | None:
         preempted = self.num_preempted
         generating = self._generating()
-        prompts = self._prompts(self._max_step_tokens - len(generating), may_join=preempted == self.num_preempted)
+        room = self._max_step_tokens - len(generating)
+        room = min(room, self._mixed_step_tokens) if generating else room
+        prompts = self._prompts(room, may_join=preempted == self.num_preempted)
         if prompts:
             return Step("prefill", (*(Part(sequence, 1) for sequence in generating), *prompts))
         parts = tuple(Part(sequence, 1, self._drafts(sequence)) for sequence in generating)
@@ -107,7 +115,7 @@ class Scheduler:
 
     def _generating(self) -> list[Sequence]:
         """Return those that generate and have room for one token more, after others have made room."""
-        found = []
+        found: list[Sequence] = []
         for sequence in self._active():
             if sequence.in_prompt:
                 continue  # also one that has just given its cache back
@@ -115,19 +123,21 @@ class Scheduler:
                 last = self._make_room()
                 if last is sequence:
                     break
+                if last in found:
+                    found.remove(last)
             else:
                 found.append(sequence)
         return found
 
     def _make_room(self) -> Sequence | None:
-        """Take the cache of those whose last token is under way, else of the sequence that joined last; return that."""
+        """Take the cache of those whose last token is under way, else of the least urgent sequence; return that."""
         done = [sequence for sequence in self._running if sequence.has_all and sequence.tables]
         for sequence in done:
             self._cache.release(sequence)
         self._emptied += done
         if done:
             return None
-        last = self._active()[-1]
+        last = _least_urgent(self._active())
         self._preempt(last)
         return last
 
@@ -137,7 +147,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_settled = sequence.num_reused = 0
         sequence.num_preemptions += 1
         self.num_preempted += 1
-        self._waiting.appendleft(sequence)
+        self._waiting.add(sequence)
 
     def _prompts(self, room: int, *, may_join: bool) -> list[Part]:
         """Give `room` tokens to the prompts that run already, then to those that can join."""
@@ -150,16 +160,23 @@ class Scheduler:
             parts.append(Part(sequence, count))
             room -= count
         places = self._max_num_seqs - len(active)
-        while may_join and room and places > 0 and self._waiting and self._cache.join(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            self._running.append(sequence)
+        while may_join and room and places > 0 and (new := self._joining()) is not None:
+            self._running.append(new)
             places -= 1
-            count = min(room, sequence.num_pending)
-            if not self._cache.grow(sequence, sequence.num_computed + count):
+            count = min(room, new.num_pending)
+            if not self._cache.grow(new, new.num_computed + count):
                 return parts
-            parts.append(Part(sequence, count))
+            parts.append(Part(new, count))
             room -= count
         return parts
+
+    def _joining(self) -> Sequence | None:
+        """Let the next sequence have cache and return it; None where nobody waits, or it has no room."""
+        sequence = self._waiting.first()
+        if sequence is None or not self._cache.join(sequence):
+            return None
+        self._waiting.joined(sequence)
+        return sequence
 
     def _drafts(self, sequence: Sequence) -> tuple[int, ...]:
         # The step itself gives one token more, and no token may lie beyond what may be generated.
@@ -168,3 +185,10 @@ class Scheduler:
         if count <= 0 or not self._cache.grow(sequence, sequence.num_computed + 1 + count):
             return ()
         return tuple(sequence.ngrams.propose(sequence.prompt + sequence.generated, count))
+
+
+def _least_urgent(running: list[Sequence]) -> Sequence:
+    """Return the one that gives its cache back: of those with the largest priority the one that joined last."""
+    most = min(sequence.params.priority for sequence in running)
+    ranks = [most if each.num_preemptions >= MAX_GIVEN_WAY else each.params.priority for each in running]
+    return max(zip(ranks, range(len(running)), running, strict=True), key=lambda each: each[:2])[2]

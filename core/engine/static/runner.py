@@ -63,6 +63,8 @@ class StaticRunner:
         self._sampling: tuple[Sampling, ...] = tuple(way for way in config.sampling if way != "shaped") or ("random",)
         if config.speculative:
             log.warning("no speculative decoding on transformers' static cache: drafts can't be taken back from it")
+        if config.max_step_tokens is not None:
+            log.warning("no max_step_tokens on transformers' static cache: a prompt is computed at once")
         self._positions = False
         self._mask_len = 0
         self._prepare_cache(max_model_len)

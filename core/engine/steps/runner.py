@@ -43,9 +43,14 @@ class EngineConfig:
     block_size: int = 16
     #: Batch sizes of decode; None takes `decode_sizes`.
     decode_buckets: tuple[int, ...] | None = None
-    #: Token counts of prefill; None takes `prefill_sizes`. The largest is the token budget of a step that holds
-    #: prompts: longer prompts are computed in chunks.
+    #: Token counts of prefill; None takes `prefill_sizes`.
     prefill_buckets: tuple[int, ...] | None = None
+    #: Tokens at most in a step that holds prompts: longer prompts are computed in chunks. None takes the largest
+    #: prefill bucket. Where no buckets are given, they end here.
+    max_step_tokens: int | None = None
+    #: Tokens of prompts at most in a step in which other sequences generate: what these wait for a token grows with it,
+    #: and what prompts wait shrinks. None sets no limit below that of the step.
+    mixed_step_tokens: int | None = None
     #: Tokens that the cache has room for; None takes what `max_num_seqs` sequences of the longest context need, as far
     #: as memory goes. Where it runs out, the sequence that joined last waits, and is computed again later.
     cache_tokens: int | None = None
@@ -87,6 +92,7 @@ class EngineConfig:
         if self.prefill_buckets is not None and max(self.prefill_buckets) < self.max_num_seqs:
             found = f"a step with prompts also holds one token of each of up to {self.max_num_seqs} sequences"
             raise _refusal("prefill_buckets", self.prefill_buckets, found)
+        self._check_budgets()
         self._check_cache()
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             dtypes = ", ".join(map(repr, KV_CACHE_DTYPES))
@@ -96,6 +102,16 @@ class EngineConfig:
         if not (once and set(self.sampling) <= set(known)):
             raise _refusal("sampling", self.sampling, f"it is a tuple of at least one of: {', '.join(known)}")
         self._check_options()
+
+    def _check_budgets(self) -> None:
+        budget, mixed = self.max_step_tokens, self.mixed_step_tokens
+        if budget is not None and not _is_size(budget, self.max_num_seqs):
+            found = f"a step also holds one token of each of up to {self.max_num_seqs} sequences"
+            raise _refusal("max_step_tokens", budget, found)
+        if budget is not None and self.prefill_buckets is not None and budget > max(self.prefill_buckets):
+            raise _refusal("max_step_tokens", budget, f"the largest prefill bucket is {max(self.prefill_buckets)}")
+        if mixed is not None and not _is_size(mixed, 1):
+            raise _refusal("mixed_step_tokens", mixed, "it is a positive whole number, or None")
 
     def _check_cache(self) -> None:
         tokens, share = self.cache_tokens, self.memory_fraction
@@ -180,9 +196,11 @@ class EngineConfig:
         """
         if self.prefill_buckets is not None:
             return self.prefill_buckets
-        last = max(min(max_model_len, MAX_PREFILL_TOKENS), self.max_num_seqs)
-        if self.modes_of("prefill", capabilities)[0] in _COSTLY:
-            return powers(32, max(max_model_len, self.max_num_seqs), 4)
+        costly = self.modes_of("prefill", capabilities)[0] in _COSTLY
+        last = max(max_model_len if costly else min(max_model_len, MAX_PREFILL_TOKENS), self.max_num_seqs)
+        last = self.max_step_tokens or last
+        if costly:
+            return powers(32, last, 4)
         sizes = (32, *range(64, 1024, 64), *range(1024, last, 128))
         return (*(size for size in sizes if size < last), last)
 

@@ -50,7 +50,7 @@ class TokenLogprobs(NamedTuple):
 class Sequence:
     """A prompt and what was generated from it so far."""
 
-    #: A number that no other sequence of the engine has.
+    #: A number that no other sequence of the engine has, larger than that of those that came before it.
     index: int
     prompt: list[int]
     params: SamplingParams

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core.engine.http.protocol import CompletionRequest
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
 from tests.engine.http.serving import TEXTS, Served, events, offline
@@ -144,6 +145,16 @@ def test_penalties_and_biases_reach_the_engine(served: Served, shaped: Completio
     made = served.openai.completions.create(
         model="tiny", prompt=TEXTS[3], max_tokens=12, temperature=0, presence_penalty=0.5, frequency_penalty=0.4,
         logit_bias={"300": 1.5}, extra_body={"ignore_eos": True, "repetition_penalty": 1.2, "min_tokens": 3},
+    )  # fmt: skip
+    assert made.choices[0].text == shaped.text
+
+
+def test_a_priority_goes_with_the_request_and_changes_no_token(served: Served, shaped: Completion) -> None:
+    assert CompletionRequest(prompt="a", priority=-3).sampling(4).priority == -3
+    made = served.openai.completions.create(
+        model="tiny", prompt=TEXTS[3], max_tokens=12, temperature=0, presence_penalty=0.5, frequency_penalty=0.4,
+        logit_bias={"300": 1.5},
+        extra_body={"ignore_eos": True, "repetition_penalty": 1.2, "min_tokens": 3, "priority": 4},
     )  # fmt: skip
     assert made.choices[0].text == shaped.text
 

@@ -41,6 +41,8 @@ def error(response: Any, status: int) -> dict[str, Any]:
         ("max_tokens", 1000, "context_length_exceeded"),
         ("n", 0, "invalid_value"),
         ("min_p", 2, "invalid_value"),
+        ("priority", 1.5, "invalid_value"),
+        ("priority", 2**40, "invalid_value"),
         ("presence_penalty", 3, "invalid_value"),
         ("logit_bias", {"word": 1}, "invalid_value"),
         ("logit_bias", {"99999": 1}, "invalid_value"),

@@ -165,7 +165,7 @@ def test_a_step_that_fails_is_computed_again(engine: Engine, waiting: Waiting, m
     assert failed > 12 and tuple(tokens) == expected
 
 
-def test_a_sequence_with_penalties_is_not_run_ahead_of_and_the_rest_is(engine: Engine, waiting: Waiting) -> None:
+def test_a_sequence_with_logprobs_is_not_run_ahead_of_and_the_rest_is(engine: Engine, waiting: Waiting) -> None:
     short = replace(GREEDY, max_new_tokens=5, frequency_penalty=0.7, min_tokens=2, logprobs=1)
     found, counted = counts(engine, lambda: engine.generate(TEXTS[:2], [short, GREEDY]))
     expected, _ = counts(waiting, lambda: waiting.generate(TEXTS[:2], [short, GREEDY]))

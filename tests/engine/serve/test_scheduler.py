@@ -14,9 +14,9 @@ from core.engine.steps.step import Step
 VOCABULARY = 5
 
 
-def new(index: int, length: int, max_new_tokens: int = 4) -> Sequence:
+def new(index: int, length: int, max_new_tokens: int = 4, priority: int = 0) -> Sequence:
     prompt = [(index + i) % VOCABULARY for i in range(length)]
-    return Sequence(index, prompt, SamplingParams(max_new_tokens=max_new_tokens))
+    return Sequence(index, prompt, SamplingParams(max_new_tokens=max_new_tokens, priority=priority))
 
 
 class Places:
@@ -195,7 +195,7 @@ def test_one_whose_last_token_is_under_way_makes_room_first() -> None:
 
 def test_one_that_made_room_for_its_last_token_waits_again_where_that_step_fails() -> None:
     plan = scheduler(3, 3, blocks=2, budget=8)
-    first, last = (plan._waiting[0], plan._waiting[1])
+    first, last = plan._waiting._queues[0]
     first.params = SamplingParams(max_new_tokens=1)
     step = plan.schedule()
     assert step is not None and len(step.parts) == 2

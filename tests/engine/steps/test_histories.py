@@ -71,7 +71,11 @@ def on_the_host() -> Iterator[None]:
 
 def drawn(random: Random) -> SamplingParams:
     """Return any parameters, often of several kinds at once."""
-    fields: dict[str, Any] = {"max_new_tokens": random.randint(4, 36), "ignore_eos": True}
+    fields: dict[str, Any] = {
+        "max_new_tokens": random.randint(4, 36),
+        "ignore_eos": True,
+        "priority": random.randint(-1, 1),
+    }
     wishes: dict[str, Any] = {
         "repetition_penalty": random.uniform(0.7, 2.0),
         "presence_penalty": random.uniform(-1, 2),

@@ -43,6 +43,9 @@ GPU = device("full", "piecewise", "segmented")
         {"sampling": ("greedy", "beam")},
         {"sampling": ("greedy", "greedy")},
         {"speculative": -1},
+        {"max_step_tokens": 4},
+        {"max_step_tokens": 64, "prefill_buckets": (32,)},
+        {"mixed_step_tokens": 0},
         {"kv_cache_dtype": "fp16"},
         {"speculative": True},
         {"options": {"strict": True}},
@@ -64,6 +67,7 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any]) -> None:
         {"max_num_seqs": 3, "decode_buckets": (1, 4), "prefill_buckets": (1, 3)},
         {"sampling": ("random",), "speculative": 4},
         {"kv_cache_dtype": "fp8"},
+        {"max_step_tokens": 32, "prefill_buckets": (16, 32), "mixed_step_tokens": 1},
         {"options": CompileOptions(mode="off")},
         {"options": CompileOptions(mode={"prefill": "off"}, break_at=("torch.tanh",), cache=False)},
         {"options": CompileOptions(mode={"verify": ("full", "off")})},
@@ -88,6 +92,13 @@ def test_what_the_engine_states_itself_is_refused_by_name(name: str, value: Any)
         EngineConfig(options=CompileOptions(**{name: value}))
     assert caught.value.asked.startswith(f"options.{name}=")
     assert f"another options.{name}" in caught.value.remedy
+
+
+@pytest.mark.parametrize("modes", [(), ("compile",)])
+def test_prefill_buckets_end_where_the_budget_of_a_step_does(modes: tuple[Any, ...]) -> None:
+    for budget in (96, 4096):
+        assert EngineConfig(max_step_tokens=budget).prefill_sizes(device(*modes), 512)[-1] == budget
+    assert EngineConfig(max_step_tokens=96, prefill_buckets=(128,)).prefill_sizes(device(*modes), 512) == (128,)
 
 
 def test_powers_end_with_the_last() -> None:
