@@ -73,6 +73,10 @@ class CompileOptions:
     bound: Mapping[str, Tensor] | None = None
     #: Undoes what runs wrote into state; called between warm-up and capture of each bucket, and after it.
     reset: Callable[[], None] | None = None
+    #: Called with the tensors that the finished graphs are bound to, weights and caches among them, before they are
+    #: captured (again where captures are begun anew). It may move tensors, by `tensor.data = …`; each then has to stay
+    #: where it is.
+    relocate: Callable[[Sequence[Tensor]], None] | None = None
     #: Sets of inputs by name, per phase or for a single phase. `verify` judges the passes on them, and captures without
     #: a trace are checked on them.
     examples: Examples | InputSets | None = None

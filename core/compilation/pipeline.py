@@ -7,7 +7,7 @@ makes a callable of it -> capture, largest bucket first
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from core.compilation.phases.untraced_phase import UntracedPhase
 from core.compilation.program import Program
 from core.compilation.request import TRACED_MODES, CompileRequest
 from core.compilation.rewriting import Rewriter
+from core.compilation.weights import Weights
 from core.errors import CaptureError, GraphResourcesError, TraceError
 from core.settings import Settings
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.common.graphs.backend import GraphKey, KeyGuards
+    from core.compilation.options import CompileOptions
     from core.device import Mode
 
     #: A phase that is ready to be captured, its keys, and the modes to try where it can't be captured.
@@ -56,7 +58,9 @@ def make_program(request: CompileRequest) -> Program:
         if all(mode == "off" for mode in request.preferred.values()):
             runner = GraphRunner(request.device, CallBackend(), strict=request.options.strict)
             report = account.report(request, request.preferred)
-            return Program(request, report, runner=runner)
+            relocate(request.options, ())
+            weights = Weights(request.models.values(), captured=False)
+            return Program(request, report, runner=runner, weights=weights)
         stages = make_stages(request, account, rewriter)
         try:
             # Traces make some hundred thousand objects and keep most: the collector would walk all of these, and the
@@ -73,7 +77,21 @@ def make_program(request: CompileRequest) -> Program:
     traces = [report for phase in phases.values() for report in phase.reports]
     cache = None if stages.cache is None else stages.cache.report
     report = account.report(request, modes, traces, static_bytes=stages.buffers.num_bytes, cache=cache)
-    return Program(request, report, runner=stages.runner, buffers=stages.buffers, captured=captured)
+    graphs = [graph for phase in phases.values() for graph in phase.graphs]
+    weights = Weights(
+        request.models.values(),
+        captured=bool(captured),
+        contents=(tensor for graph in graphs for tensor in graph.contents),
+        sourceless=(name for graph in graphs for name in graph.sourceless),
+    )
+    return Program(request, report, runner=stages.runner, weights=weights, buffers=stages.buffers, captured=captured)
+
+
+def relocate(options: CompileOptions, phases: Iterable[Phase]) -> None:
+    """Let the caller move what the graphs of these phases are bound to."""
+    if options.relocate is not None:
+        found = {id(tensor): tensor for phase in phases for graph in phase.graphs for tensor in graph.tensors}
+        options.relocate(tuple(found.values()))
 
 
 def rewriter_of(request: CompileRequest) -> Rewriter:
@@ -125,6 +143,7 @@ class _Pipeline:
             order = capture_order({name: keys for name, (_, keys, _) in prepared.items()})
             captured: dict[GraphKey, CapturedBucket] = {}
             name = ""
+            relocate(self._options, (phase for phase, _, _ in prepared.values()))
             try:
                 with self._stages.runner.capture_session():
                     watched = {name: self._watched(name) for name, (_, keys, _) in prepared.items() if keys}

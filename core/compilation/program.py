@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from core.compilation.capture.plan import CapturedBucket, Plan
 from core.compilation.capture.turns import Turns
 from core.compilation.eager import EagerRuns
 from core.compilation.oversized import Eager, Split
+from core.compilation.weights import NamedTensors, Weights
 from core.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Program:
         report: ProgramReport,
         *,
         runner: GraphRunner,
+        weights: Weights,
         buffers: StaticBuffers | None = None,
         captured: Mapping[GraphKey, CapturedBucket] | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class Program:
         self._updates = request.device.capabilities.update
         self._buffers = buffers
         self._runner = runner
+        self.weights = weights
         self._report = report
         self._plans: dict[tuple[Any, ...], Plan | Split | Eager] = {}
         # A program with one phase needs no phase in its calls.
@@ -157,8 +159,7 @@ class Program:
 
     def _replay(self, key: GraphKey, step: Mapping[str, Any] | None) -> Any:
         bucket = self._calls.captured.get(key) or self._bucket(key)
-        outputs = self._runner.replay(key, step)
-        return bucket.output.rebuild(outputs, bucket.inputs)
+        return bucket.output.rebuild(self._runner.replay(key, step), bucket.inputs)
 
     def serving(self) -> AbstractContextManager[None]:
         """Enter around a run of calls: captures are refused in it, and compiles by torch counted (strict: an error)."""
@@ -236,14 +237,32 @@ class Program:
             return outputs[plan.single]
         return plan.output.rebuild(outputs, {**self._bound, **inputs} if self._bound else inputs)
 
+    def load_weights(self, weights: NamedTensors, *, partial: bool = False) -> None:
+        """Copy new values over the model's weights, in place: captured graphs hold these addresses (docs/capture.md).
+
+        weights: by the names of the model's `state_dict`, on any device. A mapping or sequence is checked whole before
+        anything is written, an iterator tensor by tensor: where a later one is wrong, calls are refused until all have
+        been loaded. partial: whether parameters may miss; buffers may, and all but one of the names of a tied weight.
+
+        Raises `UsageError` for names that miss or that the model lacks, other shapes or dtypes, and new values of a
+        weight from which passes have made something.
+        """
+        with self._turns.anyway():
+            if self._closed:
+                raise CaptureError("loading weights", found="the program was closed", remedy="compile it again")
+            try:
+                self.weights.load(weights, partial=partial)
+                self.device.synchronize()  # the tensors given may go now
+            finally:
+                self._turns.hold(self.weights.mixed)
+                self._take, self._take_part = self._turns.take, self._turns.take_part
+
     def close(self) -> None:
         """Drop all captured graphs and return their memory; the program can't be called afterwards.
 
         Raises `UsageError` while a call runs, or waits for it, as a call does.
         """
-        if not self._take(False):
-            raise self._turns.refused()
-        try:
+        with self._turns.anyway():
             self._runner.cleanup()
             self._calls.close()
             self._plans.clear()
@@ -251,15 +270,11 @@ class Program:
             self._buffers = None
             self._closed = True
             self.device.parts.empty_cache()
-        finally:
-            self._leave()
 
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _phase(self, phase: str | None) -> str:
@@ -269,11 +284,8 @@ class Program:
             raise self._calls.wrong(phase, {})
         phase = phase if phase is not None else self._only_phase
         if phase is None or phase not in self._calls.table.phases:
-            raise UsageError(
-                f"phase {phase!r}",
-                found=f"the program has: {', '.join(self._calls.table.phases)}",
-                remedy="pass one of these as the first argument",
-            )
+            found = f"the program has: {', '.join(self._calls.table.phases)}"
+            raise UsageError(f"phase {phase!r}", found=found, remedy="pass one of these as the first argument")
         return phase
 
     def _host_step(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:

@@ -77,6 +77,7 @@ class CompileRequest:
         bound = check_bound(options.bound, inputs)
         check_outputs(options.outputs, table.dims)
         check_callable("reset", options.reset)
+        check_callable("relocate", options.relocate)
         check_callable("progress", options.progress)
         candidates = {phase: options.modes_of(phase, device.capabilities.modes) for phase in table.phases}
         device.lowerings.resolve(options.lowering)

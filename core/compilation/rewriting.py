@@ -69,6 +69,8 @@ class Rewritten:
     aten_s: float
     #: The bound tensors whose content a pass may have read.
     contents: tuple[Tensor, ...] = ()
+    #: The tensors that passes bound and of which nobody knows from what they were made.
+    sourceless: tuple[str, ...] = ()
 
 
 class Rewriter:
@@ -141,7 +143,14 @@ class Rewriter:
             start = time.perf_counter()
         added = tuple(ConstantSlot(tensor, constants.packing(name)) for name, tensor in constants.added)
         traced = replace(traced, slots=(*traced.slots, *added))
-        return Rewritten(traced=traced, passes=reports, passes_s=passes_s, aten_s=aten_s, contents=constants.contents)
+        return Rewritten(
+            traced=traced,
+            passes=reports,
+            passes_s=passes_s,
+            aten_s=aten_s,
+            contents=constants.contents,
+            sourceless=constants.sourceless,
+        )
 
     def _prepare(self, module: fx.GraphModule) -> None:
         put_back_unimplemented(module, self._device.ops)

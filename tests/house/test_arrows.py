@@ -36,7 +36,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("core/compilation/capture", "core/compilation/rewrite", "core/compilation/shared_trace.py"),
     ("core/compilation/options.py",),
-    ("core/compilation/arguments.py", "core/compilation/oversized.py", "core/compilation/training.py"),
+    (
+        "core/compilation/arguments.py",
+        "core/compilation/oversized.py",
+        "core/compilation/training.py",
+        "core/compilation/weights.py",
+    ),
     ("core/compilation/report.py", "core/compilation/request.py"),
     ("core/compilation/account.py", "core/compilation/calls.py", "core/verify"),
     ("core/compilation/eager.py",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
@@ -27,6 +27,7 @@ class Constants:
         self._values = dict(values)
         self._added: dict[str, Tensor] = {}
         self._packings: dict[str, Packing] = {}
+        self._sourceless: list[str] = []
         self.reads_content = True
         self._contents: dict[int, Tensor] = {}
         self._last: fx.Node | None = None
@@ -46,6 +47,11 @@ class Constants:
         """Return what an added tensor was joined from, where its pass said so."""
         return self._packings.get(name)
 
+    @property
+    def sourceless(self) -> tuple[str, ...]:
+        """The added tensors of which nobody knows from what they were made."""
+        return tuple(name for name in self._sourceless if name in self._added)
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor bound, each once."""
         found = {id(tensor): tensor for tensor in (*self._values.values(), *self._added.values())}
@@ -64,12 +70,21 @@ class Constants:
         return tensor
 
     def add(
-        self, graph: fx.Graph, name: str, tensor: Tensor, like: fx.Node, *, packing: Packing | None = None
+        self,
+        graph: fx.Graph,
+        name: str,
+        tensor: Tensor,
+        like: fx.Node,
+        *,
+        packing: Packing | None = None,
+        sources: Sequence[Tensor] | None = None,
     ) -> fx.Node:
         """Append a placeholder bound to the tensor and return it.
 
         like: a node whose fake value is of the tensor's dtype and device; the new one's is made like it. packing: what
-        the tensor was joined from; the graph of a tensor made otherwise can't be cached.
+        the tensor was joined from; the graph of a tensor made otherwise can't be cached. sources: of such a tensor, the
+        constants that it was computed from, which then keep their values; None where nobody knows, so that no weight of
+        the program may be loaded anew.
         """
         if self._last is None or self._last.graph is not graph:
             self._last = graph.find_nodes(op="placeholder")[-1]
@@ -82,6 +97,10 @@ class Constants:
         self._added[node.name] = tensor
         if packing is not None:
             self._packings[node.name] = packing
+        elif sources is None:
+            self._sourceless.append(node.name)
+        else:
+            self._contents.update((id(source), source) for source in sources)
         return node
 
     def forget(self, num_kept: int) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from core.common.passes.declaration import Pass
     from core.compilation.request import CompileRequest
 
-_NO_FACTORS = frozenset({"verify", "debug", "eager", "outputs", "reset", "examples", "progress", "cache"})
+_NO_FACTORS = frozenset({"verify", "debug", "eager", "outputs", "reset", "relocate", "examples", "progress", "cache"})
 """Options that change nothing of a traced graph; with `verify` the cache is not used at all."""
 _OWN_GROUPS = frozenset({"guards", "bound", "shared"})
 """Options that are factors under a group of their own."""

@@ -19,14 +19,14 @@ from core.compilation.cache.differences import Difference, Places, each_line, ex
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted
 from core.compilation.cache.literals import Targets
-from core.compilation.cache.reading import ABSENT, Layouts, Reading, expressions_of
+from core.compilation.cache.reading import ABSENT, Layouts, Reading, content_of, content_path, expressions_of
 from core.compilation.cache.reports import decode_report, encode_report
 from core.compilation.cache.source import source_place
 from core.compilation.cache.store import SOURCE, Store, key_of
 from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.cache.values import names_in
 from core.compilation.report import CacheReport, TraceReport
-from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.traced import ConstantSlot, TracedGraph
 
 if TYPE_CHECKING:
     from core.common.passes.declaration import Pass
@@ -43,13 +43,21 @@ MAX_CONTENT_BYTES = 1 << 20
 class CachedGraph:
     """A graph as a phase runs it, with its account. breaks: at how many places a piecewise mode cuts it.
 
-    contents: tensors of which a pass may have read the content.
+    contents: tensors of which a pass may have read the content. sourceless: names of the tensors that passes bound and
+    of which nobody knows from what they were made.
     """
 
     traced: TracedGraph
     report: TraceReport
     breaks: int
     contents: tuple[Tensor, ...] = ()
+    sourceless: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the graph is bound to."""
+        found = (slot.value for slot in self.traced.slots if isinstance(slot, ConstantSlot))
+        return tuple(value for value in found if isinstance(value, Tensor))
 
 
 class ProgramCache:
@@ -122,7 +130,7 @@ class ProgramCache:
                 if changed := _changed(reads["values"], live.values):
                     nearest = (name, changed) if nearest is None or len(changed) < len(nearest[1]) else nearest
                     continue
-                self._found = self._decode(self._store.graphs(name, self._factors), live.tensors)
+                self._found = self._decode(self._store.graphs(name, self._factors), live)
             except Untrusted:
                 raise
             except Gone:
@@ -217,7 +225,7 @@ class ProgramCache:
         paths = [reading.path_of(tensor) for tensor in unique]
         if None in paths:
             raise Uncacheable("a pass has read the content of a tensor that is none of the model's")
-        return [f"content({path})" for path in paths]
+        return [content_of(path) for path in paths if path]
 
     def _encode(self, reading: Reading) -> dict[str, Any]:
         phases = []
@@ -237,17 +245,16 @@ class ProgramCache:
             raise Uncacheable(f"the graph of {made.report.phase} does not read back as itself")
         return {"breaks": made.breaks, "report": encode_report(made.report), "graph": text}
 
-    def _decode(
-        self, text: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> dict[tuple[str, str], list[CachedGraph]]:
+    def _decode(self, text: Mapping[str, Any], live: Reading) -> dict[tuple[str, str], list[CachedGraph]]:
+        contents = tuple(live.tensors[path] for each in live.values if (path := content_path(each)))
         known = [key for keys in self._table.phases.values() for key in keys]
         found: dict[tuple[str, str], list[CachedGraph]] = {}
         for each in text["phases"]:
             made = found[each["phase"], each["mode"]] = []
             for one in each["graphs"]:
-                traced = graphs.decode_graph(one["graph"], self._targets, tensors)
+                traced = graphs.decode_graph(one["graph"], self._targets, live.tensors)
                 report = decode_report(one["report"], known)
-                made.append(CachedGraph(traced=traced, report=report, breaks=one["breaks"]))
+                made.append(CachedGraph(traced=traced, report=report, breaks=one["breaks"], contents=contents))
         return found
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from core.compilation.cache.differences import shown
 from core.compilation.cache.literals import decode, encode
 from core.compilation.cache.uncacheable import Uncacheable
-from core.compilation.cache.values import ATOMS, Texts, content_digest, name_of, tensor_text
+from core.compilation.cache.values import ATOMS, Texts, name_of, tensor_text
 from core.compilation.capture.breaks import modules_of
+from core.compilation.trace.model_tensors import content_digest
 from core.compilation.trace.reads import Reads
 
 ABSENT = "(absent)"
@@ -56,6 +57,17 @@ def expressions_of(reads: Reads, phase: str, *, hands_through: bool) -> Iterator
         if not getattr(call.function, "__module__", None) or not hasattr(call.function, "__qualname__"):
             raise Uncacheable(f"the model calls {call.function!r} while it is traced, to which no name leads")
         yield f"call({name_of(call.function)!r}, {json.dumps([encode(call.args), encode(dict(call.kwargs))])!r})"
+
+
+def content_of(path: str) -> str:
+    """Return the expression for what the tensor at a path holds."""
+    return f"content({path})"
+
+
+def content_path(expression: str) -> str:
+    """Return the path of the tensor of whose content an expression tells; "" for any other."""
+    found = re.fullmatch(r"content\((.+)\)", expression)
+    return found[1] if found else ""
 
 
 def _placed(source: str, phase: str) -> str:

@@ -88,12 +88,6 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def content_digest(tensor: Tensor) -> str:
-    """Return a digest of every bit of a tensor; waits for the device."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
 def tensor_text(tensor: Tensor) -> str:
     """Return what a graph sees of a tensor: class, dtype, shape, device and layout, but not its values."""
     dense = tensor.is_contiguous() and tensor.storage_offset() == 0

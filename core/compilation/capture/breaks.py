@@ -143,11 +143,15 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
     Looks at attributes, a bound method's object and a closure's cells, and at those of callables found there. Paths
     within the only model held have no prefix; of several models each has its own name as prefix.
     """
+    held = models_of(function).items()
+    return {path: module for name, model in held for path, module in model.named_modules(prefix=name)}
+
+
+def models_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
+    """Return the models that `modules_of` finds the modules of, by prefix: "" for the only one."""
     models: dict[str, nn.Module] = {}
     _collect(function, "", models, depth=3)
-    if len({id(model) for model in models.values()}) == 1:
-        return dict(next(iter(models.values())).named_modules())
-    return {path: module for name, model in models.items() for path, module in model.named_modules(prefix=name)}
+    return {"": next(iter(models.values()))} if len({id(model) for model in models.values()}) == 1 else models
 
 
 def _collect(value: Any, name: str, models: dict[str, nn.Module], *, depth: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Literal
 
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from core.device import Device
 
@@ -32,9 +33,28 @@ class Turns:
         #: Begins the use of buffers that the caller writes or reads outside of a turn.
         self.take_part: Callable[[bool], bool] = _never if self.waits else self._lock.acquire
         self.leave: Callable[[], None] = self._end if self.waits else self._lock.release
+        self._own = self.take, self.take_part
+        self._held = ""
+
+    def hold(self, reason: str) -> None:
+        """Give no turn but `anyway` from now on, for this reason; "" gives them again."""
+        self._held = reason
+        self.take, self.take_part = (_never, _never) if reason else self._own
+
+    @contextmanager
+    def anyway(self) -> Iterator[None]:
+        """Take a whole turn, also where turns are held; raise `UsageError` where there is none."""
+        if not self._own[0](False):
+            raise self.refused()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def refused(self) -> UsageError:
         """Return the error for a call that got no turn."""
+        if self._held:
+            return UsageError("calling a program", found=self._held, remedy="load_weights with all of the weights")
         asked = "calling a program while another call of it runs"
         remedy = "call it from one thread at a time, compile one program for each, or "
         if self.waits:
@@ -48,7 +68,7 @@ class Turns:
 
     def refused_part(self) -> UsageError:
         """Return the error for `inputs`, `replay` and `staging` where they get no turn."""
-        if not self.waits:
+        if not self.waits or self._held:
             return self.refused()
         return UsageError(
             "using a program's static buffers from outside",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from core.common.graphs.backend import BoundCallable, GraphKey
     from core.compilation.account import Account
-    from core.compilation.cache.program_cache import ProgramCache
+    from core.compilation.cache.program_cache import CachedGraph, ProgramCache
     from core.compilation.capture.bucket_report import BucketReport
     from core.compilation.capture.buffers import StaticBuffers
     from core.compilation.capture.pieces import PieceLowering
@@ -62,6 +62,10 @@ class Phase(Protocol):
 
     name: str
     mode: Mode
+
+    @property
+    def graphs(self) -> Sequence[CachedGraph]:
+        """Those that were traced for it."""
 
     @property
     def reports(self) -> Sequence[TraceReport]:

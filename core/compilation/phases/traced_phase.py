@@ -52,6 +52,11 @@ class TracedPhase:
         self._ways: dict[GraphKey, list[CachedGraph]] = {}
 
     @property
+    def graphs(self) -> Sequence[CachedGraph]:
+        """Those of the phase, in order."""
+        return self._made
+
+    @property
     def reports(self) -> Sequence[TraceReport]:
         """Of each graph of the phase, in order."""
         return [graph.report for graph in self._made]
@@ -216,7 +221,13 @@ class TracedPhase:
             reason=given.reason,
             trace_of=given.trace_of,
         )
-        return CachedGraph(traced=rewritten.traced, report=report, breaks=num_breaks, contents=rewritten.contents)
+        return CachedGraph(
+            traced=rewritten.traced,
+            report=report,
+            breaks=num_breaks,
+            contents=rewritten.contents,
+            sourceless=rewritten.sourceless,
+        )
 
     def _served_examples(self, traced: TracedGraph, served: tuple[GraphKey, ...]) -> list[tuple[Any, ...]]:
         """Return placeholder values of the examples, filled up to a bucket where the graph serves no other size."""

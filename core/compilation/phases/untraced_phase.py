@@ -18,6 +18,7 @@ from core.errors import CaptureError, GraphResourcesError, one_line
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
+    from core.compilation.cache.program_cache import CachedGraph
     from core.compilation.phases.phase import Captured, Record, Stages
     from core.compilation.report import TraceReport
     from core.device import Mode
@@ -33,6 +34,7 @@ class UntracedPhase:
     """A `Phase` whose callable is captured as it is, each key by itself; in mode "off" there is nothing to capture."""
 
     reports: Sequence[TraceReport] = ()
+    graphs: Sequence[CachedGraph] = ()
 
     def __init__(self, name: str, mode: Mode, stages: Stages) -> None:
         self.name = name

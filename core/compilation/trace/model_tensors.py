@@ -1,12 +1,19 @@
-"""The parameters and buffers that a callable reaches, for who traces it or checks where its weights lie."""
+"""The parameters and buffers that a callable reaches, for who traces it or checks where its weights lie; digests."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def content_digest(tensor: torch.Tensor) -> str:
+    """Return a digest of every bit of a tensor; waits for the device."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def model_tensors(model: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,6 +25,7 @@ from core.common.passes.results import PassResult
 from core.compilation.cache.entry import read_factors
 from core.compilation.cache.program_cache import ProgramCache
 from core.compilation.cache.store import Store
+from core.errors import UsageError
 from tests.compilation.cache.cached_model import (
     NONE,
     ROWS,
@@ -38,6 +39,7 @@ from tests.compilation.cache.cached_model import (
     start,
 )
 from tests.recording import acme
+from tests.support import refused
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
@@ -77,6 +79,10 @@ def test_weights_of_a_warm_start_are_its_own() -> None:
     warm = start(other)
     assert_warm(warm)
     torch.testing.assert_close(warm(x=X)["y"], expected["y"])
+    cold = start()
+    assert_warm(cold)
+    cold.load_weights(other.state_dict())
+    torch.testing.assert_close(cold(x=X)["y"], expected["y"])
     with torch.no_grad():
         other.blocks[0].left.weight.zero_()  # bound, and joined: still seen by the graph
     torch.testing.assert_close(warm(x=X)["y"], other(X)["y"])
@@ -135,8 +141,13 @@ def test_a_content_that_a_pass_has_read_is_a_factor() -> None:
             return x * self.by
 
     device = {"passes": (Pass(name="fold", run=fold, guards=Guards(constants=True), owner="acme 1"),)}
-    assert torch.equal(start(Scaled(2.0), device)(x=X), X * 2)
-    assert_warm(start(Scaled(2.0), device))
+    cold, warm = (start(Scaled(2.0), device) for _ in range(2))
+    assert_warm(warm)
+    for program in (cold, warm):
+        with refused(UsageError, "'by' can't change, as passes made the graphs by its values"):
+            program.load_weights({"by": torch.tensor(3.0)})
+        program.load_weights({"by": torch.tensor(2.0)})
+        assert torch.equal(program(x=X), X * 2)
     other = start(Scaled(3.0), device)
     assert torch.equal(other(x=X), X * 3)
     assert counts(other)["traces"] == 1

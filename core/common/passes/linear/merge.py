@@ -208,9 +208,11 @@ class _Merger:
         """Return the scales of the joined weight, laid end to end if there is a packing, else spread; None for none."""
         key = tuple(each.weight for each in scales)
         if key and key not in self._joined:
-            values = [self._constants.value(node) for node in key]
-            joined = spread(scales, [v for v in values if v is not None]) if packing is None else packing.pack()
-            self._joined[key] = self._constants.add(self._context.graph, name, joined, key[0], packing=packing)
+            values = [v for v in map(self._constants.value, key) if v is not None]
+            joined = spread(scales, values) if packing is None else packing.pack()
+            self._joined[key] = self._constants.add(
+                self._context.graph, name, joined, key[0], packing=packing, sources=values
+            )
         return self._joined[key] if key else None
 
     def _rewrite(

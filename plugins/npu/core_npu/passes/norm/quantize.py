@@ -143,7 +143,7 @@ def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype |
         return known
     fake = value_of(like)
     zeros = torch.zeros(shape, dtype=dtype, device=fake.device)
-    made = context.constants.add(context.graph, name, zeros, like=like)
+    made = context.constants.add(context.graph, name, zeros, like=like, sources=())
     if context.analyses is not None:  # they describe a graph without the new placeholder
         context.analyses.invalidate()
     set_value(made, fake.new_empty(tuple(shape), dtype=dtype), like)
