@@ -43,7 +43,7 @@ def peak_of(device: Device, run: Callable[[], object]) -> int:
 
 def decode_activation(engine: Engine, device: Device, key: GraphKey) -> int:
     """Return the peak of one eager run of the function that the largest decode bucket captured."""
-    program: Any = engine._runner._program  # type: ignore[attr-defined]  # the paged runner's
+    program: Any = engine._runner.program  # type: ignore[attr-defined]  # the paged runner's
     inputs = {name: tensor.clone() for name, tensor in program.inputs(key).items()}
     return peak_of(device, lambda: program._models[key.phase](**inputs, **dict(key.guards)))
 
@@ -58,7 +58,7 @@ def prefill_activation(loaded: Any, device: Device, num_tokens: int, context: in
 
 def replay_times(engine: Engine, device: Device, keys: list[GraphKey], rounds: int = 20) -> dict[str, float]:
     """Return the median milliseconds of a replay by key, the device waited for each time."""
-    program: Any = engine._runner._program  # type: ignore[attr-defined]  # the paged runner's
+    program: Any = engine._runner.program  # type: ignore[attr-defined]  # the paged runner's
     found = {}
     for key in keys:
         samples = []

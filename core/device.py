@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from core.capabilities import Capabilities as Capabilities
 from core.capabilities import Mode as Mode
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from core.common.fakes import FakeOp, FakeResult
     from core.common.graphs.backend import GraphBackendFactory
@@ -81,6 +82,37 @@ class MemoryInfo:
         )
 
 
+class SleepingMemory(Protocol):
+    """Memory of one device that can be given back and taken again at the same addresses, all of it at once.
+
+    Captured graphs hold addresses: what they read may sleep in such memory while they stay. An engine makes one for
+    weights and one for its cache, and calls the methods while nothing runs on the device.
+    """
+
+    #: True where it is memory of the host itself: weights that are to be kept stay where they are, as a copy on the
+    #: host would save nothing.
+    in_host_memory: bool
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return a tensor (num_bytes,) uint8 of any content, with a storage of its own; num_bytes is at least 1.
+
+        The memory lives as long as the tensor's storage, whatever becomes of this object. Raises
+        `torch.OutOfMemoryError` where there is none.
+        """
+
+    def release(self) -> None:
+        """Give the memory of all living tensors back to the device; what they hold is lost, their addresses stay.
+
+        Until `restore` nobody touches these tensors.
+        """
+
+    def restore(self) -> None:
+        """Take memory for all living tensors again, of any content, at the addresses they have.
+
+        Raises `torch.OutOfMemoryError`, with nothing taken, where there is not enough.
+        """
+
+
 def _no_op() -> None:
     return None
 
@@ -104,6 +136,8 @@ class DeviceParts:
     side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
     #: Marks the work queued so far and returns what blocks until that much is done; None waits for all work.
     record: Callable[[], Callable[[], None]] | None = None
+    #: Makes memory that can sleep (see `SleepingMemory`); None where the device has none.
+    sleeping_memory: Callable[[], SleepingMemory] | None = None
     #: Those that make kernels of this device besides torch's Inductor.
     kernel_compilers: tuple[KernelCompiler, ...] = ()
 

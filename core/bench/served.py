@@ -243,7 +243,7 @@ class CoreSubject:
     def _program(self) -> Any:
         # The engine hands out no program: its buffers are the engine's own. A measurement may look.
         assert self._engine is not None
-        return self._engine._runner._program  # type: ignore[attr-defined]
+        return self._engine._runner.program
 
     def _key(self) -> GraphKey | None:
         """Return the key of the graph that the cell's steps run.

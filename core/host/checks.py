@@ -64,9 +64,10 @@ def _wrong_place(place: torch.device) -> str:
 
 
 def _wrong_function(parts: DeviceParts) -> str:
-    for name in ("memory", "synchronize", "empty_cache", "reset_peak_memory", "side_stream", "record"):
+    optional = ("record", "sleeping_memory")
+    for name in ("memory", "synchronize", "empty_cache", "reset_peak_memory", "side_stream", *optional):
         function = getattr(parts, name)
-        if not callable(function) and not (name == "record" and function is None):
+        if not callable(function) and not (name in optional and function is None):
             return f"DeviceParts whose {name} is {_kind(function)} instead of a function without arguments"
     return ""
 

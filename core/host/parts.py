@@ -12,11 +12,12 @@ from core.errors import CoreError, PluginError
 from core.host.loading import describe, plugin_error
 
 _OPTIONAL_COUNTS = ("held_bytes",)
+_SLEEPING = ("in_host_memory", "allocate", "release", "restore")
 
 
 def blamed(info: PluginInfo, parts: DeviceParts) -> DeviceParts:
     """Return the parts with functions that name the plugin where they fail; memory is read once, to try it."""
-    record = parts.record
+    record, sleeping = parts.record, parts.sleeping_memory
     checked = replace(
         parts,
         memory=_guarded(info, "memory", parts.memory, _memory_problem),
@@ -25,6 +26,7 @@ def blamed(info: PluginInfo, parts: DeviceParts) -> DeviceParts:
         reset_peak_memory=_guarded(info, "reset_peak_memory", parts.reset_peak_memory),
         side_stream=_guarded(info, "side_stream", parts.side_stream, _context_problem),
         record=None if record is None else _guarded(info, "record", record, _wait_problem),
+        sleeping_memory=None if sleeping is None else _guarded(info, "sleeping_memory", sleeping, _sleeping_problem),
     )
     checked.memory()
     return checked
@@ -77,6 +79,11 @@ def _memory_problem(result: Any) -> str:
 
 def _context_problem(result: Any) -> str:
     return "" if isinstance(result, AbstractContextManager) else " instead of a context manager"
+
+
+def _sleeping_problem(result: Any) -> str:
+    missing = [name for name in _SLEEPING if not hasattr(result, name)]
+    return f" without {', '.join(missing)}, which core.device.SleepingMemory has" if missing else ""
 
 
 def _wait_problem(result: Any) -> str:

@@ -172,6 +172,7 @@ def test_an_entry_point_that_names_a_class_is_refused(install_vendor: InstallVen
         ),
         ("core_open_device", "replace(parts(), memory=None)", "whose memory is None instead of a function"),
         ("core_open_device", "replace(parts(), synchronize=3)", "whose synchronize is an object of type int instead"),
+        ("core_open_device", "replace(parts(), sleeping_memory=3)", "sleeping_memory is an object of type int instead"),
         ("core_open_device", "replace(parts(), record='x')", "whose record is an object of type str instead of a"),
         ("core_open_device", "replace(parts(), torch_device=torch.device('meta'))", "no tensor can be made and read"),
         ("core_open_device", "with_capability(dtypes=None)", "Capabilities whose dtypes is None instead of Set"),

@@ -60,6 +60,12 @@ def test_memory_is_tried_when_the_device_opens(install_vendor: InstallVendor, fu
         ("reset_peak_memory", "lambda: 1 / 0", "raised ZeroDivisionError"),
         ("side_stream", "lambda: None", "returned None instead of a context manager"),
         ("record", "lambda: None", "returned None instead of a function that waits"),
+        (
+            "sleeping_memory",
+            "object",
+            "returned an object of type object without in_host_memory, allocate, release, restore",
+        ),
+        ("sleeping_memory", "lambda: fails(OSError('gone'))", "raised OSError: gone"),
     ],
 )
 def test_a_part_that_fails_later_is_named(

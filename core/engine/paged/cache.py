@@ -49,6 +49,11 @@ class PagedCache:
             attach(module, state)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values of all layers."""
+        return tuple(self._tensors)
+
+    @property
     def num_bytes(self) -> int:
         """Device memory of all layers."""
         return sum(t.nbytes for t in self._tensors)

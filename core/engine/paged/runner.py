@@ -27,13 +27,14 @@ from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
 from core.engine.paged.groups import CacheNeeds, CacheSize, make_groups
 from core.engine.paged.self_check import check_same_function
-from core.engine.paged.sizing import choose_size, largest_step, no_room
+from core.engine.paged.sizing import choose_size, no_room, step_bytes
 from core.engine.paged.tables import BlockTables
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sampling import GREEDY_ROW, sampling_guard
 from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
 from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request, step_inputs, step_tensors
 from core.quantization.layers import continuous
@@ -45,7 +46,14 @@ class PagedRunner:
     route = "paged"
 
     def __init__(
-        self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int, progress: Progress | None = None
+        self,
+        model: Any,
+        device: Device,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        progress: Progress | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """Inspect the model, allocate the cache, check one short generation, and compile; or raise `NotPageable`."""
         self._model = model
@@ -76,7 +84,7 @@ class PagedRunner:
         self._before = model.config._attn_implementation
         self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
         most = {"num_tokens": largest, "num_rows": self.max_num_seqs}
-        size = choose_size(self._needs, device, config, partial(largest_step, model, device, **most))
+        size = choose_size(self._needs, device, config, partial(step_bytes, model, device, **most))
         self._paged = self._make_cache(size)
         self.cache = BlockTables(
             [BlockPool(count) for count in size.num_blocks],
@@ -85,7 +93,7 @@ class PagedRunner:
             share_prefixes=config.prefix_caching,
         )
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
-        self._program: Any = None
+        self.program: Any = None
         self._staged: StagedSteps | None = None
         try:
             self._calls = self._make_calls(self._paged)
@@ -94,14 +102,15 @@ class PagedRunner:
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
             self._greedy_rows = self._greedy_params(max_rows)
             shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
-            own = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
+            own: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
+            own["relocate"] = None if sleeper is None else sleeper.placing(self._paged.tensors)
             options = config.compile_options(self._calls, device.capabilities, **own, progress=progress)
             inputs = step_inputs(self._max_blocks, len(groups), shaped="shaped" in self._sampling)
-            self._program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
-            if self._program.keys:
+            self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
+            if self.program.keys:
                 most_seqs = max(b["seqs"] for sizes in buckets.values() for b in sizes)
                 limits = {"max_rows": max_rows, "max_seqs": most_seqs, "num_groups": len(groups)}
-                self._staged = StagedSteps(self._program, device, block_size=config.block_size, **limits)
+                self._staged = StagedSteps(self.program, device, block_size=config.block_size, **limits)
         except BaseException:
             self.close()
             raise
@@ -115,7 +124,7 @@ class PagedRunner:
             return None
         rows = self._histories.rows_of(step) if "shaped" in (step.sampling, sampling) else None
         try:
-            with self._program.serving():
+            with self.program.serving():
                 if key is not None and self._staged is not None:
                     output = self._staged.run(key, step, sampling=sampling, behind=behind, rows=rows)
                     inputs = {} if rows is None else self._staged.sent(key, step)
@@ -133,7 +142,7 @@ class PagedRunner:
         """Tell whether a step of this key may be given tokens that the host does not know."""
         if key is None:
             return False
-        return not (self._device.capabilities.update and "input_ids" in self._program.host_arguments(key))
+        return not (self._device.capabilities.update and "input_ids" in self.program.host_arguments(key))
 
     def _run_unstaged(self, step: Step, guards: dict[str, Sampling], rows: Any) -> tuple[StepOutput, dict[str, Tensor]]:
         """Compute a step that no graph serves, which the program counts; return its inputs, too."""
@@ -144,12 +153,12 @@ class PagedRunner:
         if "shaped" in self._sampling:
             none = torch.zeros_like(tensors["input_ids"])
             tensors["history_rows"] = none if rows is None else torch.from_numpy(rows).to(device)
-        tokens, logits = self._program(step.phase, guards=guards, sampling_params=params, **tensors)
+        tokens, logits = self.program(step.phase, guards=guards, sampling_params=params, **tensors)
         return StepOutput(tokens, logits, sampling), tensors
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
-        report: ProgramReport = self._program.report()
+        report: ProgramReport = self.program.report()
         return report
 
     def close(self) -> None:
@@ -158,8 +167,8 @@ class PagedRunner:
             return
         self._closed = True
         self._staged = None
-        if self._program is not None:
-            self._program.close()
+        if self.program is not None:
+            self.program.close()
         self._paged.close()
         self._model.set_attn_implementation(self._before)
 

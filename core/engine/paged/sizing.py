@@ -46,7 +46,7 @@ def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest
 
 
 @torch.no_grad()
-def largest_step(model: Any, device: Device, *, num_tokens: int, num_rows: int) -> int:
+def step_bytes(model: Any, device: Device, *, num_tokens: int, num_rows: int) -> int:
     """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
     memory, place = device.parts.memory, device.torch_device
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=place)

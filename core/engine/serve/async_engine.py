@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from core.compilation.weights import NamedTensors
 from core.engine.config import SamplingParams
 from core.engine.serve.engine import Engine
 from core.engine.serve.prompts import Prompt
@@ -147,6 +148,18 @@ class AsyncEngine:
         self._put(ask, refuse)
         result: T = await future
         return result
+
+    async def sleep(self, level: int = 1) -> int:
+        """Give memory back as `Engine.sleep` does; refused while requests are unfinished. Later ones are refused."""
+        return await self.call(lambda engine: engine.sleep(level))
+
+    async def wake(self) -> None:
+        """Take the memory again as `Engine.wake` does."""
+        await self.call(lambda engine: engine.wake())
+
+    async def load_weights(self, weights: NamedTensors, *, partial: bool = False) -> None:
+        """Load weights as `Engine.load_weights` does; an iterator runs in the engine's thread."""
+        await self.call(lambda engine: engine.load_weights(weights, partial=partial))
 
     def _check(self) -> None:
         if self.failure is not None:

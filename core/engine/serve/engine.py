@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from core.engine.inspect.cache_codes import Rounding
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts
 from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
+from core.engine.serve.resting import Resting
 from core.engine.serve.route import SERVED, make_runner
 from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import EngineStats
 from core.engine.serve.stepping import Done, StepLoop, Timeline
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.speculation import accept
 from core.engine.steps.step import Part, Step
 from core.errors import UsageError
@@ -37,10 +40,11 @@ OnText = Callable[[int, str], None]
 """Called as `on_text(prompt index, piece)` when a piece of text has become certain."""
 
 
-class Engine:
+class Engine(Resting):
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
-    `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go. Not thread-safe. The
+    `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go; `sleep`, `wake` and
+    `load_weights` between requests. Not thread-safe. The
     model object is used as it is; `close()` gives it its own attention back. runs_ahead: whether steps are queued as
     `EngineConfig.run_ahead` says; may be switched off between steps.
     """
@@ -60,10 +64,10 @@ class Engine:
         self.max_model_len = self.config.context_length(loaded.max_position)
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
+        self._sleeper = Sleeper(loaded.model, device) if self.config.sleep_mode else None
         start = time.perf_counter()
-        self._runner = make_runner(
-            loaded.model, device, self.config, max_model_len=self.max_model_len, progress=progress
-        )
+        how: Any = {"max_model_len": self.max_model_len, "progress": progress, "sleeper": self._sleeper}
+        self._runner = make_runner(loaded.model, device, self.config, **how)
         self.compile_time_s = time.perf_counter() - start
         scheduler = self._scheduler = Scheduler(
             self._runner.cache,
@@ -197,8 +201,7 @@ class Engine:
         step that only computes a part of a prompt gives it no output. Where the model fails on the paged cache, every
         request is as it was before: step again. On the static cache, whose states may be half-done, abort.
         """
-        if self._closed:
-            raise UsageError("a step", found="the engine is closed", remedy="make another one")
+        self._check_ready("a step")
         done = self._steps.next(
             ahead=self.runs_ahead, lives=self._requests.__contains__, wants_logits=self._wants_logits
         )
@@ -222,6 +225,9 @@ class Engine:
             for request_id in tuple(self._requests):
                 self.abort(request_id)
             self._runner.close()
+            if self._sleeper is not None:
+                self._sleeper.abandon()
+                self._sleeper = None
             SERVED.discard(self.loaded.model)
 
     def __enter__(self) -> Engine:
@@ -231,8 +237,7 @@ class Engine:
         self.close()
 
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
-        if self._closed:
-            raise UsageError("a request", found="the engine is closed", remedy="make another one")
+        self._check_ready("a request")
         sequence = prompt.sequence(self._num_requests, params)
         request = Request(sequence, self.loaded, collect_logits=collect_logits)
         self._num_requests += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -14,6 +15,7 @@ from core.engine.inspect.attention import NotPageable
 from core.engine.paged.runner import PagedRunner
 from core.engine.static.runner import StaticRunner
 from core.engine.steps.runner import EngineConfig, ModelRunner
+from core.engine.steps.sleeper import Sleeper
 from core.errors import UsageError
 
 log = logging.getLogger("core.engine")
@@ -22,12 +24,18 @@ SERVED: WeakSet[nn.Module] = WeakSet()
 
 
 def make_runner(
-    model: nn.Module, device: Device, config: EngineConfig, *, max_model_len: int, progress: Progress | None
+    model: nn.Module,
+    device: Device,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    progress: Progress | None,
+    sleeper: Sleeper | None = None,
 ) -> ModelRunner:
     """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache.
 
     Raises `UsageError` for a model that an open engine serves, and where the model can't have the paged cache and the
-    configuration asks for what that alone has.
+    configuration asks for what that alone has. sleeper: moves weights and cache before they are captured.
     """
     if model in SERVED:
         raise UsageError(
@@ -36,16 +44,23 @@ def make_runner(
             remedy="close that one first, or load the model once more",
         )
     with torch.inference_mode(False):  # steps in any mode write the cache
-        runner = _make(model, device, config, max_model_len, progress)
+        runner = _make(model, device, config, max_model_len=max_model_len, progress=progress, sleeper=sleeper)
     SERVED.add(model)
     return runner
 
 
 def _make(
-    model: nn.Module, device: Device, config: EngineConfig, max_model_len: int, progress: Progress | None
+    model: nn.Module,
+    device: Device,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    progress: Progress | None,
+    sleeper: Sleeper | None,
 ) -> ModelRunner:
+    how: Any = {"max_model_len": max_model_len, "progress": progress, "sleeper": sleeper}
     try:
-        return PagedRunner(model, device, config, max_model_len=max_model_len, progress=progress)
+        return PagedRunner(model, device, config, **how)
     except NotPageable as refusal:
         # As text: a handler that keeps records would keep the model with the error's frames.
         reason = str(refusal)
@@ -56,4 +71,4 @@ def _make(
                 remedy='take kv_cache_dtype="auto"',
             ) from None
         log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
-        return StaticRunner(model, device, config, max_model_len=max_model_len, reason=reason, progress=progress)
+        return StaticRunner(model, device, config, reason=reason, **how)

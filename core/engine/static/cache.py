@@ -36,6 +36,12 @@ def static_cache(model: Any, max_len: int) -> Any:
     return _full_length(StaticCache(config=model.config, max_cache_len=max_len), max_len)
 
 
+def cache_tensors(cache: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that the layers of a static cache have allocated, as attributes of theirs."""
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    return tuple(value for value in held if isinstance(value, Tensor))
+
+
 def full_mask(input_ids: Tensor, max_len: int) -> Tensor:
     """Return an attention mask (B, max_len) that hides nothing.
 

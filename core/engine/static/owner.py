@@ -30,6 +30,10 @@ class CacheOwner:
     def settle(self, sequence: Sequence) -> None:
         """Do nothing: no other sequence can use what this one has computed."""
 
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._reset()
+
     def release(self, sequence: Sequence) -> None:
         """Let the next sequence have the cache, if this one holds it."""
         if self._owner is sequence:

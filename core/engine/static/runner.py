@@ -18,10 +18,11 @@ from core.device import Device, Mode
 from core.engine.config import Sampling
 from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
 from core.engine.models.forward import cache_name
-from core.engine.static.cache import full_mask, static_cache
+from core.engine.static.cache import cache_tensors, full_mask, static_cache
 from core.engine.static.owner import CacheOwner
 from core.engine.steps.runner import EngineConfig, one_or_all
 from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_guard, sampling_params_input
+from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.errors import CaptureError, ModelError, TraceError
 from core.quantization.layers import continuous
@@ -53,6 +54,7 @@ class StaticRunner:
         max_model_len: int,
         reason: str,
         progress: Progress | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """Build the cache and compile decode; raise `ModelError` where transformers has no static cache for it."""
         self._model = model
@@ -61,6 +63,7 @@ class StaticRunner:
         self.max_step_tokens = max_model_len
         # Logits are shaped outside: it takes the device's own copy of what this route makes step by step.
         self._sampling: tuple[Sampling, ...] = tuple(way for way in config.sampling if way != "shaped") or ("random",)
+        self._sleeper = sleeper
         if config.speculative:
             log.warning("no speculative decoding on transformers' static cache: drafts can't be taken back from it")
         if config.max_step_tokens is not None:
@@ -68,7 +71,7 @@ class StaticRunner:
         self._positions = False
         self._mask_len = 0
         self._prepare_cache(max_model_len)
-        self._program = self._compile(config, progress, max_model_len)
+        self.program = self._compile(config, progress, max_model_len)
         self._cache.reset()
         self.cache = CacheOwner(lambda: self._cache.reset())
 
@@ -111,6 +114,7 @@ class StaticRunner:
             self._device.capabilities,
             examples=self._make_examples(shapes, max_model_len),
             reset=self._restore,
+            relocate=None if self._sleeper is None else self._sleeper.placing(cache_tensors(self._cache)),
             progress=progress,
         )
         return compile(
@@ -157,17 +161,17 @@ class StaticRunner:
         inputs = self._inputs(token, part.first_position, GREEDY_ROW)
         if guard == "random":
             inputs["sampling_params"] = step.sampling_params(self._device.torch_device)
-        with self._program.serving():
-            tokens, logits = self._program("decode", guards={"sampling": guard}, **inputs)
+        with self.program.serving():
+            tokens, logits = self.program("decode", guards={"sampling": guard}, **inputs)
         return StepOutput(tokens, logits, guard)
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
-        return self._program.report()
+        return self.program.report()
 
     def close(self) -> None:
         """Free the compiled program and the cache; the second time, do nothing."""
-        self._program.close()
+        self.program.close()
         self._cache = None
 
     def _prepare_cache(self, max_model_len: int) -> None:

@@ -13,6 +13,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from core.capabilities import Capabilities, Mode
     from core.compilation.options import ModeChoice
+    from core.compilation.program import Program
     from core.compilation.report import ProgramReport
     from core.engine.inspect.cache_codes import Rounding
     from core.engine.steps.sequence import Sequence as EngineSequence
@@ -25,7 +26,7 @@ MAX_DRAFTS = 1024
 MAX_PREFILL_TOKENS = 2048
 """Tokens of a step that holds prompts, unless buckets are given: enough to keep a large accelerator busy, and few
 enough that those who generate do not wait long."""
-OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "examples", "shared", "progress")
+OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress")
 """Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
 _COSTLY = ("compile",)
 """Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
@@ -70,6 +71,8 @@ class EngineConfig:
     #: Queue a decode step before the host knows the tokens of the step before, so that the device need not wait. None
     #: does so where the device computes while the host goes on.
     run_ahead: bool | None = None
+    #: Whether weights and cache lie in memory that `Engine.sleep` can give back; the device must have such memory.
+    sleep_mode: bool = False
     #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill
     #: takes "piecewise" where the device has it and reads lengths on the host; without `cache`, finished graphs are
     #: kept. Verification runs on the sequences of the engine's own check.
@@ -228,6 +231,9 @@ class SequenceCache(Protocol):
     def release(self, sequence: EngineSequence) -> None:
         """Take back all room of a sequence; of one that has none, do nothing."""
 
+    def forget(self) -> None:
+        """Use nothing of what was computed so far for sequences that join later."""
+
 
 class ModelRunner(Protocol):
     """Computes steps and owns the cache."""
@@ -247,6 +253,10 @@ class ModelRunner(Protocol):
     @property
     def cache(self) -> SequenceCache:
         """Who has room for how much."""
+
+    @property
+    def program(self) -> Program:
+        """The compiled model."""
 
     def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
         """Compute a step; it changes the cache only, and only where these tokens belong.

@@ -15,7 +15,7 @@ from core.hookspecs import OpenContext, hookimpl
 
 from core_acme import faults, foreign, ops
 from core_acme.host_arguments import window_sum_example
-from core_acme.memory import CARD
+from core_acme.memory import CARD, CardMemory
 from core_acme.passes import declarations
 from core_acme.probe import probe
 from core_acme.runner import RecordingBackend
@@ -47,6 +47,7 @@ def _open(context: OpenContext) -> DeviceParts:
         ),
         memory=CARD.read,
         reset_peak_memory=CARD.reset_peak,
+        sleeping_memory=CardMemory,
         # kernel_compilers stays empty: its kernels come with the plugin, and nothing compiles any.
     )
 

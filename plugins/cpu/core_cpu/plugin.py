@@ -22,6 +22,7 @@ from core_cpu.compiler import find_cxx_compiler, missing, refuse
 from core_cpu.fakes import SGL_KERNEL
 from core_cpu.memory import read_memory, reset_peak_memory
 from core_cpu.probe import product_name
+from core_cpu.sleeping import CAN_SLEEP, HostMemory
 
 _NO_COMPILER = "none found; lowering 'inductor' needs one"
 
@@ -50,6 +51,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         capabilities=capabilities,
         memory=read_memory,
         reset_peak_memory=reset_peak_memory,
+        sleeping_memory=HostMemory if CAN_SLEEP else None,
     )
 
 

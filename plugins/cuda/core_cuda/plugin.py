@@ -21,6 +21,7 @@ from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cuda.compiler import TRITON
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
+from core_cuda.sleeping import DeviceMemory
 
 log = logging.getLogger("core.cuda")
 _BFLOAT16_CAPABILITY = (8, 0)
@@ -64,6 +65,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         reset_peak_memory=partial(torch.cuda.reset_peak_memory_stats, device),
         side_stream=lambda: torch.cuda.stream(stream),
         record=_record,
+        sleeping_memory=partial(DeviceMemory, device),
         kernel_compilers=(TRITON,),
     )
 

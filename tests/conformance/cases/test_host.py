@@ -25,7 +25,7 @@ InstallVendor = Callable[..., Any]
 
 ONE = "def probe():\n    return Probe(available=True, device_count=1, reason='an Acme One')\n"
 ABSENT = "def probe():\n    return Probe(available=False, device_count=0, reason='no card', hint='buy one')\n"
-CASES = {case.id.partition("/")[2]: case for case in host.CASES}
+CASES = {case.id.partition("/")[2]: case for case in host.CASES if "sleeping" not in case.id}
 
 OPENS = """
 import dataclasses
@@ -133,7 +133,7 @@ def test_what_runs_in_workers_passes_in_workers(install_vendor: InstallVendor) -
 
 def test_every_case_says_what_it_shows() -> None:
     assert all(case.area == "host" and case.what and case.level == 0 for case in host.CASES)
-    assert len(CASES) == len(host.CASES) == 13
+    assert len(CASES) == len(host.CASES) - 1 == 13
 
 
 # case -> what a plugin does wrong (source after OPENS, or arguments of install_vendor), and what the report says.

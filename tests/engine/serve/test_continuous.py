@@ -308,13 +308,13 @@ def test_a_graph_of_another_phase_is_wrong_for_a_verify_batch_or_too_small(
             tokens, logits = right.tokens.clone(), right.logits.clone()
             if step.num_rows <= CONFIG.max_num_seqs:
                 # It fits into a graph that was captured for one token of each sequence.
-                other, wrong = runner._program("decode", guards={"sampling": "greedy"}, **tensors)
+                other, wrong = runner.program("decode", guards={"sampling": "greedy"}, **tensors)
                 assert wrong.shape == logits.shape and not torch.allclose(wrong, logits, atol=1e-2)
                 found["decode"] = other.tolist() != tokens.tolist() or found.get("decode")
             else:
                 # Graphs of prefill give one row of each sequence, and none for its drafts.
                 with pytest.raises(CaptureError, match="no bucket is that large"):
-                    runner._program("prefill", guards={}, **tensors)
+                    runner.program("prefill", guards={}, **tensors)
                 found["prefill"] = True
         return run_step(step, behind)
 

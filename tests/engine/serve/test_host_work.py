@@ -44,7 +44,7 @@ def engine() -> Iterator[Engine]:
     """
     with Engine.load(embedded_model(), acme(update=False), CONFIG) as engine:
         engine.loaded = replace(engine.loaded, tokenizer=None)
-        for entry in engine._runner._program._runner._entries.values():  # type: ignore[attr-defined]
+        for entry in engine._runner.program._runner._entries.values():  # type: ignore[attr-defined]
             outputs = tuple(output.clone() for output in entry.run(None))
             entry.run = lambda _, outputs=outputs: outputs
         yield engine

@@ -22,6 +22,7 @@ from core.settings import Settings
 from core_conformance.case import Case
 from core_conformance.cases.host.device import DEVICE_CASES
 from core_conformance.cases.host.presence import base_name, entry_of, present
+from core_conformance.cases.host.sleeping import SLEEPING_CASES
 from core_conformance.rules.expectations import matches
 from core_conformance.runner import suite
 from core_conformance.trial import NotSupported, Skip, Trial
@@ -217,4 +218,5 @@ CASES: tuple[Case, ...] = (
     _case("profile", "what is declared not to be supported names cases and says why", profile),
     _case("collect", "the cases of all levels can be collected", collecting),
     *DEVICE_CASES,
+    *SLEEPING_CASES,
 )

@@ -1,0 +1,119 @@
+"""What an engine does while it serves nobody: it sleeps, it wakes, it takes other weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from core.compilation.weights import NamedTensors
+    from core.device import Device
+    from core.engine.serve.request import Request
+    from core.engine.serve.stepping import StepLoop
+    from core.engine.steps.runner import EngineConfig, ModelRunner
+    from core.engine.steps.sleeper import Sleeper
+
+LEVELS = (1, 2)
+
+
+class Resting:
+    """The part of `Engine` that changes what it computes with; between requests only."""
+
+    device: Device
+    config: EngineConfig
+    _runner: ModelRunner
+    _steps: StepLoop
+    _requests: dict[int, Request]
+    _closed: bool
+    #: None without `EngineConfig(sleep_mode=True)`.
+    _sleeper: Sleeper | None
+    _asleep = False
+    #: Why the weights are no model's; "" where they are.
+    _spoilt = ""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called, and `wake` not yet."""
+        return self._asleep
+
+    def sleep(self, level: int = 1) -> int:
+        """Give the memory of the cache back, and of the weights; graphs stay captured. Return the bytes given back.
+
+        - level 1: the weights go to the host's memory, and `wake` brings them back. Where they are in the host's memory
+          anyway they stay.
+        - level 2: the weights are given up. After `wake`, `load_weights` has to bring all of them. Buffers stay.
+
+        Nothing is kept of the cache. Raises `UsageError` while requests are unfinished, without
+        `EngineConfig(sleep_mode=True)`, and where the engine sleeps already.
+        """
+        if level not in LEVELS or isinstance(level, bool):
+            found = "level 1 keeps the weights in the host's memory, level 2 gives them up"
+            raise UsageError(f"sleep(level={level!r})", found=found, remedy="choose 1 or 2")
+        self._check_idle(f"sleep(level={level})")
+        if self._sleeper is None:
+            found = "weights and cache lie in memory that can't be given back while graphs hold its addresses"
+            remedy = "make the engine with EngineConfig(sleep_mode=True)"
+            raise UsageError(f"sleep(level={level})", found=found, remedy=remedy)
+        self._forget_cache()
+        num_bytes = self._sleeper.sleep(keep_weights=level == 1)
+        self._asleep = True
+        if level == 2:
+            self._spoilt = "sleep(level=2) gave its weights up"
+        return num_bytes
+
+    def wake(self) -> None:
+        """Take the memory again, at the same addresses; the cache begins empty.
+
+        Raises `EngineError`, still asleep, where the device has not enough, and `UsageError` where it does not sleep.
+        """
+        if self._sleeper is None or not self._asleep or self._closed:
+            found = "the engine is closed" if self._closed else "the engine is awake"
+            raise UsageError("wake an engine", found=found, remedy="call wake() once after each sleep()")
+        self._sleeper.wake()
+        self._asleep = False
+        self._runner.cache.forget()
+
+    def load_weights(self, weights: NamedTensors, *, partial: bool = False) -> None:
+        """Copy new values over the model's weights, where the graphs read them; the cache of prefixes is forgotten.
+
+        As `Program.load_weights` says; names are those of the model's `state_dict`. Where a later tensor of an iterator
+        is wrong, requests are refused until all weights have been loaded. Raises `UsageError` while requests are
+        unfinished or the engine sleeps, too.
+        """
+        self._check_idle("load weights")
+        if partial and self._spoilt:
+            raise UsageError("load a part of the weights", found=self._spoilt, remedy="load all of them")
+        self._forget_cache()
+        program = self._runner.program
+        try:
+            with torch.inference_mode(False):
+                program.load_weights(weights, partial=partial)
+        finally:
+            spoilt = program.weights.mixed
+            self._spoilt = spoilt or self._spoilt
+        self._spoilt = ""
+
+    def _check_ready(self, asked: str) -> None:
+        """Raise `UsageError` where nothing can be computed at present."""
+        if self._closed:
+            raise UsageError(asked, found="the engine is closed", remedy="make another one")
+        if self._asleep:
+            raise UsageError(asked, found="the engine is asleep", remedy="call wake() first")
+        if self._spoilt:
+            raise UsageError(asked, found=self._spoilt, remedy="call load_weights with all of the weights first")
+
+    def _check_idle(self, asked: str) -> None:
+        if self._closed or self._asleep:
+            self._check_ready(asked)
+        if self._requests:
+            found = f"{len(self._requests)} requests are unfinished"
+            raise UsageError(asked, found=found, remedy="finish them by step() or end them by abort() first")
+
+    def _forget_cache(self) -> None:
+        """Let no step be under way, and nothing of the cache be used again."""
+        self._steps.close()
+        self.device.synchronize()
+        self._runner.cache.forget()
