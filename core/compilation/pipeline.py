@@ -74,10 +74,10 @@ def make_program(request: CompileRequest) -> Program:
             stages.runner.cleanup()
             raise
     modes = {name: phase.mode for name, phase in phases.items()}
-    traces = [report for phase in phases.values() for report in phase.reports]
+    graphs = [graph for phase in phases.values() for graph in phase.graphs]
+    traces = [graph.report for graph in graphs]
     cache = None if stages.cache is None else stages.cache.report
     report = account.report(request, modes, traces, static_bytes=stages.buffers.num_bytes, cache=cache)
-    graphs = [graph for phase in phases.values() for graph in phase.graphs]
     weights = Weights(
         request.models.values(),
         captured=bool(captured),

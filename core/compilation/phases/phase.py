@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from core.compilation.capture.plan import Cropper
     from core.compilation.capture.runner import GraphRunner
     from core.compilation.phases.tracer import Tracer
-    from core.compilation.report import TraceReport
     from core.compilation.request import CompileRequest
     from core.compilation.rewriting import Rewriter
     from core.compilation.trace.traced import OutputTree
@@ -66,10 +65,6 @@ class Phase(Protocol):
     @property
     def graphs(self) -> Sequence[CachedGraph]:
         """Those that were traced for it."""
-
-    @property
-    def reports(self) -> Sequence[TraceReport]:
-        """Of the graphs that were traced for it."""
 
     def prepare(self) -> tuple[GraphKey, ...]:
         """Do what comes before any capture, and return the keys to capture.

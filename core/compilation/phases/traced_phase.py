@@ -56,11 +56,6 @@ class TracedPhase:
         """Those of the phase, in order."""
         return self._made
 
-    @property
-    def reports(self) -> Sequence[TraceReport]:
-        """Of each graph of the phase, in order."""
-        return [graph.report for graph in self._made]
-
     def prepare(self) -> tuple[GraphKey, ...]:
         """Trace and rewrite the phase for all its keys; nothing is traced or rewritten where the cache has its graphs.
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
     from core.compilation.cache.program_cache import CachedGraph
     from core.compilation.phases.phase import Captured, Record, Stages
-    from core.compilation.report import TraceReport
     from core.device import Mode
 
 MAX_FOUND = 16
@@ -33,7 +32,6 @@ _EAGER = "options=core.CompileOptions(eager={})"
 class UntracedPhase:
     """A `Phase` whose callable is captured as it is, each key by itself; in mode "off" there is nothing to capture."""
 
-    reports: Sequence[TraceReport] = ()
     graphs: Sequence[CachedGraph] = ()
 
     def __init__(self, name: str, mode: Mode, stages: Stages) -> None:
