@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,8 @@ class PagedRunner:
             self._greedy_rows = self._greedy_params(max_rows)
             shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
             own: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
-            own["relocate"] = None if sleeper is None else sleeper.placing(self._paged.tensors)
-            options = config.compile_options(self._calls, device.capabilities, **own, progress=progress)
+            own |= {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
+            options = config.compile_options(self._calls, device.capabilities, **own)
             inputs = step_inputs(self._max_blocks, len(groups), shaped="shaped" in self._sampling)
             self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self.program.keys:
@@ -140,9 +140,7 @@ class PagedRunner:
 
     def _takes_tokens_there(self, key: GraphKey | None) -> bool:
         """Tell whether a step of this key may be given tokens that the host does not know."""
-        if key is None:
-            return False
-        return not (self._device.capabilities.update and "input_ids" in self.program.host_arguments(key))
+        return key is not None and "input_ids" not in self.program.host_arguments(key)
 
     def _run_unstaged(self, step: Step, guards: dict[str, Sampling], rows: Any) -> tuple[StepOutput, dict[str, Tensor]]:
         """Compute a step that no graph serves, which the program counts; return its inputs, too."""
@@ -158,8 +156,7 @@ class PagedRunner:
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
-        report: ProgramReport = self.program.report()
-        return report
+        return cast("ProgramReport", self.program.report())
 
     def close(self) -> None:
         """Free graphs and cache and give the model its own attention back; a second call does nothing."""
@@ -223,11 +220,9 @@ class PagedRunner:
         return {"decode": 1, "prefill": 0} | ({"verify": 1 + self.num_drafts} if self.num_drafts else {})
 
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
-        lens = self._query_lens()
-        return {
-            phase: PagedCall(PagedLogits(self._model, cache.steps, most), self._histories)
-            for phase, most in lens.items()
-        }
+        model, histories = self._model, self._histories
+        lens = self._query_lens().items()
+        return {phase: PagedCall(PagedLogits(model, cache.steps, most), histories) for phase, most in lens}
 
     def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:
         sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
@@ -277,12 +272,11 @@ class PagedRunner:
         params = SamplingParams(max_new_tokens=1 + self.num_drafts)
         sequences = [EngineSequence(index, probe[:-1], params) for index, probe in enumerate(probes)]
         for sequence in sequences:
-            self.cache.join(sequence)  # an empty cache has room for them
+            self.cache.join(sequence)
             self.cache.grow(sequence, min(len(sequence) + 1 + self.num_drafts, self._needs.max_len))
         first = self._run_probe(Step("prefill", tuple(Part(s, len(s)) for s in sequences)))
         for sequence, probe in zip(sequences, probes, strict=True):
-            sequence.num_computed = len(sequence)
-            sequence.generated = probe[-1:]
+            sequence.num_computed, sequence.generated = len(sequence), probe[-1:]
         parts = [Part(sequence, 1) for sequence in sequences]
         found = {"decode": self._run_probe(Step("decode", tuple(parts)))}
         if self.num_drafts:
@@ -298,9 +292,8 @@ class PagedRunner:
         """Return the logits (seqs, vocabulary) after each sequence's pending tokens; keep the inputs as examples."""
         tensors = self._tensors(step)
         # What they point at stays in the cache, for the verification of passes.
-        example = {**tensors, "sampling_params": self._greedy_params(step.num_rows)}
-        if "shaped" in self._sampling:
-            example["history_rows"] = torch.zeros_like(tensors["input_ids"])
+        history = {"history_rows": torch.zeros_like(tensors["input_ids"])} if "shaped" in self._sampling else {}
+        example = {**tensors, "sampling_params": self._greedy_params(step.num_rows), **history}
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
         logits = self._calls[step.phase].logits(**tensors)
         ends = list(accumulate(part.num_rows for part in step.parts))
