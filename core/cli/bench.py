@@ -12,12 +12,14 @@ from core.cli.bench_load import bench_load
 from core.cli.model_argument import (
     CALIBRATION,
     DEVICE,
+    DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
     MAX_STEP_TOKENS,
     MIXED_STEP_TOKENS,
     MODEL,
     QUANTIZE,
+    SPECULATIVE,
     check_device,
     check_model_options,
     compile_options,
@@ -34,17 +36,8 @@ if TYPE_CHECKING:
     from core.bench.cells import BenchReport
 
 _STDOUT = Path("-")
-_SERVED = (
-    "requests",
-    "prompt_tokens",
-    "output_tokens",
-    "rate",
-    "max_num_seqs",
-    "max_model_len",
-    "max_step_tokens",
-    "mixed_step_tokens",
-    "timeline",
-)
+_LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_num_seqs", "max_model_len")
+_SERVED = (*_LOAD, "max_step_tokens", "mixed_step_tokens", "speculative", "draft_model", "timeline")
 _NOT_SERVED = ("batch", "context", "prefill", "subjects", "rounds", "steps", "profile", "start", "reference", "plot")
 
 
@@ -84,6 +77,8 @@ def bench(
     max_model_len: int | None = typer.Option(None, help="With --serve: longest context."),
     max_step_tokens: int | None = MAX_STEP_TOKENS,
     mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
+    speculative: int = SPECULATIVE,
+    draft_model: Path | None = DRAFT_MODEL,
     timeline: Path | None = typer.Option(None, help="With --serve: write what each step took, for Perfetto."),
     json: Path | None = typer.Option(None, help="Write core.bench/1 to this file; - for standard output."),
     plot: Path | None = typer.Option(None, help="Draw the figures into this .svg (or .png, by matplotlib)."),
@@ -96,7 +91,7 @@ def bench(
 
     from core.host.selection import check_name, select_device
 
-    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype)
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
     check_name(device)
     if model is not None and preset is not None:
         raise UsageError(
@@ -117,7 +112,8 @@ def bench(
     from core.engine.steps.runner import EngineConfig
 
     Quantize.of(quantize, calibration)  # an unknown scheme is refused before minutes of work
-    engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options)
+    drafts: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
+    engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options, **drafts)
     _check_goes_with(context_, serve)
     if serve:
         load = load_of(requests, prompt_tokens, output_tokens, rate)
@@ -127,6 +123,10 @@ def bench(
         engine = replace(engine, max_num_seqs=max_num_seqs, max_model_len=max_model_len, sampling=("greedy",))
         config = replace(engine, max_step_tokens=max_step_tokens, mixed_step_tokens=mixed_step_tokens)
         asked = _asked(device, model, preset, dtype, quantize, calibration, engine_options(engine))
+        asked["options"] |= {
+            "speculative": speculative,
+            "draft_model": None if draft_model is None else str(draft_model),
+        }
         return bench_load(asked, load, config, timeline=timeline, json=json)
     settings = Settings(
         subjects=tuple(name.strip() for name in subjects.split(",") if name.strip()),

@@ -77,6 +77,9 @@ def _table(report: LoadReport) -> Any:
     )
     table.add_row("prompt tokens reused", str(counts["reused"]))
     table.add_row("preempted", str(counts["preempted"]))
+    for kind, drafted in counts["drafted"].items():
+        accepted = counts["accepted"].get(kind, 0)
+        table.add_row(f"drafted by {kind}", f"{drafted} tokens, {_share(accepted, drafted)} of them accepted")
     if report.fallbacks:
         table.add_row("without a graph", ", ".join(f"{count} {phase}" for phase, count in report.fallbacks.items()))
     return table

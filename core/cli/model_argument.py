@@ -37,6 +37,12 @@ PHASE: Any = typer.Option(None, "--phase", help="decode or prefill; default: bot
 CACHE: Any = typer.Option(
     "auto", "--cache", help="Graphs on the paged or the static cache; auto is what the engine runs the model on."
 )
+SPECULATIVE: Any = typer.Option(
+    0, "--speculative", help="Tokens drafted at most per step: by --draft-model, else from what the text said before."
+)
+DRAFT_MODEL: Any = typer.Option(
+    None, "--draft-model", metavar="FOLDER", help="A smaller model of the same tokenizer, which drafts."
+)
 QUANTIZE: Any = typer.Option(
     None, "--quantize", metavar="SCHEME", help="Quantise the model first: fp8, int8, w4a16, ... (docs/quantization.md)."
 )
@@ -50,7 +56,7 @@ MIXED_STEP_TOKENS: Any = typer.Option(
     None, "--mixed-step-tokens", min=1, help="Of these, of prompts, in steps in which others generate; default: all."
 )
 """Defaults of a subcommand's parameters `model`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
-`quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
+`speculative`, `draft_model`, `quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
 
 
 def check_model_options(
@@ -60,11 +66,12 @@ def check_model_options(
     phase: str | None = None,
     cache: str = "auto",
     kv_cache_dtype: str = "auto",
+    draft_model: Path | None = None,
 ) -> None:
     """Refuse, before torch is imported, what no device and no model allows.
 
-    model: a folder; a text without a separator may also name a model type. Raises `UsageError`, and `ModelError` for a
-    folder that is not there.
+    model: a folder; a text without a separator may also name a model type. draft_model: a folder. Raises `UsageError`,
+    and `ModelError` for a folder that is not there.
     """
     from core.engine.models.checkpoint import check_folder
 
@@ -72,6 +79,8 @@ def check_model_options(
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if draft_model is not None:
+        check_folder(local_path(f"draft model {str(draft_model)!r}", draft_model))
     if isinstance(model, str) and os.sep not in model and not local_path(f"model {model!r}", model).exists():
         return  # a model type, which transformers knows
     if model is not None:

@@ -12,9 +12,11 @@ import typer
 
 from core.cli.model_argument import (
     CALIBRATION,
+    DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
     QUANTIZE,
+    SPECULATIVE,
     check_device,
     check_model_options,
     compile_options,
@@ -54,7 +56,8 @@ def run(
     quantize: str | None = QUANTIZE,
     calibration: Path | None = CALIBRATION,
     kv_cache_dtype: str = KV_CACHE_DTYPE,
-    speculative: int = typer.Option(0, help="Tokens drafted at most per step from what the text said before."),
+    speculative: int = SPECULATIVE,
+    draft_model: Path | None = DRAFT_MODEL,
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
     with_pass: list[str] = WITH_PASS,
     only_pass: list[str] = ONLY_PASS,
@@ -73,13 +76,14 @@ def run(
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name
 
-    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype)
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     config = EngineConfig(
         speculative=speculative,
+        draft_model=draft_model,
         kv_cache_dtype=kv_cache_dtype,
         options=compile_options(mode, lowering, switches, strict=strict, verify=verify, cache=cache),
     )

@@ -42,9 +42,20 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
     if engine.config.speculative:
-        stats = engine.stats()
-        rows.append(("drafts", f"{stats.accepted} of {stats.drafted} drafted tokens accepted"))
+        rows += _drafts_rows(engine)
     return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", "not run (--no-check)")])]
+
+
+def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
+    stats, draft, report = engine.stats(), engine.draft, engine.drafter.report()
+    drafted, accepted = stats.drafted.total(), stats.accepted.total()
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    rows = [("drafts", f"{accepted} of {drafted} drafted tokens accepted{share}")]
+    if draft is None or report is None:
+        return rows
+    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
+    about = f"{type(draft.model).__name__}, {draft.num_parameters / 1e6:.1f} M parameters, {draft.dtype}"
+    return [("draft model", about), ("its compile cache", f"{report.cache} ({counted})"), *rows]
 
 
 def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, str]]:
@@ -98,7 +109,7 @@ def print_table(engine: Engine, comparison: Comparison | None) -> None:
     table.add_column(overflow="fold")
     for name, value in _rows(engine, comparison):
         table.add_row(name, value)
-    for warning in engine.loaded.warnings:
+    for warning in (*engine.loaded.warnings, *(engine.draft.warnings if engine.draft is not None else ())):
         table.add_row("warning", warning)
     console().print(table)
 

@@ -10,11 +10,13 @@ import typer
 from core.cli.model_argument import (
     CALIBRATION,
     DEVICE,
+    DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
     MAX_STEP_TOKENS,
     MIXED_STEP_TOKENS,
     QUANTIZE,
+    SPECULATIVE,
     check_device,
     check_model_options,
     compile_options,
@@ -53,7 +55,8 @@ def serve(
     quantize: str | None = QUANTIZE,
     calibration: Path | None = CALIBRATION,
     kv_cache_dtype: str = KV_CACHE_DTYPE,
-    speculative: int = typer.Option(0, min=0, help="Tokens drafted at most per step from what the text said before."),
+    speculative: int = SPECULATIVE,
+    draft_model: Path | None = DRAFT_MODEL,
     cache_tokens: int | None = typer.Option(
         None, min=1, help="Tokens that the key/value cache has room for; default: what memory and sequences ask for."
     ),
@@ -75,7 +78,7 @@ def serve(
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name
 
-    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype)
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
     engine_config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -87,6 +90,7 @@ def serve(
         kv_cache_dtype=kv_cache_dtype,
         speculative=speculative,
         sampling=("greedy", "random", *(("shaped",) if capture_penalties else ())),
+        draft_model=draft_model,
         options=compile_options(mode, lowering),
     )
     config = _server_config(

@@ -144,7 +144,7 @@ def _inputs(
         max_blocks=-(-length // block_size),
         block_size=block_size,
         device=device.torch_device,
-        num_groups=runner.num_groups,
+        groups=runner.groups,
     )
     rows = torch.tensor([GREEDY_ROW] * batch, dtype=torch.float32).to(device.torch_device)
     return {**tensors, "sampling_params": rows}

@@ -40,7 +40,7 @@ WITHOUT_TORCH = (
         ("--max-num-seqs 0", ("--max-num-seqs",)),
         ("--max-model-len 1", ("--max-model-len",)),
         ("--max-queue -1", ("--max-queue",)),
-        ("--speculative -1", ("--speculative",)),
+        ("--speculative -1", ("speculative=-1", "at least 0")),
         ("--max-body-bytes 1", ("--max-body-bytes",)),
         ("--api-key= ", ("CORE_API_KEY", "unset it")),
         ("--served-model-name=", ("--served-model-name", "it is empty")),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.compilation.compile import compile
@@ -18,17 +16,11 @@ from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
 from core.engine.config import Sampling, SamplingParams
-from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
-from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
-from core.engine.inspect.masks import EXHAUSTIVE
-from core.engine.inspect.probe import depends_on_longest
-from core.engine.paged.blocks import BlockPool
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
-from core.engine.paged.groups import CacheNeeds, CacheSize, make_groups
+from core.engine.paged.model import PagedModel
+from core.engine.paged.room import Room
 from core.engine.paged.self_check import check_same_function
-from core.engine.paged.sizing import choose_size, no_room, step_bytes
-from core.engine.paged.tables import BlockTables
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
 from core.engine.steps.runner import EngineConfig
@@ -38,6 +30,19 @@ from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
 from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request, step_inputs, step_tensors
 from core.quantization.layers import continuous
+
+
+class Place(NamedTuple):
+    """A model, and the room in which its cache lies."""
+
+    model: PagedModel
+    room: Room
+
+    @classmethod
+    def alone(cls, model: Any, device: Device, config: EngineConfig, *, max_model_len: int) -> Place:
+        """Inspect a model and size a cache for it alone."""
+        paged = PagedModel(model, device, config, max_model_len=max_model_len)
+        return cls(paged, Room([paged], device, config, max_model_len=max_model_len))
 
 
 class PagedRunner:
@@ -53,63 +58,49 @@ class PagedRunner:
         *,
         max_model_len: int,
         progress: Progress | None = None,
+        place: Place | None = None,
         sleeper: Sleeper | None = None,
     ) -> None:
-        """Inspect the model, allocate the cache, check one short generation, and compile; or raise `NotPageable`."""
+        """Inspect the model, allocate the cache, check one short generation, and compile; or raise `NotPageable`.
+
+        place: where the cache lies in blocks that other models have too; None for blocks of its own.
+        """
         self._model = model
         self._device = device
         self._block_size = config.block_size
+        self._max_model_len = max_model_len
         self._max_blocks = -(-max_model_len // config.block_size)
         self._sampling = config.sampling
         self.max_num_seqs = config.max_num_seqs
         self.num_drafts = config.speculative
         self._closed = False
-        layers = self._inspect(max_model_len)
-        self._codes = CACHE_DTYPES.get(config.kv_cache_dtype)
-        scales = self._scales(layers)
-        self.cache_rounding = None if self._codes is None else rounding(model, layers, scales, self._codes)
-        layers = layers if self._codes is None else {m: replace(each, dtype=self._codes) for m, each in layers.items()}
-        buckets = self._buckets(config, max_model_len)
-        largest = max(b["tokens"] for b in buckets["prefill"])
-        self.max_step_tokens = config.max_step_tokens or largest
-        self._layers, self._layer_scales = layers, scales
-        groups = make_groups(layers, max_len=max_model_len, block_size=config.block_size)
-        self._needs = CacheNeeds(
-            groups=groups,
-            block_size=config.block_size,
-            max_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=self.max_step_tokens,
-        )
-        self._before = model.config._attn_implementation
         self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
-        most = {"num_tokens": largest, "num_rows": self.max_num_seqs}
-        size = choose_size(self._needs, device, config, partial(step_bytes, model, device, **most))
-        self._paged = self._make_cache(size)
-        self.cache = BlockTables(
-            [BlockPool(count) for count in size.num_blocks],
-            [group.window for group in groups],
-            block_size=config.block_size,
-            share_prefixes=config.prefix_caching,
-        )
+        paged, room = place or Place.alone(model, device, config, max_model_len=max_model_len)
+        self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
+        self.max_step_tokens = paged.max_step_tokens
+        #: Which of the groups of `cache` are this model's.
+        self.groups = room.groups_of(paged)
+        buckets = self._buckets(config, paged.prefill_sizes)
+        self._paged = room.make_cache(paged)
+        self.cache = room.tables
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
         self.program: Any = None
         self._staged: StagedSteps | None = None
         try:
             self._calls = self._make_calls(self._paged)
             with continuous(self._model):  # what is compared is the cache, not which side of a step a code falls to
-                self._check_same_function(max_model_len)
+                self._check_same_function()
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
             self._greedy_rows = self._greedy_params(max_rows)
             shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
             own: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
             own |= {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
             options = config.compile_options(self._calls, device.capabilities, **own)
-            inputs = step_inputs(self._max_blocks, len(groups), shaped="shaped" in self._sampling)
+            inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling)
             self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self.program.keys:
                 most_seqs = max(b["seqs"] for sizes in buckets.values() for b in sizes)
-                limits = {"max_rows": max_rows, "max_seqs": most_seqs, "num_groups": len(groups)}
+                limits: dict[str, Any] = {"max_rows": max_rows, "max_seqs": most_seqs, "groups": self.groups}
                 self._staged = StagedSteps(self.program, device, block_size=config.block_size, **limits)
         except BaseException:
             self.close()
@@ -140,7 +131,9 @@ class PagedRunner:
 
     def _takes_tokens_there(self, key: GraphKey | None) -> bool:
         """Tell whether a step of this key may be given tokens that the host does not know."""
-        return key is not None and "input_ids" not in self.program.host_arguments(key)
+        if key is None:
+            return False
+        return not (self._device.capabilities.update and "input_ids" in self.program.host_arguments(key))
 
     def _run_unstaged(self, step: Step, guards: dict[str, Sampling], rows: Any) -> tuple[StepOutput, dict[str, Tensor]]:
         """Compute a step that no graph serves, which the program counts; return its inputs, too."""
@@ -172,7 +165,7 @@ class PagedRunner:
     @property
     def num_groups(self) -> int:
         """Groups of layers, each with a block table of its own."""
-        return len(self._needs.groups)
+        return int(self.groups.stop - self.groups.start)
 
     def phases(self) -> tuple[CachedPhase, ...]:
         """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
@@ -193,20 +186,10 @@ class PagedRunner:
             for name in ("prefill", "decode")
         )
 
-    def _inspect(self, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
-        mixed = depends_on_longest(self._model.config, max_model_len)
-        if mixed:
-            raise NotPageable(mixed)
-        layers = inspect(self._model, max_len=max_model_len)
-        self.reason = f"all {len(layers)} attention layers go through transformers' attention interface"
-        if max_model_len > EXHAUSTIVE:
-            self.reason += f"; masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}"
-        return layers
-
     def _tensors(self, step: Step) -> dict[str, Tensor]:
-        device, groups = self._device.torch_device, self.num_groups
+        device, groups = self._device.torch_device, self.groups
         return step_tensors(
-            step, max_blocks=self._max_blocks, block_size=self._block_size, device=device, num_groups=groups
+            step, max_blocks=self._max_blocks, block_size=self._block_size, device=device, groups=groups
         )
 
     def _greedy_params(self, num_rows: int) -> Tensor:
@@ -224,9 +207,8 @@ class PagedRunner:
         lens = self._query_lens().items()
         return {phase: PagedCall(PagedLogits(model, cache.steps, most), histories) for phase, most in lens}
 
-    def _buckets(self, config: EngineConfig, max_model_len: int) -> dict[str, list[dict[str, int]]]:
+    def _buckets(self, config: EngineConfig, prefill: Sequence[int]) -> dict[str, list[dict[str, int]]]:
         sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
-        prefill = config.prefill_sizes(self._device.capabilities, max_model_len)
         buckets = {
             "decode": [{"tokens": size, "seqs": size, "rows": size} for size in sizes],
             "prefill": [{"tokens": size, "seqs": seqs, "rows": seqs} for size in prefill],
@@ -234,46 +216,24 @@ class PagedRunner:
         }
         return {phase: buckets[phase] for phase in self._query_lens()}
 
-    def _scales(self, layers: Mapping[nn.Module, AttentionLayer]) -> dict[nn.Module, Scales]:
-        """Return the scales that attention modules bring for a quantised cache; empty for any other cache."""
-        if self._codes is None:
-            return {}
-        found = {module: layer_scales(module, layer, self._device.torch_device) for module, layer in layers.items()}
-        given = sum(any(scale is not None for scale in each) for each in found.values())
-        self.reason += f"; keys and values as {self._codes}, with scales of {given} of {len(found)} layers, else 1"
-        return found
-
-    def _make_cache(self, size: CacheSize) -> PagedCache:
-        try:
-            return PagedCache(
-                self._layers,
-                self._needs.groups,
-                num_blocks=size.num_blocks,
-                block_size=self._block_size,
-                device=self._device.torch_device,
-                scales=self._layer_scales,
-            )
-        except torch.OutOfMemoryError as error:  # what other processes hold, `memory` may not know
-            raise no_room(self._needs, size, " ".join(str(error).split())[:200]) from None
-
     @torch.no_grad()
-    def _check_same_function(self, max_model_len: int) -> None:
+    def _check_same_function(self) -> None:
         """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ."""
         check_same_function(
             self._model,
-            lambda probes: self._run_probes(probes, max_model_len),
-            max_model_len=max_model_len,
+            self._run_probes,
+            max_model_len=self._max_model_len,
             max_num_seqs=self.max_num_seqs,
             rounding=self.cache_rounding,
         )
 
-    def _run_probes(self, probes: Sequence[list[int]], max_model_len: int) -> dict[str, list[Tensor]]:
+    def _run_probes(self, probes: Sequence[list[int]]) -> dict[str, list[Tensor]]:
         """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify."""
         params = SamplingParams(max_new_tokens=1 + self.num_drafts)
         sequences = [EngineSequence(index, probe[:-1], params) for index, probe in enumerate(probes)]
         for sequence in sequences:
-            self.cache.join(sequence)
-            self.cache.grow(sequence, min(len(sequence) + 1 + self.num_drafts, self._needs.max_len))
+            self.cache.join(sequence)  # an empty cache has room for them
+            self.cache.grow(sequence, min(len(sequence) + 1 + self.num_drafts, self._max_model_len))
         first = self._run_probe(Step("prefill", tuple(Part(s, len(s)) for s in sequences)))
         for sequence, probe in zip(sequences, probes, strict=True):
             sequence.num_computed, sequence.generated = len(sequence), probe[-1:]
@@ -281,7 +241,7 @@ class PagedRunner:
         found = {"decode": self._run_probe(Step("decode", tuple(parts)))}
         if self.num_drafts:
             # The same token once more, and behind it what fits of any others.
-            drafts = [tuple(probe[: min(self.num_drafts, max_model_len - len(probe))]) for probe in probes]
+            drafts = [tuple(probe[: min(self.num_drafts, self._max_model_len - len(probe))]) for probe in probes]
             parts = [Part(sequence, 1, guesses) for sequence, guesses in zip(sequences, drafts, strict=True)]
             found["verify"] = self._run_probe(Step("verify", tuple(parts)))
         for sequence in sequences:

@@ -21,6 +21,7 @@ from core.device import Device
 from core.engine.config import SamplingParams
 from core.engine.inspect.cache_codes import Rounding
 from core.engine.models.loading import LoadedModel, load_model
+from core.engine.serve.drafting import load_draft
 from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts
 from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
 from core.engine.serve.resting import Resting
@@ -65,9 +66,11 @@ class Engine(Resting):
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
         self._sleeper = Sleeper(loaded.model, device) if self.config.sleep_mode else None
+        how: Any = {"max_model_len": self.max_model_len, "progress": progress}
+        #: What drafts for it; None without a draft model.
+        self.draft = load_draft(loaded, device, self.config, **how)
         start = time.perf_counter()
-        how: Any = {"max_model_len": self.max_model_len, "progress": progress, "sleeper": self._sleeper}
-        self._runner = make_runner(loaded.model, device, self.config, **how)
+        self._runner, self.drafter = make_runner(loaded, self.draft, device, self.config, sleeper=self._sleeper, **how)
         self.compile_time_s = time.perf_counter() - start
         scheduler = self._scheduler = Scheduler(
             self._runner.cache,
@@ -75,15 +78,16 @@ class Engine(Resting):
             max_step_tokens=self._runner.max_step_tokens,
             mixed_step_tokens=self.config.mixed_step_tokens,
             num_drafts=self._runner.num_drafts,
+            propose=self.drafter.propose,
         )
         self._requests: dict[int, Request] = {}
         self._collecting: set[int] = set()  # requests that want their logits
         self._completions: dict[int, Completion] | None = None  # of the `generate` under way, by request
         self._num_requests = 0
         self._counts = EngineStats()
-        self._steps = StepLoop(self._runner, scheduler, self._counts)
-        asked, drafts = self.config.run_ahead, self._runner.num_drafts
-        self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not drafts
+        self._steps = StepLoop(self._runner, scheduler, self.drafter, self._counts)
+        asked = self.config.run_ahead
+        self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not self._runner.num_drafts
 
     @classmethod
     def load(
@@ -224,11 +228,10 @@ class Engine(Resting):
             self._steps.close()
             for request_id in tuple(self._requests):
                 self.abort(request_id)
+            self.drafter.close()
             self._runner.close()
-            if self._sleeper is not None:
-                self._sleeper.abandon()
-                self._sleeper = None
-            SERVED.discard(self.loaded.model)
+            self._abandon_sleep()
+            SERVED.difference_update(each.model for each in (self.loaded, self.draft) if each is not None)
 
     def __enter__(self) -> Engine:
         return self
@@ -263,7 +266,8 @@ class Engine(Resting):
         return outputs
 
     def _settle(self, sequence: EngineSequence, num_tokens: int) -> None:
-        sequence.num_settled = min(num_tokens, sequence.num_computed)  # nothing where it lost its cache meanwhile
+        # Nothing where it lost its cache meanwhile.
+        sequence.num_settled = min(num_tokens, sequence.num_computed, self.drafter.num_held(sequence))
         self._runner.cache.settle(sequence)
 
     def _wants_logits(self, step: Step) -> bool:
@@ -280,7 +284,8 @@ class Engine(Resting):
         accepted = len(new) - 1
         sequence.num_computed += accepted
         self._settle(sequence, part.end + accepted)
-        self._counts.accepted += accepted
+        if accepted:
+            self._counts.accepted[self.drafter.kind] += accepted
         completion = request.completion()
         if completion is not None:
             self._leave(request, completion)
@@ -290,6 +295,7 @@ class Engine(Resting):
         if self._completions is not None:
             self._completions[request.sequence.index] = completion
         self._scheduler.remove(request.sequence)
+        self.drafter.forget(request.sequence)
         self._requests.pop(request.sequence.index, None)
         self._collecting.discard(request.sequence.index)
         self._counts.ended += request.sequence.has_begun  # one that only waited never joined

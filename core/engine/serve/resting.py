@@ -112,6 +112,12 @@ class Resting:
             found = f"{len(self._requests)} requests are unfinished"
             raise UsageError(asked, found=found, remedy="finish them by step() or end them by abort() first")
 
+    def _abandon_sleep(self) -> None:
+        """Leave what sleeps where it is: the engine is being closed."""
+        if self._sleeper is not None:
+            self._sleeper.abandon()
+            self._sleeper = None
+
     def _forget_cache(self) -> None:
         """Let no step be under way, and nothing of the cache be used again."""
         self._steps.close()

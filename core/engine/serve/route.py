@@ -12,8 +12,11 @@ from torch import nn
 from core.compilation.options import Progress
 from core.device import Device
 from core.engine.inspect.attention import NotPageable
+from core.engine.models.loading import LoadedModel
 from core.engine.paged.runner import PagedRunner
+from core.engine.serve.drafting import run_with_draft
 from core.engine.static.runner import StaticRunner
+from core.engine.steps.drafts import Drafter, OwnText
 from core.engine.steps.runner import EngineConfig, ModelRunner
 from core.engine.steps.sleeper import Sleeper
 from core.errors import UsageError
@@ -24,43 +27,49 @@ SERVED: WeakSet[nn.Module] = WeakSet()
 
 
 def make_runner(
-    model: nn.Module,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
     device: Device,
     config: EngineConfig,
     *,
     max_model_len: int,
     progress: Progress | None,
     sleeper: Sleeper | None = None,
-) -> ModelRunner:
-    """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache.
+) -> tuple[ModelRunner, Drafter]:
+    """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache;
+    and what drafts for it, by the draft model where there is one.
 
-    Raises `UsageError` for a model that an open engine serves, and where the model can't have the paged cache and the
+    Raises `UsageError` for a model that an open engine serves, and where a model can't have the paged cache and the
     configuration asks for what that alone has. sleeper: moves weights and cache before they are captured.
     """
-    if model in SERVED:
+    models = [each.model for each in (loaded, draft) if each is not None]
+    taken = next((model for model in models if model in SERVED), None)
+    if taken is not None:
         raise UsageError(
-            f"an engine for {type(model).__name__}",
+            f"an engine for {type(taken).__name__}",
             found="the model is served by another engine",
             remedy="close that one first, or load the model once more",
         )
     with torch.inference_mode(False):  # steps in any mode write the cache
-        runner = _make(model, device, config, max_model_len=max_model_len, progress=progress, sleeper=sleeper)
-    SERVED.add(model)
-    return runner
+        how: Any = {"max_model_len": max_model_len, "progress": progress}
+        made = _make(loaded, draft, device, config, sleeper, how)
+    SERVED.update(models)
+    return made
 
 
 def _make(
-    model: nn.Module,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
     device: Device,
     config: EngineConfig,
-    *,
-    max_model_len: int,
-    progress: Progress | None,
     sleeper: Sleeper | None,
-) -> ModelRunner:
-    how: Any = {"max_model_len": max_model_len, "progress": progress, "sleeper": sleeper}
+    how: Any,
+) -> tuple[ModelRunner, Drafter]:
+    model = loaded.model
     try:
-        return PagedRunner(model, device, config, **how)
+        if draft is not None:
+            return run_with_draft(loaded, draft, device, config, **how)
+        return PagedRunner(model, device, config, sleeper=sleeper, **how), OwnText()
     except NotPageable as refusal:
         # As text: a handler that keeps records would keep the model with the error's frames.
         reason = str(refusal)
@@ -70,5 +79,11 @@ def _make(
                 found=f"{type(model).__name__} can't run on the paged cache, which alone has it: {reason}",
                 remedy='take kv_cache_dtype="auto"',
             ) from None
+        if draft is not None:
+            raise UsageError(
+                f"drafts of a {type(draft.model).__name__}",
+                found=f"{type(model).__name__} can't run on the paged cache, which alone takes drafts back: {reason}",
+                remedy="leave the draft model out",
+            ) from None
         log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
-        return StaticRunner(model, device, config, reason=reason, **how)
+        return StaticRunner(model, device, config, reason=reason, sleeper=sleeper, **how), OwnText()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+from itertools import repeat
 
 from core.engine.serve.waiting import WaitingSequences
+from core.engine.steps.drafts import OwnText
 from core.engine.steps.runner import SequenceCache
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part, Step
 
+Propose = Callable[[List[tuple[Sequence, int]]], List[tuple[int, ...]]]
+"""Returns drafts for each of these sequences, at most as many as are wanted of it."""
 MAX_GIVEN_WAY = 3
 """Times that a sequence gives its cache back to more urgent ones; after these it counts as urgent as they are."""
 
@@ -32,12 +37,14 @@ class Scheduler:
         max_step_tokens: int,
         mixed_step_tokens: int | None = None,
         num_drafts: int = 0,
+        propose: Propose | None = None,
     ) -> None:
         """Schedule at most max_num_seqs sequences at once and max_step_tokens tokens per step that holds prompts.
 
         cache: has room for any one sequence. max_step_tokens: at least max_num_seqs. mixed_step_tokens: tokens of
         prompts at most in a step in which others generate; None sets no limit of its own. num_drafts: tokens drafted at
-        most per sequence in steps without prompts.
+        most per sequence in steps without prompts. propose: where they come from; None takes them from the sequence's
+        text.
         """
         assert max_step_tokens >= max_num_seqs
         self._cache = cache
@@ -45,6 +52,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self._num_drafts = num_drafts
+        self._propose = propose or OwnText().propose
         self._waiting = WaitingSequences()
         self._running: list[Sequence] = []
         #: Those that gave their cache back while their last token was under way.
@@ -107,7 +115,7 @@ class Scheduler:
         prompts = self._prompts(room, may_join=preempted == self.num_preempted)
         if prompts:
             return Step("prefill", (*(Part(sequence, 1) for sequence in generating), *prompts))
-        parts = tuple(Part(sequence, 1, self._drafts(sequence)) for sequence in generating)
+        parts = tuple(map(Part, generating, repeat(1), self._drafts(generating)))
         return Step("verify" if any(part.drafts for part in parts) else "decode", parts) if parts else None
 
     def _active(self) -> list[Sequence]:
@@ -178,13 +186,17 @@ class Scheduler:
         self._waiting.joined(sequence)
         return sequence
 
-    def _drafts(self, sequence: Sequence) -> tuple[int, ...]:
+    def _drafts(self, generating: List[Sequence]) -> List[tuple[int, ...]]:
+        if not self._num_drafts:
+            return [()] * len(generating)
+        return self._propose([(sequence, self._num_wanted(sequence)) for sequence in generating])
+
+    def _num_wanted(self, sequence: Sequence) -> int:
+        """Return how many drafts a sequence may have, and take cache for them."""
         # The step itself gives one token more, and no token may lie beyond what may be generated.
         left = sequence.params.max_new_tokens - len(sequence.generated) - 1
         count = min(self._num_drafts, left)
-        if count <= 0 or not self._cache.grow(sequence, sequence.num_computed + 1 + count):
-            return ()
-        return tuple(sequence.ngrams.propose(sequence.prompt + sequence.generated, count))
+        return count if count > 0 and self._cache.grow(sequence, sequence.num_computed + 1 + count) else 0
 
 
 def _least_urgent(running: list[Sequence]) -> Sequence:

@@ -30,10 +30,10 @@ class EngineStats:
     preempted: int = 0
     #: Tokens of prompts that were not computed, as the cache held what they become.
     reused: int = 0
-    #: Tokens guessed by speculative decoding.
-    drafted: int = 0
-    #: Guessed tokens that were kept.
-    accepted: int = 0
+    #: Tokens guessed by speculative decoding, by what guessed them: "ngram" or "model".
+    drafted: Counter[str] = field(default_factory=Counter)
+    #: Guessed tokens that were kept, likewise.
+    accepted: Counter[str] = field(default_factory=Counter)
     #: Steps begun before the tokens of the step before were known.
     ahead: int = 0
     #: Tokens of such steps for sequences that had ended meanwhile.
@@ -41,7 +41,7 @@ class EngineStats:
     #: Tokens sampled outside of the captured graphs.
     sampled_outside: int = 0
 
-    def count(self, step: Step, *, padding: int, preempted: int) -> None:
+    def count(self, step: Step, *, padding: int, preempted: int, drafted_by: str) -> None:
         """Count a step that was computed, before its tokens are handed out. preempted: so often, so far."""
         self.steps[step.phase] += 1
         self.preempted = preempted
@@ -52,7 +52,8 @@ class EngineStats:
         if step.phase == "prefill":
             self.mixed_steps += any(part.generates for part in step.parts)
         for part in step.parts:
-            self.drafted += len(part.drafts)
+            if part.drafts:
+                self.drafted[drafted_by] += len(part.drafts)
             if part.joins:
                 self.reused += part.first_position
             if part.joins and not part.sequence.has_begun:
@@ -62,4 +63,4 @@ class EngineStats:
 
     def copied(self) -> EngineStats:
         """Return the counts as they are now; later steps do not change them."""
-        return replace(self, steps=Counter(self.steps))
+        return replace(self, steps=Counter(self.steps), drafted=Counter(self.drafted), accepted=Counter(self.accepted))

@@ -12,6 +12,7 @@ from torch import Tensor
 from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import EngineStats
 from core.engine.serve.tokens import TokenReader
+from core.engine.steps.drafts import Drafter
 from core.engine.steps.runner import ModelRunner
 from core.engine.steps.shaping import needs_host
 from core.engine.steps.step import Flight, Step
@@ -33,9 +34,10 @@ class Done(NamedTuple):
 class StepLoop:
     """Schedules and runs the steps of one engine; at most one is under way when `next` returns."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, counts: EngineStats) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, drafter: Drafter, counts: EngineStats) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._drafter = drafter
         self._counts = counts
         self._read = TokenReader(counts).read
         self._flight: Flight | None = None
@@ -66,7 +68,12 @@ class StepLoop:
         except BaseException:
             self._undo(flight)
             raise
-        self._counts.count(flight.step, padding=flight.output.padding, preempted=self._scheduler.num_preempted)
+        self._counts.count(
+            flight.step,
+            padding=flight.output.padding,
+            preempted=self._scheduler.num_preempted,
+            drafted_by=self._drafter.kind,
+        )
         return Done(flight.step, tokens, logits)
 
     def close(self) -> None:
@@ -80,6 +87,7 @@ class StepLoop:
         output = None if step is None else self._runner.run(step, behind)
         if step is None or output is None:
             return None
+        self._drafter.follow(step)
         self._note("begin", start, step)
         for part in step.parts:
             part.launched()

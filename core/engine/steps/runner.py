@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from core.compilation.options import CompileOptions
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from core.compilation.program import Program
     from core.compilation.report import ProgramReport
     from core.engine.inspect.cache_codes import Rounding
+    from core.engine.models.loading import LoadedModel
     from core.engine.steps.sequence import Sequence as EngineSequence
     from core.engine.steps.step import Flight, Step, StepOutput
 
@@ -68,6 +70,9 @@ class EngineConfig:
     sampling: tuple[Sampling, ...] = ("greedy", "random")
     #: Tokens drafted at most per sequence and step; 0 for none.
     speculative: int = 0
+    #: What drafts them: a smaller model of the same tokenizer, as a folder, read in the served model's dtype, or as a
+    #: loaded model, whose attention the engine has until it is closed. None drafts from what the text said before.
+    draft_model: str | Path | LoadedModel | None = None
     #: Queue a decode step before the host knows the tokens of the step before, so that the device need not wait. None
     #: does so where the device computes while the host goes on.
     run_ahead: bool | None = None
@@ -85,6 +90,10 @@ class EngineConfig:
                 raise _refusal(name, value, f"it is a whole number of at least {least}")
         if self.speculative > MAX_DRAFTS:
             raise _refusal("speculative", self.speculative, f"{MAX_DRAFTS} drafts behind a token are the most")
+        if self.draft_model is not None and not self.speculative:
+            raise _refusal("speculative", 0, "a draft model is given, which drafts nothing then")
+        if self.draft_model is not None and self.sleep_mode:
+            raise _refusal("sleep_mode", True, "a draft model is given, which can't sleep")
         for name in ("decode_buckets", "prefill_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(_is_size(s, 1) for s in sizes)):

@@ -148,6 +148,17 @@ class Sequence:
             found = self.prompt[first : first + count] + self.generated[: max(done + count, 0)]
         return found + [0] * (count - len(found))
 
+    def twin(self, vocab_size: int) -> Sequence:
+        """Return a sequence for a model that drafts for this one: the same tokens, sampled by the same numbers.
+
+        vocab_size: of that model; it is given its last token for those that it does not know.
+        """
+        last = vocab_size - 1
+        ids = np.minimum(self.prompt_ids, last)
+        prompt = self.prompt if max(self.prompt) <= last else ids.tolist()
+        generated = [min(token, last) for token in self.generated]
+        return Sequence(self.index, prompt, self.params, self.generator, generated, _uniforms=self._uniforms, array=ids)
+
     def table_changed(self) -> None:
         """Take another version: who has copied the tables must copy them again."""
         self.version = next(_versions)

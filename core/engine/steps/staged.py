@@ -29,9 +29,9 @@ class StagedSteps:
     """
 
     def __init__(
-        self, program: Program, device: Device, *, block_size: int, max_rows: int, max_seqs: int, num_groups: int
+        self, program: Program, device: Device, *, block_size: int, max_rows: int, max_seqs: int, groups: slice
     ) -> None:
-        """Set up memory for steps of up to max_rows rows of logits, max_seqs sequences and num_groups block tables."""
+        """Set up memory for steps of up to max_rows rows of logits, max_seqs sequences and a model of these groups."""
         self._program = program
         self._device = device
         self._block_size = block_size
@@ -46,7 +46,8 @@ class StagedSteps:
         pinned = device.capabilities.asynchronous
         homes = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
         self._homes = cycle(homes)
-        self._tables = tuple(table_names(group)[0] for group in range(num_groups))
+        self._tables = tuple(table_names(group)[0] for group in range(groups.stop - groups.start))
+        self._groups = groups
 
     def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does. Call it once for each step."""
@@ -74,7 +75,7 @@ class StagedSteps:
         mirror = self._staging.current
         arrays = self._views(key)
         versions = self._versions[mirror].setdefault(key.phase, [0] * self._max_seqs)
-        write_step(step, arrays, block_size=self._block_size, versions=versions)
+        write_step(step, arrays, block_size=self._block_size, groups=self._groups, versions=versions)
         if sampling != "greedy":
             write_sampling(step, arrays["sampling_params"])
         if sampling == "shaped":

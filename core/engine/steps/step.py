@@ -15,6 +15,9 @@ from core.engine.config import Phase, Sampling
 from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_params_input, sampling_row
 from core.engine.steps.sequence import Sequence
 
+FIRST_GROUP = slice(0, 1)
+"""The tables of a model whose layers form one group, and that has the sequences to itself."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -196,18 +199,19 @@ def step_inputs(max_blocks: int, num_groups: int = 1, *, shaped: bool = False) -
 
 
 def step_tensors(
-    step: Step, *, max_blocks: int, block_size: int, device: torch.device, num_groups: int = 1
+    step: Step, *, max_blocks: int, block_size: int, device: torch.device, groups: slice = FIRST_GROUP
 ) -> dict[str, Tensor]:
     """Return the declared inputs of a step but `sampling_params`; each sequence's blocks must suffice for its tokens.
 
+    groups: which of the sequences' tables are the model's.
     A draft that turns out wrong leaves keys and values in its slot. They lie behind the sequence's length, where
     attention does not read, and are overwritten when the sequence gets there.
     """
     sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
-    declared = step_inputs(max_blocks, num_groups)
+    declared = step_inputs(max_blocks, groups.stop - groups.start)
     del declared["sampling_params"]
     tensors = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
-    write_step(step, {name: tensor.numpy() for name, tensor in tensors.items()}, block_size=block_size)
+    write_step(step, {name: tensor.numpy() for name, tensor in tensors.items()}, block_size=block_size, groups=groups)
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
@@ -216,10 +220,12 @@ def write_step(
     arrays: Mapping[str, np.ndarray[Any, Any]],
     *,
     block_size: int,
+    groups: slice = FIRST_GROUP,
     versions: MutableSequence[int] | None = None,
 ) -> None:
     """Write the declared inputs of a step but `sampling_params` into arrays of a bucket's size, padding included.
 
+    groups: which of the sequences' tables are the model's.
     versions: for each row of the block tables the `Sequence.version` that it holds, 0 for zeros; rows that are right
     are left alone and the others noted.
     """
@@ -227,7 +233,7 @@ def write_step(
     counts = np.array([part.num_tokens + len(part.drafts) for part in step.parts])
     firsts = np.array([part.first_position for part in step.parts])
     ends, stops = counts.cumsum(), firsts + counts
-    held = np.array([len(part.sequence.tables[0]) for part in step.parts])
+    held = np.array([len(part.sequence.tables[groups.start]) for part in step.parts])
     assert (stops <= held * block_size).all()  # behind a sequence's own blocks the table names the null block
     seqs, shifts = np.arange(num_seqs), stops - ends
     if 1 < num_seqs < num_tokens:
@@ -236,8 +242,8 @@ def write_step(
     places = positions // block_size
     width = arrays["block_table"].shape[1]
     changed = _changed_rows(step, arrays["block_table"].shape[0], versions)
-    for group in range(sum(name.startswith("block_table") for name in arrays)):
-        tables, slots = (arrays[name] for name in table_names(group))
+    for group in range(groups.start, groups.stop):
+        tables, slots = (arrays[name] for name in table_names(group - groups.start))
         for row, sequence in changed:
             put(tables[row], sequence.tables[group] if sequence else [])
         blocks = tables.reshape(-1).take(places + seqs * width).astype(np.int64)

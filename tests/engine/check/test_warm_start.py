@@ -117,6 +117,26 @@ def test_each_of_them_alone_is_a_factor(after_cold: Cold) -> None:
     assert report.cache.state == "miss" and any("variance_epsilon" in line for line in report.cache.differences)
 
 
+@pytest.mark.slow
+def test_a_warm_start_with_a_draft_model_makes_nothing_of_either() -> None:
+    def both() -> tuple[ProgramReport, ProgramReport, list[tuple[int, ...]]]:
+        draft = tiny("llama", num_hidden_layers=1)
+        options = CompileOptions(lowering="inline")
+        config = EngineConfig(**SMALL, speculative=2, draft_model=draft, options=options)
+        with Engine(tiny("llama"), select_device("cpu"), config) as engine:
+            done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, ignore_eos=True))
+            report = engine.drafter.report()
+            assert report is not None and report.replays and not report.fallbacks
+            return engine.report(), report, [each.token_ids for each in done]
+
+    *cold, tokens = both()
+    assert [each.cache.state for each in cold] == ["miss", "miss"]
+    *warm, again = both()
+    assert again == tokens
+    for before, after in zip(cold, warm, strict=True):
+        assert after.cache.state == "hit" and after.counters == NOTHING | {"captures": before.num_captures}, after.cache
+
+
 SCRIPT = [
     "-m",
     "core",

@@ -111,7 +111,7 @@ def test_a_preempted_sequence_is_computed_from_its_first_token() -> None:
 def test_each_group_of_layers_has_tables_of_its_own() -> None:
     each = sequence([5, 6, 7, 8, 9], blocks=[3, 1])
     each.tables.append([2, 4])
-    step = step_tensors(Step("prefill", (Part(each, 5),)), max_blocks=3, block_size=4, device=CPU, num_groups=2)
+    step = step_tensors(Step("prefill", (Part(each, 5),)), max_blocks=3, block_size=4, device=CPU, groups=slice(0, 2))
     assert step["block_table"].tolist() == [[3, 1, 0]] and step["block_table_1"].tolist() == [[2, 4, 0]]
     assert step["slot_mapping"].tolist() == [12, 13, 14, 15, 4]
     assert step["slot_mapping_1"].tolist() == [8, 9, 10, 11, 16]

@@ -1,0 +1,65 @@
+"""What a model is found to keep on the paged cache, before anything is allocated or compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from core.device import Device
+from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
+from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
+from core.engine.inspect.masks import EXHAUSTIVE
+from core.engine.inspect.probe import depends_on_longest
+from core.engine.paged.groups import make_groups
+from core.engine.paged.sizing import step_bytes
+from core.engine.steps.runner import EngineConfig
+
+
+class PagedModel:
+    """A model with its attention layers, in groups that look back equally far; or `NotPageable`."""
+
+    def __init__(self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int) -> None:
+        """Inspect the model, which stays as it is."""
+        self.model = model
+        self._device = device
+        #: The sizes that its programs are compiled for.
+        self.prefill_sizes = config.prefill_sizes(device.capabilities, max_model_len)
+        #: Tokens at most in a step that holds prompts.
+        self.max_step_tokens = config.max_step_tokens or max(self.prefill_sizes)
+        self._max_num_seqs = config.max_num_seqs
+        self.layers = self._inspect(max_model_len)
+        self._codes = CACHE_DTYPES.get(config.kv_cache_dtype)
+        self.scales = self._scales()
+        #: How the model's own forward gets a cache of the same codes; None where the cache holds no codes.
+        self.rounding = None if self._codes is None else rounding(model, self.layers, self.scales, self._codes)
+        if self._codes is not None:
+            self.layers = {module: replace(each, dtype=self._codes) for module, each in self.layers.items()}
+        self.groups = make_groups(self.layers, max_len=max_model_len, block_size=config.block_size)
+        #: Transformers' attention that it came with.
+        self.native_attention: str = model.config._attn_implementation
+
+    def step_bytes(self) -> int:
+        """Return the bytes that a step of the most tokens takes, its attention left out."""
+        return step_bytes(self.model, self._device, num_tokens=max(self.prefill_sizes), num_rows=self._max_num_seqs)
+
+    def _inspect(self, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
+        mixed = depends_on_longest(self.model.config, max_model_len)
+        if mixed:
+            raise NotPageable(mixed)
+        layers = inspect(self.model, max_len=max_model_len)
+        self.reason = f"all {len(layers)} attention layers go through transformers' attention interface"
+        if max_model_len > EXHAUSTIVE:
+            self.reason += f"; masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}"
+        return layers
+
+    def _scales(self) -> dict[nn.Module, Scales]:
+        """Return the scales that attention modules bring for a quantised cache; empty for any other cache."""
+        if self._codes is None:
+            return {}
+        device = self._device.torch_device
+        found = {module: layer_scales(module, layer, device) for module, layer in self.layers.items()}
+        given = sum(any(scale is not None for scale in each) for each in found.values())
+        self.reason += f"; keys and values as {self._codes}, with scales of {given} of {len(found)} layers, else 1"
+        return found

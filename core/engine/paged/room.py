@@ -1,0 +1,67 @@
+"""Cache blocks of the models that compute the same sequences: the one that is served, and one that drafts for it.
+
+The groups of all models stand side by side in one set of block tables. So a sequence joins, grows, shares a beginning
+and gives its cache back for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from core.device import Device
+from core.engine.paged.blocks import BlockPool
+from core.engine.paged.cache import PagedCache
+from core.engine.paged.groups import CacheNeeds
+from core.engine.paged.model import PagedModel
+from core.engine.paged.sizing import choose_size, no_room
+from core.engine.paged.tables import BlockTables
+from core.engine.steps.runner import EngineConfig
+
+
+class Room:
+    """How many blocks each model's groups have, and which of them each sequence holds."""
+
+    def __init__(
+        self, models: Sequence[PagedModel], device: Device, config: EngineConfig, *, max_model_len: int
+    ) -> None:
+        """Choose the size; raise `ModelError` where there is no room for it. Allocates nothing for good."""
+        self._models = tuple(models)
+        self._device = device
+        groups = [group for each in models for group in each.groups]
+        self._needs = CacheNeeds(
+            groups=groups,
+            block_size=config.block_size,
+            max_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=max(each.max_step_tokens for each in models),
+        )
+        self._size = choose_size(self._needs, device, config, lambda: sum(each.step_bytes() for each in self._models))
+        self.tables = BlockTables(
+            [BlockPool(count) for count in self._size.num_blocks],
+            [group.window for group in groups],
+            block_size=config.block_size,
+            share_prefixes=config.prefix_caching,
+        )
+
+    def groups_of(self, model: PagedModel) -> slice:
+        """Return which groups of the block tables are this model's."""
+        ends = list(accumulate(len(each.groups) for each in self._models))
+        end = ends[self._models.index(model)]
+        return slice(end - len(model.groups), end)
+
+    def make_cache(self, model: PagedModel) -> PagedCache:
+        """Allocate a model's cache and attach it; raise `ModelError` where memory runs out."""
+        try:
+            return PagedCache(
+                model.layers,
+                model.groups,
+                num_blocks=self._size.num_blocks[self.groups_of(model)],
+                block_size=self._needs.block_size,
+                device=self._device.torch_device,
+                scales=model.scales,
+            )
+        except torch.OutOfMemoryError as error:  # what other processes hold, `memory` may not know
+            raise no_room(self._needs, self._size, " ".join(str(error).split())[:200]) from None

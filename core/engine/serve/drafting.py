@@ -1,0 +1,103 @@
+"""A draft model beside the served one: read, compared with it, and compiled in the same room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from core.compilation.options import Progress
+from core.device import Device
+from core.engine.inspect.attention import NotPageable
+from core.engine.models.loading import LoadedModel, load_model
+from core.engine.paged.model import PagedModel
+from core.engine.paged.room import Room
+from core.engine.paged.runner import PagedRunner, Place
+from core.engine.steps.draft_model import CATCH_UP, DraftModel
+from core.engine.steps.runner import EngineConfig
+from core.errors import UsageError
+
+
+def load_draft(
+    loaded: LoadedModel, device: Device, config: EngineConfig, *, max_model_len: int, progress: Progress | None
+) -> LoadedModel | None:
+    """Return the draft model that was asked for, in the served model's dtype; None where none was.
+
+    Raises `UsageError` where it can't draft for `loaded`: another vocabulary, or a context shorter than max_model_len.
+    """
+    draft = config.draft_model
+    if draft is None:
+        return None
+    if not isinstance(draft, LoadedModel):
+        with torch.inference_mode(False):  # as the served model's weights
+            draft = load_model(draft, torch_device=device.torch_device, dtype=loaded.dtype, progress=progress)
+    found, remedy = _unlike(loaded, draft), "take a draft model of the same tokenizer"
+    if draft.model is loaded.model:
+        found, remedy = "it is the served model itself, which has one cache", "load it once more"
+    elif draft.max_position is not None and draft.max_position < max_model_len:
+        found = f"it has {draft.max_position} positions, and sequences here have up to {max_model_len}"
+        remedy = f"ask for max_model_len={draft.max_position}, or take another draft model"
+    if found:
+        raise _refusal(draft, loaded, found, remedy)
+    return draft
+
+
+def run_with_draft(
+    loaded: LoadedModel,
+    draft: LoadedModel,
+    device: Device,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    progress: Progress | None,
+) -> tuple[PagedRunner, DraftModel]:
+    """Compile both models on one set of block tables; raise `NotPageable` where the served one can't run there.
+
+    Raises `UsageError` where the draft model can't.
+    """
+    # The draft model verifies nothing: its phase of that name computes what it lacks before a draft.
+    own = replace(config, draft_model=None, speculative=CATCH_UP - 1, kv_cache_dtype="auto")
+    served = PagedModel(loaded.model, device, config, max_model_len=max_model_len)
+    try:
+        second = PagedModel(draft.model, device, own, max_model_len=max_model_len)
+    except NotPageable as refusal:
+        raise _unpageable(draft, loaded, str(refusal)) from None
+    room = Room([served, second], device, config, max_model_len=max_model_len)
+    more: dict[str, Any] = {"max_model_len": max_model_len, "progress": progress}
+    runner = PagedRunner(loaded.model, device, config, place=Place(served, room), **more)
+    try:
+        drafts = PagedRunner(draft.model, device, own, place=Place(second, room), **more)
+    except BaseException as error:
+        runner.close()
+        if isinstance(error, NotPageable):
+            raise _unpageable(draft, loaded, str(error)) from None
+        raise
+    sizes = {"vocab_size": draft.vocab_size, "target_vocab_size": loaded.vocab_size}
+    return runner, DraftModel(drafts, **sizes)
+
+
+def _unlike(loaded: LoadedModel, draft: LoadedModel) -> str:
+    """Return in what the vocabularies differ; "" where a token id means the same to both models.
+
+    Models of one tokenizer may pad their embeddings to different sizes.
+    """
+    if loaded.tokenizer is not None and draft.tokenizer is not None:
+        ours, theirs = loaded.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+        other = next((token for token, index in ours.items() if theirs.get(token) != index), None)
+        if other is not None:
+            return f"the token {other!r} is {ours[other]} to the served model and {theirs.get(other)} to this one"
+        return "" if len(ours) == len(theirs) else f"it has {len(theirs)} tokens, the served model {len(ours)}"
+    if loaded.vocab_size != draft.vocab_size:
+        return f"it has {draft.vocab_size} tokens, the served model {loaded.vocab_size}"
+    return ""
+
+
+def _refusal(draft: LoadedModel, loaded: LoadedModel, found: str, remedy: str) -> UsageError:
+    where = "" if draft.path is None else f" of {str(draft.path)!r}"
+    asked = f"drafts of a {type(draft.model).__name__}{where} for a {type(loaded.model).__name__}"
+    return UsageError(asked, found=found, remedy=remedy)
+
+
+def _unpageable(draft: LoadedModel, loaded: LoadedModel, reason: str) -> UsageError:
+    return _refusal(draft, loaded, f"it can't run on the paged cache: {reason}", "take another draft model")
