@@ -45,9 +45,8 @@ class Engine(Resting):
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go; `sleep`, `wake` and
-    `load_weights` between requests. Not thread-safe. The
-    model object is used as it is; `close()` gives it its own attention back. runs_ahead: whether steps are queued as
-    `EngineConfig.run_ahead` says; may be switched off between steps.
+    `load_weights` between requests. Not thread-safe. The model object is used as it is; `close()` gives it its own
+    attention back. runs_ahead: whether steps are queued as `EngineConfig.run_ahead` says; may be switched off.
     """
 
     def __init__(
