@@ -7,6 +7,7 @@ own libraries may be imported here: this module is loaded only when its device i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,10 +16,13 @@ from core.common.fakes import FakeOp
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
 from core.common.inductor import INLINE_AND_INDUCTOR
 from core.common.lowering import Lowerings
+from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cpu.compiler import find_cxx_compiler, missing, refuse
+from core_cpu.extension import KERNELS, identity
+from core_cpu.extension import why_not as why_no_kernels
 from core_cpu.fakes import SGL_KERNEL
 from core_cpu.memory import read_memory, reset_peak_memory
 from core_cpu.probe import product_name
@@ -43,7 +47,11 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         # Linears of Llama-1B shapes, 2 threads, merged against separate: 4 to 6 % faster for one token, but 3 to 13 %
         # slower for 16 and 128 tokens in fp32.
         unprofitable={"merge_linears": "batched fp32 products of merged weights are slower on a processor"},
-        extra={"cxx_compiler": find_cxx_compiler() or _NO_COMPILER, "threads": torch.get_num_threads()},
+        extra={
+            "cxx_compiler": find_cxx_compiler() or _NO_COMPILER,
+            "threads": torch.get_num_threads(),
+            "kernels": f"none: {lacking}" if (lacking := why_no_kernels()) else identity(),
+        },
     )
     # No synchronize, empty_cache or side_stream: the defaults of DeviceParts do nothing, which is right here.
     return DeviceParts(
@@ -52,7 +60,18 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         memory=read_memory,
         reset_peak_memory=reset_peak_memory,
         sleeping_memory=HostMemory if CAN_SLEEP else None,
+        kernel_compilers=(KERNELS,),
     )
+
+
+@hookimpl
+def core_register_ops() -> Sequence[OpImplementation]:
+    """Implement canonical ops by the plugin's kernels, where these can be built."""
+    if why_no_kernels():
+        return ()
+    from core_cpu.ops.attention import IMPLEMENTATIONS
+
+    return IMPLEMENTATIONS
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""The plugin's kernels as implementations of canonical ops."""
