@@ -32,9 +32,11 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     examples = [request.example_inputs[i] for i in kept]
     _refuse_shared_writes(graph, examples)
     # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
-    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
-    with torch.no_grad(), tracing(context), quoted_libraries():
-        compiled: Any = torch._inductor.compile(graph, examples)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    # Of real tensors AOTAutograd makes fakes of its own, whose sizes are symbols in any shape environment.
+    fakes = [mode.from_tensor(example) for example in examples]
+    with torch.no_grad(), tracing(TracingContext(mode)), quoted_libraries():
+        compiled: Any = torch._inductor.compile(graph, fakes)
 
     def call(*args: Any) -> tuple[Tensor, ...]:
         return tuple(compiled(*[args[i] for i in kept]))
