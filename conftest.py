@@ -1,4 +1,5 @@
-"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time."""
+"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time, and one
+folder for the kernels of the cpu plugin."""
 
 from __future__ import annotations
 
@@ -12,11 +13,24 @@ from collections.abc import Iterator
 import pytest
 
 from core.common import collector
+from core.compilation.cache.folders import default_folder
 from core_cuda.probe import probe
 
 # Here and not beside the kernels' tests: Triton decides it when it is imported, and torch may import it earlier.
 if not probe().available:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests of the compile cache have folders of their own, where kernels would be compiled again for each.
+os.environ.setdefault("CORE_CPU_KERNELS_DIR", str(default_folder() / "kernels" / "core_cpu"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_compiled() -> None:
+    """Compile the kernels of the cpu plugin, where nobody has, before the time of a test counts."""
+    from core_cpu import extension
+
+    if not extension.why_not():
+        assert extension.load() == ""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the tests of attention kernels share: calls of `core::attention` of every kind, and how a kernel is judged on one.
+"""What tests of attention kernels share: calls of `core::attention` of every kind, and how a kernel is judged on one.
 
 What holds no position of an earlier step is NaN.
 """

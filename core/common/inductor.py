@@ -34,7 +34,7 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     # Of real tensors AOTAutograd makes fakes of its own, whose sizes are symbols in any shape environment.
-    fakes = [mode.from_tensor(example) for example in examples]
+    fakes: list[Any] = [mode.from_tensor(example) for example in examples]
     with torch.no_grad(), tracing(TracingContext(mode)), quoted_libraries():
         compiled: Any = torch._inductor.compile(graph, fakes)
 

@@ -1,4 +1,4 @@
-"""For tests that run the extension: it is compiled before a test's time counts."""
+"""For tests of the plugin's kernels: skipped with the reason where this machine can't build them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from core_cpu import extension
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """Load the extension; skip where this machine can't build it."""
     if reason := extension.why_not():
         pytest.skip(reason)
     assert extension.load() == ""

@@ -1,0 +1,137 @@
+"""core_cpu/extension.py: built once for all processes, told apart by what it is made of, and missed aloud."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import core
+from core_cpu import extension
+
+CALL = """
+import logging, torch
+logging.basicConfig()
+from core.common.ops.attention.paged import ATTENTION
+from core_cpu.ops.attention import attention
+sample = next(iter(ATTENTION.samples(torch.float32, torch.device("cpu"))))
+call, other = ({n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in sample.kwargs.items()} for _ in "12")
+torch.testing.assert_close(attention(**call), ATTENTION.reference(**other))
+print(torch._C._dispatch_has_kernel_for_dispatch_key("core_cpu::attention", "CPU"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Let each test load anew; what this process has loaded already stays."""
+    extension.load.cache_clear()
+    yield
+    extension.load.cache_clear()
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, and a compiler that writes down how often it is called; what it makes is loaded by nobody."""
+    made, calls = tmp_path / "kernels", tmp_path / "calls"
+    compiler = script(tmp_path / "c++", f'echo call >> {calls}\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"')
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CORE_CPU_KERNELS_DIR", str(made))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
+    loaded: list[Path] = []
+    return made
+
+
+def num_calls(folder: Path) -> int:
+    return len((folder.parent / "calls").read_text().split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_it_is_compiled_once_and_counted(folder: Path) -> None:
+    with extension.KERNELS.counting() as count:
+        assert extension.load() == "" and count() == 1
+        extension.load.cache_clear()
+        assert extension.load() == "" and count() == 1
+    assert num_calls(folder) == 1
+    assert [path.name for path in folder.glob("*.so")] == [f"{extension.identity()}.so"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_what_it_is_made_of_tells_builds_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [extension.identity()]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    found.append(extension.identity())
+    assert found[-1].startswith("default-")
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    found.append(extension.identity())
+    with (tmp_path / "c++").open("a") as compiler:
+        compiler.write("# another one\n")
+    found.append(extension.identity())
+    sources = Path(shutil.copytree(extension.SOURCES, tmp_path / "csrc"))
+    monkeypatch.setattr(extension, "SOURCES", sources)
+    with (sources / "vectors.h").open("a") as header:
+        header.write("// changed\n")
+    found.append(extension.identity())
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_a_compiler_that_fails_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    script(tmp_path / "c++", "echo 'x.h:1: fatal error: no such file' >&2\nexit 1")
+    with caplog.at_level(logging.WARNING):
+        reason = extension.load()
+        assert (
+            reason.endswith("c++ can't compile them: x.h:1: fatal error: no such file") and extension.load() == reason
+        )
+    (record,) = caplog.records
+    assert "no kernels of the plugin" in record.message and reason in record.message
+    assert not list(folder.glob("*.so"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_a_folder_that_others_may_write_to_is_not_used(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert "others may write to" in extension.load()
+
+
+def test_without_a_compiler_the_device_has_no_kernels_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    device = core.select_device("cpu")
+    assert device.ops == ()
+    assert str(device.capabilities.extra["kernels"]).startswith("none: there is no C++ compiler")
+
+
+def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    if extension.why_not():
+        pytest.skip(extension.why_not())
+    device = core.select_device("cpu")
+    assert device.capabilities.extra["kernels"] == extension.identity()
+    assert [each.name for each in device.ops] == ["cpu_attention"]
+    assert extension.KERNELS in device.kernel_compilers
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("compiler", ["there", "gone"])
+def test_a_process_that_only_calls_the_op_gets_its_kernel_or_its_reference(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that takes its graphs from the compile cache."""
+    if compiler == "gone":
+        monkeypatch.setenv("CXX", "gone")
+    done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(compiler == "there")]
+    assert done.stderr.count("no kernels of the plugin") == (compiler == "gone")
