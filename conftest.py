@@ -1,4 +1,4 @@
-"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time, and one
+"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time, and a
 folder for the kernels of the cpu plugin."""
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def core_register_ops() -> Sequence[OpImplementation]:
     """Implement canonical ops by the plugin's kernels, where these can be built."""
     if why_no_kernels():
         return ()
-    from core_cpu.ops.attention import IMPLEMENTATIONS
+    from core_cpu.attention import IMPLEMENTATIONS
 
     return IMPLEMENTATIONS
 

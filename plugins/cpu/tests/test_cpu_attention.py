@@ -1,4 +1,4 @@
-"""core_cpu/ops/attention.py and csrc/: judged against the reference, over tiles, threads and instruction sets."""
+"""core_cpu/attention.py and csrc/: judged against the reference, over tiles, threads and instruction sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import core
 from core.common.ops.attention.paged import ATTENTION
 from core_cpu import extension
-from core_cpu.ops.attention import IMPLEMENTATIONS, attention, why_not
+from core_cpu.attention import IMPLEMENTATIONS, attention, why_not
 from tests.attention_cases import CASES, NEW, Call, judged, steps
 from tests.kernel_cases import CPU, DTYPES
 from tests.support import compile_with

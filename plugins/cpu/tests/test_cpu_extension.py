@@ -19,7 +19,7 @@ CALL = """
 import logging, torch
 logging.basicConfig()
 from core.common.ops.attention.paged import ATTENTION
-from core_cpu.ops.attention import attention
+from core_cpu.attention import attention
 sample = next(iter(ATTENTION.samples(torch.float32, torch.device("cpu"))))
 call, other = ({n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in sample.kwargs.items()} for _ in "12")
 torch.testing.assert_close(attention(**call), ATTENTION.reference(**other))
@@ -43,7 +43,7 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, and a compiler that writes down how often it is called; what it makes is loaded by nobody."""
+    """A folder of its own, and a compiler that writes down how often it is called; nobody loads what it makes."""
     made, calls = tmp_path / "kernels", tmp_path / "calls"
     compiler = script(tmp_path / "c++", f'echo call >> {calls}\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"')
     monkeypatch.setenv("CXX", str(compiler))

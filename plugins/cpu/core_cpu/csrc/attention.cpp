@@ -169,7 +169,7 @@ void check_lengths(const Tensor& query, const Tensor& key_cache, const Tensor& b
 
 }  // namespace
 
-// As `core::attention` has it, for calls that the condition in ops/attention.py lets pass. Padding tokens are not
+// As `core::attention` has it, for calls that the condition in attention.py lets pass. Padding tokens are not
 // written to the cache.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
                  const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,

@@ -1,1 +1,0 @@
-"""The plugin's kernels as implementations of canonical ops."""
