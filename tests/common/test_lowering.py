@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import cpp_extension
 
@@ -74,6 +75,15 @@ def test_inductor_takes_the_same_arguments_and_agrees() -> None:
     assert isinstance(got, tuple)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_inductors_code_has_the_sizes_of_the_examples_as_numbers() -> None:
+    graph, x = traced()
+    values = graph.values({"x": x})
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(inductor, LoweringRequest(graph=graph.module, example_inputs=values))
+    assert codes and not [line for code in codes for line in code.splitlines() if ".size()" in line]
 
 
 def test_resolve_gives_the_default_or_the_named_one() -> None:
