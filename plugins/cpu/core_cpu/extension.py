@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -49,7 +49,8 @@ def identity() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     digest = hashlib.sha256("\0".join((torch.__version__, str(torch.version.git_version), *_command("", ""))).encode())
     compiler = Path(find_cxx_compiler() or "").resolve()
-    digest.update(f"{compiler} {compiler.stat().st_size} {compiler.stat().st_mtime_ns}".encode())
+    with suppress(OSError):  # one that has gone meanwhile can't build either
+        digest.update(f"{compiler} {compiler.stat().st_size} {compiler.stat().st_mtime_ns}".encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return f"{capability.lower()}-{digest.hexdigest()[:16]}"
