@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/compilation/eager.py",),
     ("core/compilation/program.py", "core/compilation/rewriting.py", "core/verify/fakes"),
     ("core/compilation/cache",),
-    ("core/compilation/phases",),
+    ("core/compilation/phases", "core/kernel_folder.py"),
     ("core/compilation",),
     ("core/quantization",),
     ("core/engine/__init__.py", "core/engine/config.py", "core/engine/models"),

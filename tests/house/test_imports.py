@@ -26,6 +26,7 @@ PLUGINS_MAY_IMPORT = (
     "core.device",
     "core.errors",
     "core.hookspecs",
+    "core.kernel_folder",
     "core.probe",
 )
 """The contract: what the package of a plugin may import of core, ours, the example's and what the scaffold writes."""

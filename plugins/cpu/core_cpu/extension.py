@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from core.common.kernel_compilers import Count, KernelCompiler
-from core.compilation.cache.folders import Untrusted, make_private, refuse_foreign
-from core.compilation.cache.store import Store
+from core.kernel_folder import kernel_folder
 from core_cpu.compiler import find_cxx_compiler, missing
 
 log = logging.getLogger("core.cpu")
@@ -67,7 +66,7 @@ def load() -> str:
     if not reason:
         try:
             torch.ops.load_library(_built())
-        except (OSError, Untrusted, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     if reason:
         log.warning("no kernels of the plugin, canonical ops run as torch's own: %s", reason)
@@ -86,23 +85,13 @@ KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER
 
 def _built() -> Path:
     """Return the path of the extension, compiled where it does not lie there yet."""
-    folder = _folder()
+    folder = kernel_folder(KERNELS)
     library = folder / f"{identity()}.so"
     if not library.exists():
         with _locked(folder):
             if not library.exists():  # another process may have made it meanwhile
                 _compile(library)
     return library
-
-
-def _folder() -> Path:
-    named = os.environ.get(_FOLDER_VARIABLE)
-    kept = Store.of_user().kernels
-    folder = Path(named) if named else kept / _NAME
-    for each in (folder,) if named else (kept.parent, kept, folder):
-        make_private(each)
-        refuse_foreign(each)
-    return folder
 
 
 @contextmanager
