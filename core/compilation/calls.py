@@ -39,7 +39,6 @@ class Calls:
         self.captured = dict(captured)
         self._modes = dict(modes)
         self._strict = request.options.strict
-        self._copies = request.options.threads == "serialize"
         self._oversized = request.options.oversized
         self._cuts = split_dimensions(self.table, self.inputs) if self._oversized == "split" else {}
 
@@ -54,7 +53,7 @@ class Calls:
         if largest is not None and self._oversized == "split":
             return self._split(largest, sizes, inputs)
         try:
-            return self._captured_plan(phase, values, sizes, inputs, copied=self._copies)
+            return self._captured_plan(phase, values, sizes, inputs, copied=False)
         except CaptureError as error:
             if self._strict or (largest is not None and self._oversized == "error"):
                 raise

@@ -13,7 +13,7 @@ from core.compilation.calls import Calls, wrong_dtype
 from core.compilation.capture.buffers import Staging, StaticBuffers, check_mirrors
 from core.compilation.capture.host_arguments import step_of_call
 from core.compilation.capture.plan import CapturedBucket, Plan
-from core.compilation.capture.turns import Turns
+from core.compilation.capture.turns import Turns, copied
 from core.compilation.eager import EagerRuns
 from core.compilation.oversized import Eager, Split
 from core.compilation.weights import NamedTensors, Weights
@@ -52,7 +52,6 @@ class Program:
         """report: of the compile. buffers, captured: None where all phases run eagerly."""
         self.device = request.device
         self._turns = Turns(request.options.threads, request.device)
-        self._take, self._take_part, self._leave = self._turns.take, self._turns.take_part, self._turns.leave
         self._calls = Calls(request, report.modes, captured or {}, report.dropped)
         self._eager = EagerRuns(request, self._calls, runner)
         self._updates = request.device.capabilities.update
@@ -149,13 +148,13 @@ class Program:
 
         step: host-side arguments by name, on a device whose graphs have them.
         """
-        if not self._take_part(False):
-            raise self._turns.refused_part()
-        try:  # `_replay` written out: a call costs as much as the turn
+        turns, before = self._turns, self._turns.begun
+        if turns.busy_part():
+            raise turns.refused_part()
+        with turns.lock:  # `_replay` written out: a call costs as much as the turn
+            turns.begin(before)
             bucket = self._calls.captured.get(key) or self._bucket(key)
             return bucket.output.rebuild(self._runner.replay(key, step), bucket.inputs)
-        finally:
-            self._leave()
 
     def _replay(self, key: GraphKey, step: Mapping[str, Any] | None) -> Any:
         bucket = self._calls.captured.get(key) or self._bucket(key)
@@ -188,9 +187,11 @@ class Program:
         bucket does, `CompileOptions(oversized=…)` says. Raises `UsageError` for inputs that differ from their
         declaration, while another call runs, and where the model would run eagerly in training mode.
         """
-        if not self._take(False):
-            raise self._turns.refused()
-        try:
+        turns, before = self._turns, self._turns.begun
+        if turns.busy():
+            raise turns.refused()
+        with turns.lock:
+            turns.begin(before)
             try:
                 signature: tuple[Any, ...] = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
                 if guards:
@@ -203,14 +204,14 @@ class Program:
                     self._plans.clear()
                 plan = self._plans[signature] = self._calls.plan(self._phase(phase), guards or {}, inputs)
             if isinstance(plan, Plan):
-                return self._run(plan, inputs, step)
-            if isinstance(plan, Eager):
-                return self._eager.run(self._phase(phase), guards or {}, inputs, plan)
-            plan.check_step(step)
-            self._runner.oversized[plan.told] += 1
-            return plan.run(self._run, inputs)
-        finally:
-            self._leave()
+                result = self._run(plan, inputs, step)
+            elif isinstance(plan, Eager):
+                result = self._eager.run(self._phase(phase), guards or {}, inputs, plan)
+            else:
+                plan.check_step(step)
+                self._runner.oversized[plan.told] += 1
+                result = plan.run(self._run, inputs)
+            return copied(result, (*inputs.values(), *self._bound.values())) if turns.waits else result
 
     def _run(self, plan: Plan, inputs: Mapping[str, Tensor], step: Mapping[str, Any] | None = None) -> Any:
         if self._updates and step is None:
@@ -255,7 +256,6 @@ class Program:
                 self.device.synchronize()  # the tensors given may go now
             finally:
                 self._turns.hold(self.weights.mixed)
-                self._take, self._take_part = self._turns.take, self._turns.take_part
 
     def close(self) -> None:
         """Drop all captured graphs and return their memory; the program can't be called afterwards.

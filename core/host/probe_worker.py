@@ -32,8 +32,8 @@ def _defect(probe: object) -> str:
     fields = {"available": bool, "device_count": int, "reason": str, "hint": str}
     for name, kind in fields.items():
         value = getattr(probe, name)
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             return f"returned a Probe whose {name} is {value!r} instead of {kind.__name__}"
-    if probe.available != (probe.device_count > 0):
+    if probe.available != (probe.device_count > 0) or probe.device_count < 0:
         return f"returned available={probe.available} with device_count={probe.device_count}"
     return ""

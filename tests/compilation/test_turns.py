@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Barrier, Event
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core import InputSpec, Program
 from core.compilation.capture.runner import GraphRunner
@@ -162,6 +166,80 @@ def test_the_device_is_waited_for_where_the_thread_changes(monkeypatch: pytest.M
     with ThreadPoolExecutor(1) as pool:
         pool.submit(program, x=torch.ones(2, 2)).result(20)
     assert len(waits) == 2
+
+
+class Stateful(nn.Module):
+    """Returns its own memory: what it has counted, and what it was given last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(8, 2))
+        self.eval()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.count.add_(1)
+        self.last[: x.shape[0]].copy_(x)
+        return self.count, self.last[: x.shape[0]], x
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("compile", 2), ("off", 2), ("compile", 7)])
+def test_serialised_results_are_copies_of_the_models_own_memory(mode: Any, rows: int) -> None:
+    inputs = {"x": InputSpec(("n", 2), torch.float32)}
+    options = {"buckets": [2], "mode": mode, "lowering": "inline", "threads": "serialize"}
+    program = compile_with(Stateful(), cpu(), inputs=inputs, **options)
+    x = torch.ones(rows, 2)
+    count, last, given = program(x=x)
+    before = count.item()
+    program(x=torch.zeros(rows, 2))
+    assert count.item() == before and last.tolist() == [[1.0, 1.0]] * rows
+    assert given is x  # the caller's own
+
+
+@pytest.mark.parametrize("threads", ["refuse", "serialize"])
+def test_an_interrupt_leaves_no_turn_taken(threads: Any) -> None:
+    program, x, left = compiled(threads=threads), torch.ones(2, 2), 0
+
+    def interrupt(_: FrameType, event: str, __: Any) -> None:
+        nonlocal left
+        # Where the interpreter runs the handlers of signals: behind a call of C, and as a function of Python begins.
+        left -= event in ("c_return", "call")
+        if left == 0:
+            raise KeyboardInterrupt
+
+    moment = 0
+    while not left:  # until a call ends before its moment has come
+        left = moment = moment + 1
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            program(x=x)
+            sys.setprofile(None)
+        assert program(x=x).tolist() == [[2.0, 2.0]] * 2
+    assert moment > 10
+
+
+def test_a_process_forked_during_another_threads_call_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled(threads="serialize")
+    held = Held(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(program, x=torch.ones(3, 2))
+        assert held.inside.wait(20)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)  # rather than wait for ever
+            try:
+                program(x=torch.ones(3, 2))
+            except UsageError as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read) as said:
+            assert "was forked while another thread's call ran" in said.read()
+        os.waitpid(child, 0)
+        held.go.set()
+        assert running.result(20).tolist() == [[2.0, 2.0]] * 3
 
 
 def test_an_unknown_choice_is_refused() -> None:

@@ -63,6 +63,8 @@ def test_a_plugin_without_a_probe_counts_as_available(install_vendor: InstallVen
         ("def probe(): return {'available': True}", "returned dict instead of core.probe.Probe"),
         ("def probe(): return Probe(available=1, device_count=1, reason='')", "whose available is 1 instead of bool"),
         ("def probe(): return Probe(available=True, device_count=0, reason='')", "available=True with device_count=0"),
+        ("def probe(): return Probe(available=False, device_count=-1, reason='')", "with device_count=-1"),
+        ("def probe(): return Probe(available=True, device_count=True, reason='')", "count is True instead of int"),
     ],
 )
 def test_a_broken_probe_becomes_an_unavailable_device(install_vendor: InstallVendor, source: str, reason: str) -> None:

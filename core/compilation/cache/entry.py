@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,13 @@ def read_graphs(folder: Path) -> dict[str, Any]:
     """Return the graphs of an entry by phase; raise `Damaged` where it has none."""
     found = _load(folder, GRAPHS)
     phases = found.get("phases")
-    if not isinstance(phases, list) or not all(isinstance(e, dict) and e.keys() >= _OF_PHASE for e in phases):
+    if not isinstance(phases, list) or not all(map(_holds_graphs, phases)):
         raise Damaged(f"{GRAPHS} holds no graphs by phase")
     return found
+
+
+def _holds_graphs(phase: object) -> bool:
+    return isinstance(phase, dict) and phase.keys() >= _OF_PHASE and bool(phase["graphs"])
 
 
 def all_factors(folder: Path) -> Factors:
@@ -76,7 +81,7 @@ def _load(folder: Path, file: str) -> dict[str, Any]:
     try:
         for each in (folder, folder / _CHECKSUMS, folder / file):
             refuse_foreign(each)
-        sums, data = (folder / _CHECKSUMS).read_bytes(), (folder / file).read_bytes()
+        sums, data = _content(folder / _CHECKSUMS), _content(folder / file)
         wanted = json.loads(sums)[file]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if not folder.exists():
@@ -93,6 +98,12 @@ def _load(folder: Path, file: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Damaged(f"{file} holds a {type(found).__name__}")
     return found
+
+
+def _content(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+        raise OSError(f"{path} is no regular file")
+    return path.read_bytes()
 
 
 def _digest(data: bytes) -> str:

@@ -234,6 +234,8 @@ class Store:
         count = num_bytes = 0
         base = self.folder.parent
         stores = [path for path in subfolders(base) if path.name.startswith(_STORE)]
+        if self.folder.is_symlink():  # which programs follow
+            stores.append(self.folder)
         if not stores and not subfolders(self.kernels):
             return 0, 0
         try:

@@ -151,16 +151,17 @@ class Staging:
         if self._host_arguments is not None and step is None and (names := self._host_arguments(key)):
             step = step_of_mirror(key, names, self.inputs(key), {*kept, *(feed or ())})
         span = self._span(key, tuple(kept))
-        if not self._turns.take_part(False):
-            raise self._turns.refused_part()
-        try:
+        turns = self._turns
+        before = turns.begun
+        if turns.busy_part():
+            raise turns.refused_part()
+        with turns.lock:
+            turns.begin(before)
             self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
             for name, tensor in (feed or {}).items():
                 self._device_views(key)[name][: tensor.shape[0]].copy_(tensor)
             self._current = (self._current + 1) % len(self._mirrors)
             return self._replay(key, step)
-        finally:
-            self._turns.leave()
 
     def _mirror(self, pinned: bool) -> Tensor:
         mirror = torch.empty(self._buffers.memory.numel(), dtype=torch.uint8, pin_memory=pinned)

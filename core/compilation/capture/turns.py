@@ -2,54 +2,89 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, Thread, current_thread
-from typing import TYPE_CHECKING, Literal
+from threading import Lock, RLock, Thread, current_thread
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from core.device import Device
 
 Threads = Literal["refuse", "serialize"]
 
 
 class Turns:
-    """Gives out the turns of one program. Whoever got one by `take` or `take_part` ends it by `leave`."""
+    """Gives out the turns of one program.
+
+    A user reads `begun`, raises `refused()` where it is `busy()`, enters `lock`, and says so by `begin`. Only a lock's
+    `with` statement is safe from an interrupt (Ctrl-C): between a call of `acquire` and the `try` behind it, one would
+    leave the turn taken for ever.
+    """
 
     def __init__(self, threads: Threads, device: Device) -> None:
         """threads: as in `CompileOptions`."""
-        self._lock = Lock()
         self._device = device
-        #: The thread that has a turn or had the last one, and whether it has; known only where calls wait.
+        #: The thread that has a turn or had the last one; known only where calls wait.
         self._thread: Thread | None = None
-        self._taken = False
+        #: Turns that were begun.
+        self.begun = 0
+        #: Whether this process was forked while another thread, which it does not have, held the turn.
+        self.orphaned = False
         self.waits = threads == "serialize"
-        # Where calls are refused, these are the lock's own methods: a call pays for nothing else.
-        #: Begins a whole call; called with False. Returns whether there was a turn.
-        self.take: Callable[[bool], bool] = self._wait if self.waits else self._lock.acquire
-        #: Begins the use of buffers that the caller writes or reads outside of a turn.
-        self.take_part: Callable[[bool], bool] = _never if self.waits else self._lock.acquire
-        self.leave: Callable[[], None] = self._end if self.waits else self._lock.release
-        self._own = self.take, self.take_part
+        lock = Lock()
+        #: Held during a turn.
+        self.lock: Any = RLock() if self.waits else lock
+        # Where calls are refused, these are the lock's own methods: a call pays for little else.
+        #: Whether a whole call has to be refused.
+        self.busy: Callable[[], bool] = self._inside if self.waits else lock.locked
+        #: Whether the use of buffers that the caller writes or reads outside of a turn has to be refused.
+        self.busy_part: Callable[[], bool] = _always if self.waits else lock.locked
+        self._own = self.busy, self.busy_part
         self._held = ""
+        if self.waits:
+            _WAITED_FOR.add(self)
 
     def hold(self, reason: str) -> None:
         """Give no turn but `anyway` from now on, for this reason; "" gives them again."""
         self._held = reason
-        self.take, self.take_part = (_never, _never) if reason else self._own
+        self.busy, self.busy_part = (_always, _always) if reason else self._own
 
     @contextmanager
     def anyway(self) -> Iterator[None]:
         """Take a whole turn, also where turns are held; raise `UsageError` where there is none."""
-        if not self._own[0](False):
+        before = self.begun
+        if self._own[0]():
             raise self.refused()
-        try:
+        with self.lock:
+            self._begin(before)
             yield
-        finally:
-            self.leave()
+
+    def begin(self, before: int) -> None:
+        """Begin a turn, with the lock held; raise `UsageError` where calls are refused and one came in between.
+
+        before: what `begun` was when the lock was found free.
+        """
+        if self._held:  # since the lock was waited for
+            raise self.refused()
+        self._begin(before)
+
+    def _begin(self, before: int) -> None:
+        if self.waits:
+            thread = current_thread()
+            if self._thread is not thread:
+                # Threads may have streams of their own: what the last one began must have read and written its part.
+                self._device.synchronize()
+                self._thread = thread
+        elif self.begun != before:
+            raise self.refused()
+        self.begun = before + 1
 
     def refused(self) -> UsageError:
         """Return the error for a call that got no turn."""
@@ -57,6 +92,9 @@ class Turns:
             return UsageError("calling a program", found=self._held, remedy="load_weights with all of the weights")
         asked = "calling a program while another call of it runs"
         remedy = "call it from one thread at a time, compile one program for each, or "
+        if self.orphaned:
+            found = "this process was forked while another thread's call ran, which left its memory half-written"
+            return UsageError(asked, found=found, remedy="compile the program in this process, or fork between calls")
         if self.waits:
             found = "this call comes from inside the other one, so it would wait for itself"
             return UsageError(asked, found=found, remedy="compile a program of its own for the inner call")
@@ -77,26 +115,34 @@ class Turns:
             remedy='call program(…), or compile with threads="refuse" and use it from one thread at a time',
         )
 
-    def _wait(self, _: bool) -> bool:
-        thread = current_thread()
-        if self._taken and self._thread is thread:
-            return False
-        self._lock.acquire()
-        if self._thread is not thread:
-            try:
-                # Threads may have streams of their own: what the last one began must have read and written its part.
-                self._device.synchronize()
-            except BaseException:
-                self._lock.release()
-                raise
-            self._thread = thread
-        self._taken = True
-        return True
+    def forked(self) -> None:
+        """Note, in a new process, whether the turn belongs to a thread of the process before."""
+        if not self.lock.acquire(blocking=False):
+            self.orphaned = True
+        else:
+            self.lock.release()
 
-    def _end(self) -> None:
-        self._taken = False
-        self._lock.release()
+    def _inside(self) -> bool:
+        # As `threading.Condition` asks it: nothing else tells without a flag, which an interrupt could leave set.
+        return self.orphaned or bool(self.lock._is_owned())
 
 
-def _never(_: bool) -> bool:
-    return False
+def copied(result: Any, own: Sequence[Tensor]) -> Any:
+    """Return a result with a copy of each tensor that is none of the caller's `own`: of states and weights too."""
+    if isinstance(result, Tensor):
+        return result if any(result is each for each in own) else result.detach().clone()
+    return pytree.tree_map_only(Tensor, lambda tensor: copied(tensor, own), result)
+
+
+def _always() -> bool:
+    return True
+
+
+def _forked() -> None:
+    for turns in tuple(_WAITED_FOR):
+        turns.forked()
+
+
+_WAITED_FOR: WeakSet[Turns] = WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

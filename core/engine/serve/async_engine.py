@@ -124,26 +124,34 @@ class AsyncEngine:
             ticket.abort()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Call a function with the engine between steps; return its result. `EngineError` once the thread has ended."""
+        """Call a function with the engine between steps; return its result. `EngineError` once the thread has ended.
+
+        A request that the function steps or aborts ends with an `EngineError`. To add one in it is a `UsageError`.
+        """
         self._check()
         assert self._loop is not None
         loop, future = self._loop, self._loop.create_future()
 
-        def give(result: T | None, error: Exception | None) -> None:
+        def give(result: T | None, error: BaseException | None) -> None:
             if not future.done():  # the caller may have stopped waiting
                 future.set_result(result) if error is None else future.set_exception(error)
 
-        def refuse(error: Exception) -> None:
+        def refuse(error: BaseException) -> None:
+            if isinstance(error, StopIteration):  # no future takes one
+                raised, error = error, RuntimeError("the function raised StopIteration")
+                error.__cause__ = raised
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(give, None, error)
 
         def ask() -> None:
             try:
                 result = function(self.engine)
-            except Exception as error:
+                self._check_requests()
+            except BaseException as error:  # of the function: whoever waits for it gets it, whatever it is
                 refuse(error)
             else:
-                loop.call_soon_threadsafe(give, result, None)
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(give, result, None)
 
         self._put(ask, refuse)
         result: T = await future
@@ -258,12 +266,28 @@ class AsyncEngine:
         self._tickets.clear()
         self.engine.generate([[0]], SamplingParams(max_new_tokens=1))
 
-    def _lost_tokens(self) -> bool:
-        """Tell whether the step failed after it had given requests tokens: no output carried these."""
+    def _check_requests(self) -> None:
+        """End the requests that a function has stepped or aborted, and refuse those that it has added."""
+        found = "a function given to `call` has stepped or ended it"
+        said = EngineError("a request", found=found, remedy="send the request again")
+        touched = self._lost_tokens()
+        self._post([(ticket, said) for ticket in touched])
+        self._tickets = {index: ticket for index, ticket in self._tickets.items() if ticket not in touched}
+        added = self.engine._requests.keys() - self._tickets.keys() - {ticket.request_id for ticket in touched}
+        for index in self.engine._requests.keys() - self._tickets.keys():
+            self.engine.abort(index)
+        if added:
+            found = f"the function has added {len(added)} requests, whose outputs nobody would get"
+            raise UsageError("AsyncEngine.call", found=found, remedy="use `generate` or `submit` of the AsyncEngine")
+
+    def _lost_tokens(self) -> list[Ticket]:
+        """Return the requests of which the engine has other tokens than were handed out, or which it has no more."""
         requests = self.engine._requests
-        return any(
-            ticket.num_tokens != len(requests[index].sequence.generated) for index, ticket in self._tickets.items()
-        )
+        return [
+            ticket
+            for index, ticket in self._tickets.items()
+            if index not in requests or ticket.num_tokens != len(requests[index].sequence.generated)
+        ]
 
     def _post(self, batch: list[tuple[Ticket, RequestOutput | Exception]]) -> None:
         """Hand outputs to the event loop, those of a step in one call."""
@@ -277,7 +301,11 @@ def _deliver(batch: list[tuple[Ticket, RequestOutput | Exception]]) -> None:
     for ticket, output in batch:
         if not ticket.ended:
             ticket.ended = isinstance(output, Exception) or output.completion is not None
-            ticket.receive(output)
+            try:
+                ticket.receive(output)
+            except Exception as error:  # of one receiver: the others get theirs
+                about = {"message": "a receiver of an AsyncEngine failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(about)
 
 
 def _thread_failure(error: BaseException) -> EngineError:

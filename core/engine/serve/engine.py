@@ -28,7 +28,7 @@ from core.engine.serve.resting import Resting
 from core.engine.serve.route import SERVED, make_runner
 from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import EngineStats
-from core.engine.serve.stepping import Done, StepLoop, Timeline
+from core.engine.serve.stepping import Done, StepLoop, StepTurn, Timeline
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.sleeper import Sleeper
@@ -45,8 +45,9 @@ class Engine(Resting):
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go; `sleep`, `wake` and
-    `load_weights` between requests. Not thread-safe. The model object is used as it is; `close()` gives it its own
-    attention back. runs_ahead: whether steps are queued as `EngineConfig.run_ahead` says; may be switched off.
+    `load_weights` between requests. For one thread at a time: what another thread, or a signal handler, asks of it
+    while a step runs is a `UsageError`. The model object is used as it is; `close()` gives it its own attention back.
+    runs_ahead: whether steps are queued as `EngineConfig.run_ahead` says; may be switched off.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine(Resting):
         self._completions: dict[int, Completion] | None = None  # of the `generate` under way, by request
         self._num_requests = 0
         self._counts = EngineStats()
+        self._turn = StepTurn()
         self._steps = StepLoop(self._runner, scheduler, self.drafter, self._counts)
         asked = self.config.run_ahead
         self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not self._runner.num_drafts
@@ -205,32 +207,35 @@ class Engine(Resting):
         request is as it was before: step again. On the static cache, whose states may be half-done, abort.
         """
         self._check_ready("a step")
-        done = self._steps.next(
-            ahead=self.runs_ahead, lives=self._requests.__contains__, wants_logits=self._wants_logits
-        )
-        return [] if done is None else self._hand_out(done)
+        with self._turn.taken("a step"):
+            done = self._steps.next(
+                ahead=self.runs_ahead, lives=self._requests.__contains__, wants_logits=self._wants_logits
+            )
+            return [] if done is None else self._hand_out(done)
 
     def abort(self, request_id: int) -> Completion | None:
         """End a request where it is, free its cache, and return what there is of it; None if it has ended already."""
         check_request_id(request_id, self._num_requests)
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        completion = request.abort()
-        self._leave(request, completion)
-        return completion
+        with self._turn.taken("an abort"):
+            request = self._requests.get(request_id)
+            if request is None:
+                return None
+            completion = request.abort()
+            self._leave(request, completion)
+            return completion
 
     def close(self) -> None:
         """End all requests and free programs and cache; the second time, do nothing."""
-        if not self._closed:
-            self._closed = True
-            self._steps.close()
-            for request_id in tuple(self._requests):
-                self.abort(request_id)
-            self.drafter.close()
-            self._runner.close()
-            self._abandon_sleep()
-            SERVED.difference_update(each.model for each in (self.loaded, self.draft) if each is not None)
+        with self._turn.taken("closing the engine"):
+            if not self._closed:
+                self._closed = True
+                self._steps.close()
+                for request in tuple(self._requests.values()):
+                    self._leave(request, request.abort())
+                self.drafter.close()
+                self._runner.close()
+                self._abandon_sleep()
+                SERVED.difference_update(each.model for each in (self.loaded, self.draft) if each is not None)
 
     def __enter__(self) -> Engine:
         return self
@@ -240,14 +245,15 @@ class Engine(Resting):
 
     def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
         self._check_ready("a request")
-        sequence = prompt.sequence(self._num_requests, params)
-        request = Request(sequence, self.loaded, collect_logits=collect_logits)
-        self._num_requests += 1
-        self._requests[sequence.index] = request
-        if collect_logits:
-            self._collecting.add(sequence.index)
-        self._scheduler.add(sequence)
-        return sequence.index
+        with self._turn.taken("a request"):
+            sequence = prompt.sequence(self._num_requests, params)
+            request = Request(sequence, self.loaded, collect_logits=collect_logits)
+            self._num_requests += 1
+            self._requests[sequence.index] = request
+            if collect_logits:
+                self._collecting.add(sequence.index)
+            self._scheduler.add(sequence)
+            return sequence.index
 
     def _hand_out(self, done: Done) -> list[RequestOutput]:
         """Give each sequence the tokens that a step has sampled for it."""

@@ -4,7 +4,9 @@ one fails."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from core.engine.steps.drafts import Drafter
 from core.engine.steps.runner import ModelRunner
 from core.engine.steps.shaping import needs_host
 from core.engine.steps.step import Flight, Step
+from core.errors import UsageError
 
 Timeline = list[tuple[str, int, int, dict[str, Any]]]
 """What an engine did: a name, its begin and end in nanoseconds of `time.perf_counter_ns`, and what belongs to it."""
@@ -29,6 +32,26 @@ class Done(NamedTuple):
     tokens: list[int]
     #: (rows, vocabulary) on the host, where they were wanted.
     logits: Tensor | None
+
+
+class StepTurn:
+    """Keeps what changes the requests of an engine out of a step under way."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    @contextmanager
+    def taken(self, asked: str) -> Iterator[None]:
+        """Enter to step or to change requests; raise `UsageError` where something else has entered."""
+        # Not by `acquire`: an interrupt between that and a `try` would leave the lock held for ever.
+        if self._lock.locked():
+            raise UsageError(
+                asked,
+                found="a step of this engine is under way, in another thread or below a signal handler",
+                remedy="use an engine from one thread at a time, between steps; core.AsyncEngine serves many callers",
+            )
+        with self._lock:
+            yield
 
 
 class StepLoop:

@@ -339,3 +339,31 @@ def test_two_processes_may_write_at_once(tmp_path: Path, second: str) -> None:
         writer.communicate("go\n", timeout=60)
     assert [writer.returncode for writer in writers] == [0, 0]
     assert all(not each.name.startswith(".writing-") for each in Store(tmp_path).folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["factors.json", "reads.json", "graphs.json", "checksums.json"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path)
+    path = write(store)
+    (path / name).unlink()
+    os.mkfifo(path / name, 0o600)
+    assert "is no regular file" in store.entries()[0].problem
+    with pytest.raises(Damaged, match="is no regular file"):
+        store.reads(path.name) if name == "reads.json" else store.graphs(path.name, FACTORS)
+    assert write(store) == path and store.graphs(path.name, FACTORS) == GRAPHS
+
+
+def test_an_entry_whose_phase_has_no_graphs_is_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    path = store.write(KEY, FACTORS, READS, {"phases": [{"phase": "main", "mode": "full", "graphs": []}]})
+    with pytest.raises(Damaged, match="holds no graphs by phase"):
+        store.graphs(path.name, FACTORS)
+
+
+def test_entries_behind_a_link_that_programs_follow_are_cleared(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    write(store)
+    store.folder.rename(tmp_path / "elsewhere")
+    store.folder.symlink_to(tmp_path / "elsewhere")
+    assert store.candidates(KEY, most=9) and store.clear()[0] == 1
+    assert store.entries() == [] and list((tmp_path / "elsewhere").iterdir()) == []

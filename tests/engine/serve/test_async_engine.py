@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -16,6 +17,7 @@ from core.engine.serve.load import load_of
 from core.engine.serve.request import RequestOutput
 from core.engine.steps.runner import EngineConfig
 from core.errors import EngineError, ModelError, UsageError
+from tests.support import refused
 
 CONFIG = EngineConfig(max_num_seqs=3, max_model_len=96, options=CompileOptions(mode="off"))
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -124,3 +126,74 @@ def test_a_chat_that_can_not_be_written_is_refused(engine: Engine, template: str
             engine.generate([CHAT], PARAMS)
     finally:
         tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, StopIteration])
+def test_a_function_may_raise_what_no_handler_takes(engine: Engine, kind: type[BaseException]) -> None:
+    def raises(_: Engine) -> None:
+        raise kind
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            call = asyncio.ensure_future(served.call(raises))
+            await asyncio.wait([call], timeout=20)
+            found = asyncio.CancelledError() if call.cancelled() else call.exception()
+            assert isinstance(found, RuntimeError if kind is StopIteration else kind)
+            assert await collect(served.generate("This", PARAMS))
+
+    with suppress(SystemExit):  # asyncio ends a loop by it, too
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("touch", ["step", "abort"])
+def test_a_request_that_a_function_has_touched_ends_with_an_error(engine: Engine, touch: str) -> None:
+    def touched(engine: Engine) -> None:
+        engine.step() if touch == "step" else engine.abort(next(iter(engine._requests)))
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            outputs = served.generate("This", PARAMS)
+            await anext(outputs)
+            await served.call(touched)
+            with refused(EngineError, "a function given to `call` has stepped or ended it"):
+                await asyncio.wait_for(collect(outputs), 20)
+            assert not await served.call(lambda engine: engine.has_unfinished)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_a_function_adds_is_refused(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            with refused(UsageError, "the function has added 1 requests, whose outputs nobody would get"):
+                await served.call(lambda engine: engine.add_request("This"))
+            assert len(await collect(served.generate("This", PARAMS))) == 8
+
+    asyncio.run(run())
+
+
+def test_a_receiver_that_raises_takes_no_outputs_from_the_others(engine: Engine) -> None:
+    wanted = list(engine.generate(["This"], PARAMS)[0].token_ids)
+    got: list[int] = []
+    failures: list[object] = []
+
+    def fails(_: object) -> None:
+        raise ValueError("of a receiver")
+
+    async def run() -> None:
+        ended = asyncio.Event()
+
+        def receive(output: RequestOutput | Exception) -> None:
+            assert isinstance(output, RequestOutput)
+            got.extend(output.token_ids)
+            if output.completion is not None:
+                ended.set()
+
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: failures.append(about["exception"]))
+        async with AsyncEngine(engine) as served:
+            served.submit("This", PARAMS, fails)
+            served.submit("This", PARAMS, receive)
+            await asyncio.wait_for(ended.wait(), 20)
+
+    asyncio.run(run())
+    assert got == wanted and failures and all(isinstance(each, ValueError) for each in failures)
