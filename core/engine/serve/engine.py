@@ -208,9 +208,8 @@ class Engine(Resting):
         """
         self._check_ready("a step")
         with self._turn.taken("a step"):
-            done = self._steps.next(
-                ahead=self.runs_ahead, lives=self._requests.__contains__, wants_logits=self._wants_logits
-            )
+            lives, wants = self._requests.__contains__, self._wants_logits
+            done = self._steps.next(ahead=self.runs_ahead, lives=lives, wants_logits=wants)
             return [] if done is None else self._hand_out(done)
 
     def abort(self, request_id: int) -> Completion | None:
@@ -218,11 +217,7 @@ class Engine(Resting):
         check_request_id(request_id, self._num_requests)
         with self._turn.taken("an abort"):
             request = self._requests.get(request_id)
-            if request is None:
-                return None
-            completion = request.abort()
-            self._leave(request, completion)
-            return completion
+            return None if request is None else self._leave(request, request.abort())
 
     def close(self) -> None:
         """End all requests and free programs and cache; the second time, do nothing."""
@@ -232,9 +227,7 @@ class Engine(Resting):
                 self._steps.close()
                 for request in tuple(self._requests.values()):
                     self._leave(request, request.abort())
-                self.drafter.close()
-                self._runner.close()
-                self._abandon_sleep()
+                self._free()
                 SERVED.difference_update(each.model for each in (self.loaded, self.draft) if each is not None)
 
     def __enter__(self) -> Engine:
@@ -296,7 +289,7 @@ class Engine(Resting):
             self._leave(request, completion)
         return request.output(num_generated, text, completion)
 
-    def _leave(self, request: Request, completion: Completion) -> None:
+    def _leave(self, request: Request, completion: Completion) -> Completion:
         if self._completions is not None:
             self._completions[request.sequence.index] = completion
         self._scheduler.remove(request.sequence)
@@ -304,3 +297,4 @@ class Engine(Resting):
         self._requests.pop(request.sequence.index, None)
         self._collecting.discard(request.sequence.index)
         self._counts.ended += request.sequence.has_begun  # one that only waited never joined
+        return completion

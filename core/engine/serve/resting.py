@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from core.compilation.weights import NamedTensors
     from core.device import Device
     from core.engine.serve.request import Request
-    from core.engine.serve.stepping import StepLoop
+    from core.engine.serve.stepping import StepLoop, StepTurn
+    from core.engine.steps.drafts import Drafter
     from core.engine.steps.runner import EngineConfig, ModelRunner
     from core.engine.steps.sleeper import Sleeper
 
@@ -24,8 +25,10 @@ class Resting:
 
     device: Device
     config: EngineConfig
+    drafter: Drafter
     _runner: ModelRunner
     _steps: StepLoop
+    _turn: StepTurn
     _requests: dict[int, Request]
     _closed: bool
     #: None without `EngineConfig(sleep_mode=True)`.
@@ -57,11 +60,12 @@ class Resting:
             found = "weights and cache lie in memory that can't be given back while graphs hold its addresses"
             remedy = "make the engine with EngineConfig(sleep_mode=True)"
             raise UsageError(f"sleep(level={level})", found=found, remedy=remedy)
-        self._forget_cache()
-        num_bytes = self._sleeper.sleep(keep_weights=level == 1)
-        self._asleep = True
-        if level == 2:
-            self._spoilt = "sleep(level=2) gave its weights up"
+        with self._turn.taken(f"sleep(level={level})"):
+            self._forget_cache()
+            num_bytes = self._sleeper.sleep(keep_weights=level == 1)
+            self._asleep = True
+            if level == 2:
+                self._spoilt = "sleep(level=2) gave its weights up"
         return num_bytes
 
     def wake(self) -> None:
@@ -72,9 +76,10 @@ class Resting:
         if self._sleeper is None or not self._asleep or self._closed:
             found = "the engine is closed" if self._closed else "the engine is awake"
             raise UsageError("wake an engine", found=found, remedy="call wake() once after each sleep()")
-        self._sleeper.wake()
-        self._asleep = False
-        self._runner.cache.forget()
+        with self._turn.taken("wake an engine"):
+            self._sleeper.wake()
+            self._asleep = False
+            self._runner.cache.forget()
 
     def load_weights(self, weights: NamedTensors, *, partial: bool = False) -> None:
         """Copy new values over the model's weights, where the graphs read them; the cache of prefixes is forgotten.
@@ -86,10 +91,10 @@ class Resting:
         self._check_idle("load weights")
         if partial and self._spoilt:
             raise UsageError("load a part of the weights", found=self._spoilt, remedy="load all of them")
-        self._forget_cache()
         program = self._runner.program
         try:
-            with torch.inference_mode(False):
+            with self._turn.taken("load weights"), torch.inference_mode(False):
+                self._forget_cache()
                 program.load_weights(weights, partial=partial)
         finally:
             spoilt = program.weights.mixed
@@ -112,8 +117,10 @@ class Resting:
             found = f"{len(self._requests)} requests are unfinished"
             raise UsageError(asked, found=found, remedy="finish them by step() or end them by abort() first")
 
-    def _abandon_sleep(self) -> None:
-        """Leave what sleeps where it is: the engine is being closed."""
+    def _free(self) -> None:
+        """Free programs and caches for good, and leave what sleeps where it is."""
+        self.drafter.close()
+        self._runner.close()
         if self._sleeper is not None:
             self._sleeper.abandon()
             self._sleeper = None
