@@ -15,10 +15,11 @@ from core.engine.http.config import ServerConfig
 from core.engine.http.errors import ApiError, of_core
 from core.engine.http.metrics import Metrics
 from core.engine.http.texts import Texts
-from core.engine.serve.async_engine import AsyncEngine, Ticket
+from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.load import max_running
 from core.engine.serve.prompts import EncodedPrompt, Prompt
 from core.engine.serve.request import Completion, RequestOutput
+from core.engine.serve.tickets import Ticket
 from core.errors import CoreError, EngineError, ModelError
 
 log = logging.getLogger("core.serve")

@@ -16,31 +16,11 @@ from core.engine.config import SamplingParams
 from core.engine.serve.engine import Engine
 from core.engine.serve.prompts import Prompt
 from core.engine.serve.request import RequestOutput
+from core.engine.serve.tickets import Receive, Ticket, deliver
 from core.errors import CoreError, EngineError, UsageError
 
 log = logging.getLogger("core.engine")
 T = TypeVar("T")
-Receive = Callable[[RequestOutput | Exception], None]
-"""Called on the event loop with each output of a request. The last call has the completion, or the error instead."""
-
-
-class Ticket:
-    """One request of an `AsyncEngine`; it belongs to the event loop."""
-
-    def __init__(self, owner: AsyncEngine, receive: Receive) -> None:
-        self._owner = owner
-        self.receive = receive
-        #: Known to the engine's thread alone.
-        self.request_id: int | None = None
-        #: Tokens that were handed out; known to the engine's thread alone.
-        self.num_tokens = 0
-        #: Whether its last output was received.
-        self.ended = False
-
-    def abort(self) -> None:
-        """End the request now: its last output has the completion. Does nothing if the request has ended."""
-        if not self.ended:
-            self._owner._abort(self)
 
 
 class AsyncEngine:
@@ -93,7 +73,7 @@ class AsyncEngine:
     def submit(self, prompt: Prompt, params: SamplingParams | None, receive: Receive) -> Ticket:
         """Queue a request: `receive` gets its outputs or its error. Raises `EngineError` once the thread has ended."""
         self._check()
-        ticket = Ticket(self, receive)
+        ticket = Ticket(self._abort, receive)
         self._put(lambda: self._add(ticket, prompt, params), lambda error: self._post([(ticket, error)]))
         return ticket
 
@@ -294,18 +274,7 @@ class AsyncEngine:
         assert self._loop is not None
         if batch:
             with suppress(RuntimeError):  # the loop is closed, so nobody waits
-                self._loop.call_soon_threadsafe(_deliver, batch)
-
-
-def _deliver(batch: list[tuple[Ticket, RequestOutput | Exception]]) -> None:
-    for ticket, output in batch:
-        if not ticket.ended:
-            ticket.ended = isinstance(output, Exception) or output.completion is not None
-            try:
-                ticket.receive(output)
-            except Exception as error:  # of one receiver: the others get theirs
-                about = {"message": "a receiver of an AsyncEngine failed", "exception": error}
-                asyncio.get_running_loop().call_exception_handler(about)
+                self._loop.call_soon_threadsafe(deliver, batch)
 
 
 def _thread_failure(error: BaseException) -> EngineError:
