@@ -29,8 +29,20 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     Sizes become constants first: Inductor's code for fixed shapes is faster, and each bucket has its own program.
     """
     graph, kept = specialize(request.graph, request.example_inputs)
-    examples = [request.example_inputs[i] for i in kept]
-    _refuse_shared_writes(graph, examples)
+    compiled = compile_fixed(graph, [request.example_inputs[i] for i in kept])
+
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        return compiled(*[args[i] for i in kept])
+
+    return call
+
+
+def compile_fixed(graph: fx.GraphModule, examples: list[Tensor]) -> FlatCallable:
+    """Compile a graph whose placeholders are all tensors, which are at each call what these examples are.
+
+    Raises `LoweringError` where examples share memory that the graph writes.
+    """
+    refuse_shared_writes(graph, examples)
     # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     # Of real tensors AOTAutograd makes fakes of its own, whose sizes are symbols in any shape environment.
@@ -39,7 +51,7 @@ def inductor(request: LoweringRequest) -> FlatCallable:
         compiled: Any = torch._inductor.compile(graph, fakes)
 
     def call(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(compiled(*[args[i] for i in kept]))
+        return tuple(compiled(*args))
 
     return call
 
@@ -60,7 +72,7 @@ def quoted_libraries() -> Iterator[None]:
         cpp_extension.TORCH_LIB_PATH = plain
 
 
-def _refuse_shared_writes(graph: fx.GraphModule, examples: list[Tensor]) -> None:
+def refuse_shared_writes(graph: fx.GraphModule, examples: list[Tensor]) -> None:
     """Refuse a graph that writes into memory which it also reads through another input.
 
     Inductor takes inputs for memory apart, and may serve code from its cache that was compiled for such.

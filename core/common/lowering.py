@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from core.errors import UsageError
 
@@ -20,6 +22,54 @@ FlatCallable = Callable[..., "tuple[torch.Tensor, ...]"]
 """Takes the graph's placeholders positionally (tensors and ints) and returns its outputs as a flat tuple."""
 
 
+@runtime_checkable
+class Bindable(Protocol):
+    """A `FlatCallable` that runs faster where its arguments are the same tensors at each run."""
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        """Run on these arguments."""
+        ...
+
+    def bind(self, *args: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Check the arguments once, and return what runs on them, without autograd, each time that it is called."""
+        ...
+
+
+_Loaded = TypeVar("_Loaded")
+
+
+class Artifacts(Protocol):
+    """Where a lowering keeps files that it made of one graph, so that a later process need not make them."""
+
+    def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
+        """Return what `load` makes of a folder of files that `make` wrote: now, or before, for an equal request.
+
+        factors: all that the files depend on besides the graph, what its placeholders are (content left out), the
+        versions and source of packages, torch's switches and the device: a compiler's version, its options. make: gets
+        an empty folder, and leaves there files only. load: gets a folder that may be gone afterwards. What `make`
+        raises is raised; files of an earlier time that `load` fails on are made anew.
+        """
+        ...
+
+
+class _Unkept:
+    """Artifacts that are made each time."""
+
+    def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
+        """Make the files in a temporary folder, and load them."""
+        with TemporaryDirectory(prefix="core-") as folder:
+            make(Path(folder))
+            return load(Path(folder))
+
+
+UNKEPT: Artifacts = _Unkept()
+"""For graphs of which nothing is to be kept."""
+
+
+def _say_nothing(note: str) -> None:
+    """Take a note that nobody reads."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringRequest:
     """What a lowering is given."""
@@ -28,6 +78,10 @@ class LoweringRequest:
     graph: fx.GraphModule
     #: real values for the graph's placeholders, in order; symbolic sizes as ints
     example_inputs: tuple[Any, ...]
+    #: keeps what the lowering compiles, where the compile cache is on
+    artifacts: Artifacts = UNKEPT
+    #: takes what the report is to note: where a graph is lowered otherwise than asked, and why
+    note: Callable[[str], None] = _say_nothing
 
 
 Lowering = Callable[[LoweringRequest], FlatCallable]

@@ -262,8 +262,12 @@ def package_of(function: types.FunctionType) -> str:
 
 def is_foreign_code(code: types.CodeType, more: frozenset[str] = frozenset()) -> bool:
     """Tell whether code lies outside of the packages that count as a whole. more: further such packages."""
-    path = code.co_filename
-    return not path.startswith("<frozen ") and not any(os.path.abspath(path).startswith(each) for each in _places(more))
+    return not code.co_filename.startswith("<frozen ") and is_foreign_path(code.co_filename, more)
+
+
+def is_foreign_path(path: str, more: frozenset[str] = frozenset()) -> bool:
+    """Tell whether a file lies outside of the packages that count as a whole. more: further such packages."""
+    return not any(os.path.abspath(path).startswith(each) for each in _places(more))
 
 
 @lru_cache(maxsize=16)

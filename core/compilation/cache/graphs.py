@@ -48,7 +48,7 @@ def encode_graph(traced: TracedGraph, targets: Targets, path_of: PathOf) -> dict
         raise Uncacheable(f"the model counts on {counter.name} of a {type(counter.owner).__qualname__}")
     symbols = {symbol.name: symbol for symbol in traced.symbols}
     return {
-        "nodes": [_encode_node(node, targets) for node in traced.module.graph.nodes],
+        "nodes": [encode_node(node, targets) for node in traced.module.graph.nodes],
         "attributes": _encode_attributes(traced, path_of),
         "slots": [_encode_slot(slot, path_of) for slot in traced.slots],
         "output": [_encode_leaf(ref) for ref in traced.output.leaves],
@@ -81,7 +81,8 @@ def decode_graph(text: Mapping[str, Any], targets: Targets, tensors: Mapping[str
     )
 
 
-def _encode_node(node: fx.Node, targets: Targets) -> dict[str, Any]:
+def encode_node(node: fx.Node, targets: Targets) -> dict[str, Any]:
+    """Return a node as JSON-ready values; `module` is for readers. Raises `Uncacheable`."""
     if node.op == "call_module":
         raise Uncacheable(f"the graph calls a module, at {node.name}")
     text: dict[str, Any] = {"op": node.op, "name": node.name}
@@ -132,6 +133,17 @@ def _encode_attributes(traced: TracedGraph, path_of: PathOf) -> dict[str, Any]:
         if path is None and not any(value is literal for literal in traced.literals):
             raise Uncacheable(f"the graph holds {node.target}, a tensor computed by a pass")
         found[str(node.target)] = _encode_literal(str(node.target), value) if path is None else {"path": path}
+    return found
+
+
+def encode_attributes_whole(module: fx.GraphModule) -> dict[str, Any]:
+    """Return the tensors that a graph holds with their content; raise `Uncacheable` for what is large or no tensor."""
+    found: dict[str, Any] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        if not isinstance(value, Tensor) or "." in str(node.target):
+            raise Uncacheable(f"the graph holds {node.target}, a {type(value).__name__}")
+        found[str(node.target)] = _encode_literal(str(node.target), value)
     return found
 
 

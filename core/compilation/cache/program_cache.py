@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from core.common.lowering import UNKEPT, Artifacts
 from core.compilation.cache import factors, graphs
+from core.compilation.cache.artifacts import GraphArtifacts
 from core.compilation.cache.differences import Difference, Places, each_line, explain, shown
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted
@@ -100,6 +102,22 @@ class ProgramCache:
             self._refuse(str(reason))
         except Exception as error:  # as in `save`
             self._refuse(f"what the trace read can't be read again: {type(error).__name__}: {error}")
+
+    def artifacts(self, graph: fx.GraphModule, values: tuple[Any, ...]) -> Artifacts:
+        """Return where a lowering keeps what it makes of a finished graph; nowhere if the cache is not used.
+
+        graph: changed by nobody as long as the lowering runs. values: of its placeholders.
+        """
+        if self.report.state == "refused":
+            return UNKEPT
+        return GraphArtifacts(
+            folder=self._store.lowered,
+            graph=graph,
+            values=values,
+            targets=self._targets,
+            packages=self._packages,
+            factors=self._factors,
+        )
 
     def save(self) -> None:
         """Write the entry, if anything was made; say why where it can't be."""

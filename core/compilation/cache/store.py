@@ -1,8 +1,6 @@
 """The folder of the compile cache: entries written at once or not at all, and read only if every byte is as written.
 
-An entry is a folder whose name begins with a digest of all that it holds, and ends with one of its factors. No lock is
-taken: a writer makes the folder under another name and renames it, and who removes one renames it first. Of two
-writers one is first, and both go on.
+An entry is a folder whose name begins with a digest of all that it holds, and ends with one of its factors.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -43,6 +40,7 @@ from core.compilation.cache.folders import (
     subfolders,
 )
 from core.compilation.cache.summary import Summary, summarize
+from core.compilation.cache.whole import WholeFolders, is_temporary
 from core.errors import UsageError
 from core.settings import Settings
 
@@ -53,12 +51,12 @@ log = logging.getLogger("core.cache")
 FORMAT = 2
 _KERNELS = "kernels"
 """Folder of what compilers of kernels keep, each in a folder of its name."""
+_LOWERED = "lowered"
+"""Among these, the folder of what lowerings keep of graphs."""
 SOURCE = "source"
 """In the graphs of an entry: where the source of each package lay that counts as a whole. No factor."""
 _STORE = "graphs-"
 """Begins the names of folders of entries, one for each format."""
-_TEMPORARY = ".writing-"
-_STALE_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +79,9 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.kernels = folder / _KERNELS
+        self.lowered = self.kernels / _LOWERED
         self.folder = folder / f"{_STORE}{FORMAT}"
+        self._whole = WholeFolders(self.folder)
 
     @classmethod
     def of_user(cls) -> Store:
@@ -121,60 +121,22 @@ class Store:
             return []
         refuse_foreign(self.folder.parent)
         refuse_foreign(self.folder)
-        paths = [path for path in paths if not path.name.startswith(_TEMPORARY)]
+        paths = [path for path in paths if not is_temporary(path)]
         return [path.name for path in sorted(paths, key=_written, reverse=True)[:most]]
 
     def write(self, key: str, factors: Factors, reads: Mapping[str, Any], graphs: Mapping[str, Any]) -> Path:
         """Write an entry, whole or not at all, in place of one that is damaged; raise `OSError` where that can't be."""
-        make_private(self.folder.parent)
-        make_private(self.folder)
-        refuse_foreign(self.folder.parent)
-        refuse_foreign(self.folder)
-        self._remove_stale()
-        made = self._aside()
+        self._whole.open()
+        made = self._whole.aside()
         try:
             texts = {FACTORS: as_json(factors), READS: as_json(reads), GRAPHS: as_json(graphs)}
-            return self._put(made, self.folder / f"{write_files(made, texts)}-{key}")
+            return self._whole.put(made, f"{write_files(made, texts)}-{key}", _checked)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
-    def _put(self, made: Path, path: Path) -> Path:
-        for _ in range(3):
-            try:
-                os.rename(made, path)
-                return path
-            except OSError:
-                if not path.exists():
-                    raise
-            # Another process's for the same is as good, unless it is damaged.
-            try:
-                _checked(path)
-                return path
-            except Damaged:
-                self.discard(path.name)
-        raise OSError(f"{path} can't be replaced")
-
     def discard(self, name: str) -> None:
         """Put an entry that can't be used out of the way, so that another may be written."""
-        self._remove(self.folder / name)
-
-    def _remove(self, path: Path) -> bool:
-        """Remove a folder, for readers at one moment; tell whether it was there to be removed."""
-        try:
-            aside = self._aside()
-        except OSError:
-            return False
-        try:
-            os.rename(path, aside / "removed")
-            return True
-        except OSError:
-            return False
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def _aside(self) -> Path:
-        """Return a new folder that no reader takes for an entry."""
-        return Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
+        self._whole.remove(self.folder / name)
 
     def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[Difference]] | None:
         """Return the key of the readable entry of the same model that differs least, with the differences; or None."""
@@ -193,7 +155,7 @@ class Store:
 
     def entries(self) -> list[Entry]:
         """Return all entries, the latest first; damaged ones with what is wrong."""
-        paths = [path for path in subfolders(self.folder) if not path.name.startswith(_TEMPORARY)]
+        paths = [self.folder / name for name in self._whole.names()]
         return sorted(map(self._entry, paths), key=lambda entry: entry.age_s)
 
     def keep_kernels(self, compilers: Iterable[KernelCompiler]) -> None:
@@ -247,9 +209,9 @@ class Store:
             ) from None
         for path in [*(path for store in stores for path in subfolders(store)), *subfolders(self.kernels)]:
             size = size_of(path)
-            if self._remove(path):
+            if self._whole.remove(path):
                 num_bytes += size
-                count += path.parent != self.kernels and not path.name.startswith(_TEMPORARY)
+                count += path.parent != self.kernels and not is_temporary(path)
         return count, num_bytes
 
     def _entry(self, path: Path) -> Entry:
@@ -266,13 +228,6 @@ class Store:
         return Entry(
             name=path.name, path=path, num_bytes=num_bytes, age_s=age_s, model=model, device=device, problem=problem
         )
-
-    def _remove_stale(self) -> None:
-        """Remove what a writer left that did not live to rename it."""
-        for path in subfolders(self.folder):
-            with suppress(OSError):
-                if path.name.startswith(_TEMPORARY) and time.time() - path.stat().st_mtime > _STALE_S:
-                    shutil.rmtree(path, ignore_errors=True)
 
 
 def key_of(factors: Factors) -> str:

@@ -6,10 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
+
+from core.common.lowering import Bindable
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from core.common.graphs.backend import BoundCallable, GraphKey
+    from core.common.lowering import FlatCallable
     from core.compilation.account import Account
     from core.compilation.cache.program_cache import CachedGraph, ProgramCache
     from core.compilation.capture.bucket_report import BucketReport
@@ -83,3 +88,15 @@ class Phase(Protocol):
 
     def check(self, key: GraphKey, runnable: Runnable) -> None:
         """Raise `CaptureError` where replays of a captured key do something else than what was captured."""
+
+
+def bound(lowered: FlatCallable, values: tuple[Any, ...]) -> BoundCallable:
+    """Return what runs a lowered graph on these values, without autograd."""
+    if isinstance(lowered, Bindable):
+        return lowered.bind(*values)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return lowered(*values)
+
+    return run

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from core.common.lowering import FlatCallable, LoweringRequest
+from core.common.lowering import UNKEPT, FlatCallable, LoweringRequest
 from core.common.ops.declaration import declared_ops
 from core.compilation.arguments import check_breaks
 from core.compilation.cache.program_cache import CachedGraph
@@ -19,7 +18,7 @@ from core.compilation.capture.pieces import lower_pieces, mark_breaks, op_names
 from core.compilation.capture.plan import TracedCropper
 from core.compilation.implementations import choose_implementations
 from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovered, flat_outputs, same_structure
-from core.compilation.phases.phase import Runnable
+from core.compilation.phases.phase import Runnable, bound
 from core.compilation.report import TraceReport
 from core.compilation.shared_trace import copy_graph
 from core.compilation.trace.counters import put_back
@@ -85,12 +84,8 @@ class TracedPhase:
         with _blaming(self._serving[key].report.passes):
             lowered = self._lowered.get(id(traced)) or self._lower(key, traced, values)
 
-        def run() -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return lowered(*values)
-
         return Runnable(
-            run=run,
+            run=bound(lowered, values),
             values=values,
             lower_s=time.perf_counter() - start,
             output=lambda: traced.output,
@@ -259,7 +254,9 @@ class TracedPhase:
             if self._serving[key].breaks:
                 lowered = lower_pieces(graph, values, self._stages.pieces)
             else:
-                lowered = lowering(LoweringRequest(graph=graph, example_inputs=values))
+                cache, note = self._stages.cache, self._stages.account.note
+                artifacts = UNKEPT if cache is None else cache.artifacts(traced.module, values)
+                lowered = lowering(LoweringRequest(graph=graph, example_inputs=values, artifacts=artifacts, note=note))
         except CoreError:
             raise
         except Exception as error:

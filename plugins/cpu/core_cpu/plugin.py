@@ -14,12 +14,12 @@ import torch
 
 from core.common.fakes import FakeOp
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
-from core.common.inductor import INLINE_AND_INDUCTOR
-from core.common.lowering import Lowerings
+from core.common.lowering import INLINE, Lowerings
 from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cpu.ahead_of_time import AOT_INDUCTOR, inductor
 from core_cpu.compiler import find_cxx_compiler, missing, refuse
 from core_cpu.extension import KERNELS, identity
 from core_cpu.extension import why_not as why_no_kernels
@@ -60,7 +60,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         memory=read_memory,
         reset_peak_memory=reset_peak_memory,
         sleeping_memory=HostMemory if CAN_SLEEP else None,
-        kernel_compilers=(KERNELS,),
+        kernel_compilers=(AOT_INDUCTOR, KERNELS),
     )
 
 
@@ -77,11 +77,10 @@ def core_register_ops() -> Sequence[OpImplementation]:
 @hookimpl
 def core_lowering(context: DeviceContext) -> Lowerings:
     """Prefer Inductor, whose CPU code needs a C++ compiler; without one, run the graph's own Python and say why."""
-    lacking = missing()
-    if not lacking:
-        return replace(INLINE_AND_INDUCTOR, default="inductor")
-    available = {**INLINE_AND_INDUCTOR.available, "inductor": refuse(lacking)}
-    return replace(INLINE_AND_INDUCTOR, available=available, instead=f"'inductor' can't be used, as {lacking}")
+    if lacking := missing():
+        available = {**INLINE.available, "inductor": refuse(lacking)}
+        return replace(INLINE, available=available, instead=f"'inductor' can't be used, as {lacking}")
+    return replace(INLINE, available={**INLINE.available, "inductor": inductor}, default="inductor")
 
 
 @hookimpl

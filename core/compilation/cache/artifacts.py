@@ -1,0 +1,183 @@
+"""What lowerings keep of graphs that they compiled: files on disk, found again for an equal graph with equal examples.
+
+An artefact is code that is run, so it is read only from folders that nobody else may write to, and only if every byte
+is as written (store.py says the same of entries). Its name is a digest of all that its files depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from core.common.graphs.weak import overlaps
+from core.common.lowering import UNKEPT
+from core.compilation.cache.differences import Factors
+from core.compilation.cache.entry import Damaged, Gone, as_json
+from core.compilation.cache.factors import is_foreign_path
+from core.compilation.cache.folders import Untrusted, refuse_foreign
+from core.compilation.cache.graphs import encode_attributes_whole, encode_node
+from core.compilation.cache.literals import Targets, encode
+from core.compilation.cache.uncacheable import Uncacheable
+from core.compilation.cache.whole import WholeFolders
+
+log = logging.getLogger("core.cache")
+_Loaded = TypeVar("_Loaded")
+_FORMAT = 1
+_CHECKSUMS, _FACTORS = "checksums.json", "factors.json"
+_GROUPS = ("versions", "source", "device", "torch", "implementations")
+"""Of the factors of a program, those that what is compiled of a finished graph depends on."""
+_OF_TORCH = frozenset({"aten", "prims", "prim", "quantized", "mkldnn", "onednn", "mkl", "c10d", "_c10d_functional"})
+_OF_CORE = "core"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphArtifacts:
+    """The `Artifacts` of one graph. packages: those whose source is among the factors."""
+
+    folder: Path
+    graph: fx.GraphModule
+    values: tuple[Any, ...]
+    targets: Targets
+    packages: frozenset[str]
+    factors: Factors
+
+    def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
+        """Return what `load` makes of the files for these factors, made by `make` if there are none that it can load.
+
+        Where they can't be kept, the log says why, and they are made for this time only.
+        """
+        folders = WholeFolders(self.folder)
+        try:
+            text = as_json({"lowering": dict(factors), **self._identity()})
+            name = hashlib.sha256(text.encode()).hexdigest()[:32]
+            found = _find(folders, name, load)
+            if found is not None:
+                return found[0]
+            folders.open()
+            made = folders.aside()
+        except (OSError, Untrusted, Uncacheable) as reason:
+            log.warning("compile cache: not used for what is compiled of a graph: %s", reason)
+            return UNKEPT.use(factors, make, load)
+        try:
+            make(made)
+            loaded = load(made)
+            try:
+                (made / _FACTORS).write_text(text, encoding="utf-8")
+                _seal(made)
+                log.info("compile cache: wrote %s", folders.put(made, name, check))
+            except (OSError, Untrusted) as reason:  # it is loaded: what can't be kept of it is no reason to lose it
+                log.warning("compile cache: what was compiled of a graph can't be kept: %s", reason)
+            return loaded
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what says of two graphs that they compute the same of inputs that look the same."""
+        nodes = list(self.graph.graph.nodes)
+        for node in nodes:
+            _refuse_unknown_code(node.target, self.packages)
+        texts = [encode_node(node, self.targets) for node in nodes]
+        return {
+            "format": _FORMAT,
+            "factors": {name: self.factors[name] for name in _GROUPS},
+            "nodes": [{key: value for key, value in text.items() if key != "module"} for text in texts],
+            "attributes": encode_attributes_whole(self.graph),
+            "values": [_describe(value) for value in self.values],
+            "overlaps": [list(each) for each in overlaps(self.values)],
+        }
+
+
+def _find(folders: WholeFolders, name: str, load: Callable[[Path], _Loaded]) -> tuple[_Loaded] | None:
+    """Return what `load` makes of an artefact, None where there is none; raise `Untrusted` where others may write."""
+    path = folders.folder / name
+    if not path.is_dir():
+        return None
+    for each in (folders.folder.parent, folders.folder):
+        refuse_foreign(each)
+    try:
+        check(path)
+        loaded = (load(path),)
+    except (Untrusted, Gone):
+        if path.exists():
+            raise
+        return None
+    except Exception as error:  # whatever an artefact holds, the way without it is open
+        reason = str(error) if isinstance(error, Damaged) else f"it can't be loaded: {type(error).__name__}: {error}"
+        log.warning("compile cache: artefact %s is not used and made anew: %s", name[:12], reason)
+        folders.remove(path)
+        return None
+    log.info("compile cache: loaded %s from %s", name[:12], folders.folder)
+    return loaded
+
+
+def _seal(folder: Path) -> None:
+    """Write the checksums of the files in a folder, and leave them to their user alone."""
+    sums = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    (folder / _CHECKSUMS).write_text(as_json(sums), encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(0o600)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def check(folder: Path) -> None:
+    """Raise `Damaged` for an artefact that is not as written, and `Untrusted` for one that others may write to."""
+    try:
+        for each in (folder, *folder.iterdir()):
+            refuse_foreign(each)
+        sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        if not isinstance(sums, dict) or {*sums, _CHECKSUMS} != {path.name for path in folder.iterdir()}:
+            raise Damaged("its files are not those that were written")
+        wrong = [name for name, digest in sums.items() if _digest(folder / name) != digest]
+    except (OSError, ValueError) as error:
+        if not folder.exists():
+            raise Gone("it was removed meanwhile") from None
+        raise Damaged(f"its checksums can't be read ({type(error).__name__}: {error})") from None
+    if wrong:
+        raise Damaged(f"{wrong[0]} is not what was written: its checksum differs")
+    # A name tells what its factors are, and moves between folders of caches as little as these.
+    if hashlib.sha256((folder / _FACTORS).read_bytes()).hexdigest()[:32] != folder.name:
+        raise Damaged("it was made for other factors than its name says")
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _refuse_unknown_code(target: Any, packages: frozenset[str]) -> None:
+    """Refuse an op that may be taken apart while compiling, by code that is no factor."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        for name in target.overloads():
+            _refuse_unknown_code(getattr(target, name), packages)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in {*_OF_TORCH, _OF_CORE}:
+        return
+    name = str(target._schema.name)
+    fake = torch._library.simple_registry.singleton.find(name).fake_impl
+    composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    kernel = fake.kernel
+    if composite or kernel is None or is_foreign_path(kernel.source.rpartition(":")[0], packages):
+        raise Uncacheable(f"the graph calls {name}, whose fake kernel is neither torch's nor the device's plugin's")
+
+
+def _describe(value: Any) -> Any:
+    """Return what may count for compiling of a placeholder's value; raise `Uncacheable` where there is no text."""
+    if not isinstance(value, Tensor):
+        return [type(value).__name__, encode(value)]
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+        raise Uncacheable(f"the graph takes a {type(value).__qualname__} of layout {value.layout}")
+    dtype, place, bits = str(value.dtype), str(value.device), f"{value.is_conj()} {value.is_neg()}"
+    return ["Tensor", dtype, place, list(value.shape), list(value.stride()), bits]

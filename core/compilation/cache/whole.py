@@ -1,0 +1,87 @@
+"""Folders that are written at once or not at all.
+
+No lock is taken: a writer makes the folder under another name and renames it, and who removes one renames it first. Of
+two writers one is first, and both go on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from core.compilation.cache.entry import Damaged
+from core.compilation.cache.folders import make_private, refuse_foreign, subfolders
+
+_TEMPORARY = ".writing-"
+_STALE_S = 3600.0
+
+
+class WholeFolders:
+    """The folders in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self) -> None:
+        """Make the folder where there is none, for its user alone; raise `OSError` or `Untrusted`."""
+        for each in (self.folder.parent, self.folder):
+            make_private(each)
+            refuse_foreign(each)
+        self._remove_stale()
+
+    def aside(self) -> Path:
+        """Return a new folder that no reader takes for a whole one."""
+        return Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
+
+    def names(self) -> list[str]:
+        """Return the names of the whole folders."""
+        return [path.name for path in subfolders(self.folder) if not is_temporary(path)]
+
+    def put(self, made: Path, name: str, check: Callable[[Path], object]) -> Path:
+        """Give a folder that `aside` made its name, unless another lies there that `check` does not find `Damaged`."""
+        path = self.folder / name
+        for _ in range(3):
+            try:
+                os.rename(made, path)
+                return path
+            except OSError:
+                if not path.exists():
+                    raise
+            # Another process's for the same is as good, unless it is damaged.
+            try:
+                check(path)
+                return path
+            except Damaged:
+                self.remove(path)
+        raise OSError(f"{path} can't be replaced")
+
+    def remove(self, path: Path) -> bool:
+        """Remove a folder, for readers at one moment; tell whether it was there to be removed."""
+        try:
+            aside = self.aside()
+        except OSError:
+            return False
+        try:
+            os.rename(path, aside / "removed")
+            return True
+        except OSError:
+            return False
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _remove_stale(self) -> None:
+        """Remove what a writer left that did not live to rename it."""
+        for path in filter(is_temporary, subfolders(self.folder)):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def is_temporary(path: Path) -> bool:
+    """Tell whether a folder was left half-written, or half-removed."""
+    return path.name.startswith(_TEMPORARY)

@@ -1,0 +1,179 @@
+"""The processor's lowering `inductor`: AOTInductor makes a shared object of each graph, and a step is one call.
+
+Inductor's usual way has AOTAutograd trace each graph at each start, also where its kernels are found compiled. A shared
+object is loaded as it is. Weights are inputs of it: it holds none, and serves all weights of one architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from core.common.inductor import compile_fixed, quoted_libraries, refuse_shared_writes, specialize
+from core.common.kernel_compilers import Count, KernelCompiler
+from core.common.lowering import FlatCallable, LoweringRequest
+from core.errors import LoweringError, one_line
+from core_cpu.compiler import find_cxx_compiler
+
+_OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
+"""The second says how to call the custom ops of a graph, and lies beside the first under the same name."""
+_compiled: list[str] = []
+"""One item for each graph that was compiled in this process."""
+
+
+def inductor(request: LoweringRequest) -> FlatCallable:
+    """Compile the graph for the sizes of the example inputs, or load what was compiled before.
+
+    The outputs of a call are fresh tensors, or views of inputs where the graph returns these. A graph that AOTInductor
+    refuses is compiled as on other devices, and the report notes why.
+    """
+    graph, kept = specialize(request.graph, request.example_inputs)
+    constants = _lift_constants(graph)
+    examples = [request.example_inputs[i] for i in kept] + constants
+    refuse_shared_writes(graph, examples)
+    try:
+        runner = request.artifacts.use(factors(), partial(_compile, graph, examples), _load)
+    except Exception as error:  # of any of the many parts of a compiler
+        request.note(
+            "a graph is compiled by Inductor at each start, as AOTInductor refuses it: "
+            f"{type(error).__name__}: {one_line(str(error))}"
+        )
+        compiled = compile_fixed(graph, examples)
+        return lambda *args: compiled(*[args[i] for i in kept], *constants)
+    return _Step(runner.run, kept, constants, examples)
+
+
+class _Step:
+    """A compiled graph. Its code takes inputs for what they were when it was compiled, and checks nothing."""
+
+    def __init__(
+        self, run: Callable[[list[Tensor]], list[Tensor]], kept: list[int], constants: list[Tensor], like: list[Tensor]
+    ) -> None:
+        """kept: which arguments are inputs. constants: the inputs behind these. like: all of them, as examples."""
+        self._run, self._kept, self._constants = run, kept, constants
+        self._forms = list(map(_form, like))
+
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+        return self.bind(*args)()
+
+    def bind(self, *args: Any) -> Callable[[], tuple[Tensor, ...]]:
+        """Return what runs on these arguments; raise `LoweringError` where they are not like the examples."""
+        inputs, run = [args[i] for i in self._kept] + self._constants, self._run
+        for index, (given, form) in enumerate(zip(inputs, self._forms, strict=True)):
+            if _form(given) != form:
+                raise LoweringError(
+                    f"running a compiled graph with input {index} as {_form(given)}",
+                    found=f"it was compiled for {form}",
+                    remedy="lower the graph again for these inputs",
+                )
+
+        def step() -> tuple[Tensor, ...]:
+            return tuple(run(inputs))
+
+        return step
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
+
+
+def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Make inputs of the tensors that the graph holds: compiled in, each would be a copy that writes do not reach."""
+    held: dict[str, list[fx.Node]] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(graph, str(node.target), None), Tensor):
+            held.setdefault(str(node.target), []).append(node)
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for name, nodes in held.items():
+        with graph.graph.inserting_before(first):
+            placeholder = graph.graph.placeholder(f"held_{name}")
+        for node in nodes:
+            node.replace_all_uses_with(placeholder)
+            first = first.next if node is first else first
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return [getattr(graph, name).detach() for name in held]
+
+
+def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> None:
+    """Write the shared object of a graph into a folder, and what calls its custom ops, if it has any."""
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    copy = fx.GraphModule(graph, nodes)  # the compiler changes what it is given
+    with TemporaryDirectory(prefix="core-") as made:
+        options = {"aot_inductor.package": False, "aot_inductor.output_path": os.path.join(made, _OBJECT)}
+        with torch.no_grad(), quoted_libraries(), _quiet():
+            path = torch._inductor.aot_compile(copy, tuple(examples), options=options)
+        shutil.move(str(path), folder / _OBJECT)
+        for found in Path(made).glob("*.wrapper.json"):
+            shutil.move(found, folder / _CUSTOM_OPS)
+    _compiled.append(str(folder))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what torch warns of in its own code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+        yield
+
+
+def _load(folder: Path) -> Any:
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / _OBJECT), 1)
+
+
+def factors() -> Mapping[str, str]:
+    """Return what the machine code of a graph depends on besides the graph, torch and this package."""
+    import torch._inductor.config as config
+
+    settings = config.save_config_portable(ignore_private_configs=False)
+    settings.pop("aot_inductor.metadata", None)  # a compile notes there what it compiled for
+    return {
+        "compiler": _compiler_version(find_cxx_compiler() or ""),
+        "processor": _processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),  # written into each parallel loop
+        "inductor": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16],
+    }
+
+
+@lru_cache(maxsize=4)
+def _compiler_version(path: str) -> str:
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return f"{path} {told.partition(chr(10))[0]}"
+
+
+@lru_cache(maxsize=1)
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's model and a digest of its features: code is compiled for all of these."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:  # not Linux
+        return f"{platform.machine()} {platform.processor()}"
+    lines = dict(line.split(":", 1) for line in reversed(text.splitlines()) if ":" in line)
+    found = {name.strip(): value.strip() for name, value in lines.items()}
+    features = found.get("flags") or found.get("Features", "")
+    return f"{found.get('model name', '')} {hashlib.sha256(features.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def _counting() -> Iterator[Count]:
+    before = len(_compiled)
+    yield lambda: len(_compiled) - before
+
+
+AOT_INDUCTOR = KernelCompiler(name="aot_inductor", counting=_counting)
+"""Counts graphs that were compiled. It keeps nothing by itself: core keeps what it makes, beside its own cache."""
