@@ -44,7 +44,7 @@ _OF_CORE = "core"
 class GraphArtifacts:
     """The `Artifacts` of one graph. packages: those whose source is among the factors."""
 
-    folder: Path
+    folders: WholeFolders
     graph: fx.GraphModule
     values: tuple[Any, ...]
     targets: Targets
@@ -56,15 +56,14 @@ class GraphArtifacts:
 
         Where they can't be kept, the log says why, and they are made for this time only.
         """
-        folders = WholeFolders(self.folder)
         try:
             text = as_json({"lowering": dict(factors), **self._identity()})
             name = hashlib.sha256(text.encode()).hexdigest()[:32]
-            found = _find(folders, name, load)
+            found = _find(self.folders, name, load)
             if found is not None:
                 return found[0]
-            folders.open()
-            made = folders.aside()
+            self.folders.open()
+            made = self.folders.aside()
         except (OSError, Untrusted, Uncacheable) as reason:
             log.warning("compile cache: not used for what is compiled of a graph: %s", reason)
             return UNKEPT.use(factors, make, load)
@@ -74,7 +73,7 @@ class GraphArtifacts:
             try:
                 (made / _FACTORS).write_text(text, encoding="utf-8")
                 _seal(made)
-                log.info("compile cache: wrote %s", folders.put(made, name, check))
+                log.info("compile cache: wrote %s", self.folders.put(made, name, check))
             except (OSError, Untrusted) as reason:  # it is loaded: what can't be kept of it is no reason to lose it
                 log.warning("compile cache: what was compiled of a graph can't be kept: %s", reason)
             return loaded
@@ -102,8 +101,7 @@ def _find(folders: WholeFolders, name: str, load: Callable[[Path], _Loaded]) -> 
     path = folders.folder / name
     if not path.is_dir():
         return None
-    for each in (folders.folder.parent, folders.folder):
-        refuse_foreign(each)
+    folders.refuse_foreign()
     try:
         check(path)
         loaded = (load(path),)

@@ -111,7 +111,7 @@ class ProgramCache:
         if self.report.state == "refused":
             return UNKEPT
         return GraphArtifacts(
-            folder=self._store.lowered,
+            folders=self._store.lowered,
             graph=graph,
             values=values,
             targets=self._targets,

@@ -79,9 +79,9 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.kernels = folder / _KERNELS
-        self.lowered = self.kernels / _LOWERED
+        self.lowered = WholeFolders(self.kernels / _LOWERED, folder)
         self.folder = folder / f"{_STORE}{FORMAT}"
-        self._whole = WholeFolders(self.folder)
+        self._whole = WholeFolders(self.folder, folder)
 
     @classmethod
     def of_user(cls) -> Store:
@@ -119,8 +119,7 @@ class Store:
         paths = [path for path in subfolders(self.folder) if path.name.endswith(f"-{key}")]
         if not paths:
             return []
-        refuse_foreign(self.folder.parent)
-        refuse_foreign(self.folder)
+        self._whole.refuse_foreign()
         paths = [path for path in paths if not is_temporary(path)]
         return [path.name for path in sorted(paths, key=_written, reverse=True)[:most]]
 

@@ -22,17 +22,23 @@ _STALE_S = 3600.0
 
 
 class WholeFolders:
-    """The folders in one folder."""
+    """The folders in one folder, which lies below the base of all that is kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: Path) -> None:
         self.folder = folder
+        self._levels = [*reversed([each for each in folder.parents if each.is_relative_to(base)]), folder]
 
     def open(self) -> None:
         """Make the folder where there is none, for its user alone; raise `OSError` or `Untrusted`."""
-        for each in (self.folder.parent, self.folder):
+        for each in self._levels:
             make_private(each)
-            refuse_foreign(each)
+        self.refuse_foreign()
         self._remove_stale()
+
+    def refuse_foreign(self) -> None:
+        """Raise `Untrusted` where others may write to the folder or to those above it, up to the base."""
+        for each in self._levels:
+            refuse_foreign(each)
 
     def aside(self) -> Path:
         """Return a new folder that no reader takes for a whole one."""

@@ -186,9 +186,11 @@ def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch
     write(store)
     (tmp_path / "graphs-1" / "of_an_older_format").mkdir(parents=True)
     (tmp_path / "kernels" / "inductor" / "kernel").write_text("12345")
+    (tmp_path / "kernels" / "lowered" / "graph").mkdir(parents=True)
+    (tmp_path / "kernels" / "lowered" / "graph" / "graph.so").write_text("123")
     (tmp_path / "mine.txt").write_text("")
     (tmp_path / "mine").mkdir()
-    assert store.kernel_bytes() == {"inductor": 5}
+    assert store.kernel_bytes() == {"inductor": 5, "lowered": 3}
     count, num_bytes = store.clear()
     assert count == 2 and num_bytes > 5
     assert [each.name for each in sorted(tmp_path.iterdir())] == [
