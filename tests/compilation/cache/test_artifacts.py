@@ -199,7 +199,10 @@ def test_nothing_is_read_or_kept_where_the_cache_is_off(
     begin(Compiler(), buckets=[4])
     (path,) = kept(cache_folder)
     (path / "graph.so").write_text("not even looked at")
-    given: dict[str, Any] = {"option": {"cache": False}, "verify": {"verify": "full"}}.get(way, {})
+    given: dict[str, Any] = {
+        "option": {"cache": False},
+        "verify": {"verify": "full", "examples": {"main": [{"x": X}]}},
+    }.get(way, {})
     if way == "variable":
         monkeypatch.setenv("CORE_CACHE", "0")
     compiler = Compiler()
