@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import core
+from core.common.inductor import INLINE_AND_INDUCTOR
 from core.common.ops.implementation import OpImplementation
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Pass, PassTraits
@@ -103,7 +104,8 @@ def test_a_graph_in_pieces_is_cut_at_the_same_places() -> None:
 @pytest.mark.slow
 def test_inductors_kernels_come_from_its_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    cold, warm = (start(lowering="inductor", buckets=[4]) for _ in range(2))
+    device = {"lowerings": INLINE_AND_INDUCTOR}
+    cold, warm = (start(lowering="inductor", buckets=[4], device=device) for _ in range(2))
     assert counts(cold)["kernels"] == 1
     assert_warm(warm)
     assert torch.equal(warm(x=X)["y"], cold(x=X)["y"])
