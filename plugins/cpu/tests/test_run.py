@@ -50,6 +50,20 @@ def test_the_json_document_says_what_ran_and_that_it_is_right(capsys: pytest.Cap
     assert check["num_tokens"] == 32
 
 
+@pytest.mark.slow
+def test_compiled_graphs_are_right_at_the_first_start_and_loaded_at_the_next(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORE_CACHE", "1")
+    monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    for counts in ({"traces": 1, "kernels": 2}, {"traces": 0, "passes": 0, "kernels": 0}):
+        code, document = run_json(capsys, "--lowering", "inductor")
+        assert code == 0 and document["program"]["lowering"] == "inductor"
+        assert document["check"]["passed"] and document["check"]["tokens_equal"]
+        assert document["program"]["counters"].items() >= counts.items() and document["program"]["notes"] == []
+
+
 def test_every_field_of_the_document_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     _, document = run_json(capsys, "--mode", "off")
     text = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
