@@ -44,7 +44,7 @@ class Acme:
 
 def test_every_device_has_torchs_own_and_what_its_plugin_declares() -> None:
     assert cpu().kernel_compilers[0] == INDUCTOR
-    assert [each.name for each in cpu().kernel_compilers] == ["inductor", "core_cpu"]
+    assert [each.name for each in cpu().kernel_compilers] == ["inductor", "aot_inductor", "core_cpu"]
     assert [each.name for each in Acme().device().kernel_compilers] == ["inductor", "acme"]
 
 
