@@ -20,18 +20,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, distributed, fx
 
 from core.common.inductor import compile_fixed, quoted_libraries, refuse_shared_writes, specialize
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.common.lowering import FlatCallable, LoweringRequest
-from core.common.ops.declaration import declared_ops
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
 """The second says how to call the custom ops of a graph, and lies beside the first under the same name."""
-_COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 _compiled: list[str] = []
 """One item for each graph that was compiled in this process."""
 
@@ -47,7 +45,7 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     examples = [request.example_inputs[i] for i in kept] + constants
     refuse_shared_writes(graph, examples)
     try:
-        _refuse_collectives(graph)
+        _refuse_several_processes()
         runner = request.artifacts.use(factors(), partial(_compile, graph, examples), _load)
     except Exception as error:  # of any of the many parts of a compiler
         request.note(
@@ -59,19 +57,17 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     return _Step(runner.run, kept, constants, examples)
 
 
-def _refuse_collectives(graph: fx.GraphModule) -> None:
-    """Raise for a graph that talks to other processes: as shared objects, their graphs waited for each other for ever.
+def _refuse_several_processes() -> None:
+    """Raise in a process of a group: as shared objects, graphs of two processes waited for each other for ever.
 
-    Seen with two processes on gloo; the cause is not known.
+    Seen with collectives of gloo; the cause is not known.
     """
-    canonical = {op.reference for op in declared_ops().values() if op.is_collective}
-    for node in graph.graph.find_nodes(op="call_function", sort=False):
-        if getattr(node.target, "namespace", "") in _COLLECTIVES or node.target in canonical:
-            raise LoweringError(
-                f"a shared object of a graph that calls {node.target}",
-                found="collectives of compiled objects may wait for ever",
-                remedy="compile it at each start",
-            )
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise LoweringError(
+            f"a shared object in one of {distributed.get_world_size()} processes",
+            found="collectives of compiled objects may wait for ever",
+            remedy="compile graphs at each start",
+        )
 
 
 class _Step:

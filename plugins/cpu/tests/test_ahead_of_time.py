@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, fx, nn
 import core
 from core.common.lowering import UNKEPT, Artifacts, LoweringRequest
 from core.common.numerics import judge_pooled
-from core.common.ops.declaration import declared_ops
 from core.errors import LoweringError
 from core_cpu import ahead_of_time
 from core_cpu.ahead_of_time import factors, inductor
@@ -183,20 +183,13 @@ def test_a_graph_that_is_refused_goes_the_usual_way_and_the_report_says_so(monke
     assert_right(program, model)
 
 
-@pytest.mark.parametrize("target", ["_c10d_functional", "core::all_reduce"])
-def test_a_graph_with_collectives_is_no_shared_object(target: str) -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    op = (
-        declared_ops()[target].reference
-        if target.startswith("core")
-        else torch.ops._c10d_functional.wait_tensor.default
-    )
-    graph.output((graph.call_function(op, (x,)),))
-    with refused(LoweringError, "collectives of compiled objects may wait for ever"):
-        ahead_of_time._refuse_collectives(fx.GraphModule(nn.Module(), graph))
-    plain = fx.symbolic_trace(lambda x: torch.relu(x))
-    ahead_of_time._refuse_collectives(plain)
+def test_a_process_of_a_group_has_no_shared_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_of_time._refuse_several_processes()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for size in (1, 2):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
+        with refused(LoweringError, "collectives of compiled objects may wait") if size > 1 else nullcontext():
+            ahead_of_time._refuse_several_processes()
 
 
 def test_what_the_code_depends_on_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
