@@ -26,7 +26,7 @@ FACTORS = {
     "options": {"lowering": "inline", "disable_passes": "(one, two)", "passes": "None"},
     "buckets": {"main": '[{"phase": "main", "dims": [1, 4], "guards": []}, {"phase": "main", "dims": [8, 4]}]'},
 }
-GRAPHS = {"phases": [{"phase": "main", "mode": "full", "graphs": []}]}
+GRAPHS = {"phases": [{"phase": "main", "mode": "full", "graphs": [{}]}]}
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ from threading import Lock, RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from core.device import Device
 
 Threads = Literal["refuse", "serialize"]
@@ -129,9 +128,12 @@ class Turns:
 
 def copied(result: Any, own: Sequence[Tensor]) -> Any:
     """Return a result with a copy of each tensor that is none of the caller's `own`: of states and weights too."""
-    if isinstance(result, Tensor):
+    import torch  # here: what options are allowed is asked before torch is imported
+    from torch.utils import _pytree as pytree
+
+    if isinstance(result, torch.Tensor):
         return result if any(result is each for each in own) else result.detach().clone()
-    return pytree.tree_map_only(Tensor, lambda tensor: copied(tensor, own), result)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: copied(tensor, own), result)
 
 
 def _always() -> bool:
