@@ -54,7 +54,7 @@ class Account:
             self._peak_bytes = self._used_bytes()
 
     def _used_bytes(self) -> int:
-        return sum(held.num_bytes for held in (*self._tapes, *self._memories))
+        return sum(tape.num_bytes for tape in self._tapes) + sum(memory.num_bytes for memory in self._memories)
 
 
 CARD = Account()

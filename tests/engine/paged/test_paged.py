@@ -108,8 +108,8 @@ def test_what_stood_in_the_cache_before_does_not_leak(runner: PagedRunner) -> No
     before = decode(runner, list(PROMPTS), 12)
     poison(runner)
     after = decode(runner, list(PROMPTS), 12)
-    for one, other in zip(before, after, strict=True):
-        assert torch.equal(one, other)
+    for one, other in zip(before, after, strict=True):  # NaN is close to nothing
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def test_padding_writes_to_the_null_block_only(runner: PagedRunner) -> None:
