@@ -84,3 +84,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return
     if (used := used / _slowness() / NOISE) > LIMIT_S:
         pytest.fail(f"took {used:.1f} s of processor time; the limit is {LIMIT_S:g}: make it smaller, or mark it slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail the test that leaves gradients off: later tests of its process would, far from the cause."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail(f"{item.name} leaves gradients off")

@@ -214,6 +214,7 @@ def test_an_interrupt_leaves_no_turn_taken(threads: Any) -> None:
             sys.setprofile(interrupt)
             program(x=x)
             sys.setprofile(None)
+        torch.set_grad_enabled(True)  # torch's own blocks may be interrupted as they end
         assert program(x=x).tolist() == [[2.0, 2.0]] * 2
     assert moment > 10
 
