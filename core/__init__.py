@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from core._version import __version__
-from core.compilation.cache.began import BEGAN as BEGAN
+from core.compilation.cache.load_time import LOAD_TIME as LOAD_TIME
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey

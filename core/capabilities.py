@@ -1,4 +1,4 @@
-"""What a device can do, as data: a part of the contract that plugins write and that passes and engines read."""
+"""A device's capabilities as data: a part of the contract, written by plugins and read by passes and engines."""
 
 from __future__ import annotations
 
@@ -43,5 +43,6 @@ class Capabilities:
     device_lengths: bool = False
     #: Anything that a plugin's own passes or implementations want to test.
     extra: Mapping[str, str | int | float | bool] = field(default_factory=lambda: MappingProxyType({}))
-    #: Names of passes that cost more than they gain here, each with the reason; they run only where asked for by name.
+    #: Names of passes that cost more than they gain on this device, each with the reason; they run only if asked for by
+    #: name.
     unprofitable: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

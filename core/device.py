@@ -35,7 +35,7 @@ class PluginInfo:
     version: str
     #: `module` or `module:attribute`.
     entry_point: str
-    #: Likewise, of the probe; "" for a plugin without one.
+    #: The same for the probe; "" for a plugin without one.
     probe_entry_point: str = ""
     #: The specifier of its `Requires-Dist: core`; "" where it states none.
     requires_core: str = ""
@@ -56,7 +56,7 @@ class MemoryInfo:
     total_bytes: int
     #: The most that tensors used since the last reset.
     peak_bytes: int
-    #: Taken from the device, with caches of the allocator and graphs; None where that is what tensors use.
+    #: Taken from the device, including the allocator's cache and graphs; None if only tensors use memory.
     held_bytes: int | None = None
 
     @property
@@ -119,27 +119,31 @@ def _no_op() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParts:
-    """What a plugin's `core_open_device` gives: the torch device and the few functions that differ between devices."""
+    """The result of a plugin's `core_open_device`: the torch device and the few functions that differ between
+    devices."""
 
     #: Where tensors of the device live.
     torch_device: torch.device
     capabilities: Capabilities
-    #: Reads the allocator.
+    #: Reads the allocator's counters.
     memory: Callable[[], MemoryInfo]
     #: Blocks until all work queued on the device is done.
     synchronize: Callable[[], None] = _no_op
     #: Returns unused cached memory to the device.
     empty_cache: Callable[[], None] = _no_op
-    #: Begins a new peak of `MemoryInfo`.
+    #: Resets the peak of `MemoryInfo`.
     reset_peak_memory: Callable[[], None] = _no_op
     #: Enters a stream apart from the default one, for work that must not mix with a capture.
     side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: Marks the work queued so far and returns what blocks until that much is done; None waits for all work.
+    #: Marks the work queued so far and returns a function that waits for it; None waits for all work.
     record: Callable[[], Callable[[], None]] | None = None
     #: Makes memory that can sleep (see `SleepingMemory`); None where the device has none.
     sleeping_memory: Callable[[], SleepingMemory] | None = None
-    #: Those that make kernels of this device besides torch's Inductor.
+    #: Compilers of this device's kernels besides torch's Inductor.
     kernel_compilers: tuple[KernelCompiler, ...] = ()
+    #: Begins work in the background that programs will wait for, such as compiling kernels, and returns at once. Called
+    #: before a model is loaded that is to be compiled.
+    prepare: Callable[[], None] = _no_op
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +153,7 @@ class Device:
     name: str
     plugin: PluginInfo
     parts: DeviceParts
-    #: How finished graphs become callables.
+    #: The lowerings, which turn finished graphs into callables.
     lowerings: Lowerings
     #: Makes a fresh `GraphBackend` for each program.
     graph_backend: GraphBackendFactory
@@ -157,7 +161,7 @@ class Device:
     passes: tuple[Pass, ...] = ()
     #: The implementations of canonical ops that the plugin registered, in that order.
     ops: tuple[OpImplementation, ...] = ()
-    #: The fake kernels that the plugin declares, each with what became of it.
+    #: The fake kernels that the plugin declares, each with the outcome of its registration.
     fakes: tuple[tuple[FakeOp, FakeResult], ...] = ()
     #: Why this device was chosen (for `--device auto`, also why the others were not).
     reason: str = ""
@@ -174,7 +178,7 @@ class Device:
 
     @property
     def kernel_compilers(self) -> tuple[KernelCompiler, ...]:
-        """All that may compile kernels of this device, torch's Inductor first."""
+        """All compilers of this device's kernels, torch's Inductor first."""
         from core.common.kernel_compilers import INDUCTOR
 
         return (INDUCTOR, *self.parts.kernel_compilers)
@@ -184,7 +188,7 @@ class Device:
         self.parts.synchronize()
 
     def record(self) -> Callable[[], None]:
-        """Mark the work queued so far; return what blocks until that much is done."""
+        """Mark the work queued so far; return a function that waits for it."""
         record = self.parts.record
         return self.parts.synchronize if record is None else record()
 

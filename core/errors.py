@@ -110,7 +110,7 @@ class GraphResourcesError(CaptureError):
 _APPENDED = re.compile(
     r"\s(?:While executing %|Original traceback:|from user code:|Set TORCHDYNAMO_VERBOSE|Use tlparse)", re.IGNORECASE
 )
-"""Where torch goes on with nodes, tracebacks and advice after the message proper."""
+"""Markers after which torch appends nodes, tracebacks and advice to a message."""
 
 
 def one_line(text: str, limit: int = 300) -> str:

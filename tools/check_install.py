@@ -179,7 +179,7 @@ def make_environment(python: Python, folder: Path, environment: Mapping[str, str
 
 def resolve(python: str, extras: Extras, environment: Mapping[str, str]) -> str:
     """Have pip resolve a set without installing it; raise `Failed` unless that ends as expected."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     options = ["--dry-run", "--ignore-installed", "--progress-bar", "off", *extras.arguments()]
     done = _run([python, "-m", "pip", "install", *options], environment)
     if not extras.is_possible():
@@ -192,16 +192,16 @@ def resolve(python: str, extras: Extras, environment: Mapping[str, str]) -> str:
         raise Failed(f"pip can't resolve it: {reason(done.stdout)}")
     count = len(done.stdout.rpartition("Would install ")[2].split())
     rest = "" if extras.modules else f"; not installed, as {extras.why}"
-    return f"{count} packages resolved in {time.perf_counter() - began:.0f} s{rest}"
+    return f"{count} packages resolved in {time.perf_counter() - start:.0f} s{rest}"
 
 
 def prove(python: Python, extras: Extras, folder: Path, environment: Mapping[str, str]) -> str:
     """Install a set into an environment of its own, look at what came, import and run it, and remove it all."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     environ = make_environment(python, folder, environment)
     try:
         call([environ, "-m", "pip", "install", "--quiet", *extras.arguments()], environment)
-        installed = time.perf_counter() - began
+        installed = time.perf_counter() - start
         versions = call([environ, "-c", _LIST], environment, cwd=folder).splitlines()[-1]
         compare(json.loads(versions), pins(extras.constraints))
         call([environ, "-c", f"import {', '.join(extras.modules)}"], environment, cwd=folder)
@@ -210,7 +210,7 @@ def prove(python: Python, extras: Extras, folder: Path, environment: Mapping[str
             call(command, environment, cwd=folder)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
         ran = f"it imports, core devices and {'core run' if extras.run else 'the example of the README'} pass"
-        return f"installed in {installed:.0f} s, {_gib(size)}; {ran}; {time.perf_counter() - began:.0f} s in all"
+        return f"installed in {installed:.0f} s, {_gib(size)}; {ran}; {time.perf_counter() - start:.0f} s in all"
     finally:
         shutil.rmtree(folder)
 

@@ -29,6 +29,11 @@ KEY = "soak"
 PROMPTS = ("If the argument is", "Return a list of the names", "This", "The Python interpreter is", "A class that")
 TOKENS = (3, 17, 40)
 MAX_BODY = 20_000
+DEFAULT = [
+    *("--device", "cpu", "--mode", "off", "--max-num-seqs", "16", "--max-queue", "40"),
+    *("--cache-tokens", "480", "--max-model-len", "160"),
+]
+"""Options of a server whose queue and cache are too small for all clients at once."""
 _HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -88,7 +93,7 @@ async def read(soak: Soak, *, pause_s: float = 0.0, leave_after: int | None = No
                 found += [token for choice in event["choices"] for token in choice["token_ids"]]
                 events += 1
             if leave_after is not None and events >= leave_after:
-                soak.counts["left in the middle"] += 1
+                soak.counts["injected: left in the middle"] += 1
                 return
             await asyncio.sleep(pause_s)
             if line == "data: [DONE]":
@@ -101,22 +106,28 @@ async def read(soak: Soak, *, pause_s: float = 0.0, leave_after: int | None = No
     soak.counts["streams that are right" if not pause_s else "slow streams that are right"] += 1
 
 
+INJECTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "broken JSON": (400, {"content": b"{"}),
+    "a negative number": (400, {"json": {"prompt": "This", "max_tokens": -1}}),
+    "an unknown field": (400, {"json": {"prompt": "This", "no_such_field": 1}}),
+    "an unknown token": (400, {"json": {"prompt": [1, 2, 10**9]}}),
+    "more tokens than the context holds": (400, {"json": {"prompt": "This", "max_tokens": 10**6}}),
+    "a prompt longer than the context": (400, {"json": {"prompt": [5] * (MAX_BODY // 4)}}),
+    "a body too large": (413, {"json": {"prompt": "x" * (MAX_BODY + 1)}}),
+    "a wrong key": (401, {"json": {"prompt": "This"}, "headers": {"Authorization": "Bearer wrong"}}),
+}
+"""What has to be refused, by name: the status that is due, and what is sent."""
+
+
 async def misbehave(soak: Soak) -> None:
     """Send what has to be refused."""
-    status, sent = soak.rng.choice(
-        [
-            (400, {"content": b"{"}),
-            (400, {"json": {"prompt": "This", "max_tokens": -1}}),
-            (400, {"json": {"prompt": "This", "no_such_field": 1}}),
-            (400, {"json": {"prompt": [1, 2, 10**9]}}),
-            (413, {"json": {"prompt": "x" * (MAX_BODY + 1)}}),
-            (401, {"json": {"prompt": "This"}, "headers": {"Authorization": "Bearer wrong"}}),
-        ]
-    )
-    answer = await soak.client.post("/v1/completions", **sent)  # type: ignore[arg-type]
+    name = soak.rng.choice(list(INJECTED))
+    status, sent = INJECTED[name]
+    soak.counts[f"injected: {name}"] += 1
+    answer = await soak.client.post("/v1/completions", **sent)
     # What is wrong with tokens is seen once they are let in, so that a full queue may come first.
     if answer.status_code not in ((status, 429) if status == 400 else (status,)) or "error" not in answer.json():
-        soak.fault(f"{status} was due for {str(sent)[:80]}, not {answer.status_code}")
+        soak.fault(f"{name}: {status} was due, not {answer.status_code}")
     soak.counts[f"refused: {answer.status_code}"] += 1
 
 
@@ -229,7 +240,8 @@ async def soak(minutes: float, clients: int, most: int | None, seed: int, option
         errors = [line for line in log.read_text().splitlines() if '"level": "error"' in line]
     for line in errors[:5]:
         run.fault(f"the server's log: {line[:500]}")
-    return {"counts": dict(run.counts), "memory_mib": [round(each, 1) for each in memory], "faults": run.faults}
+    counts = dict(sorted(run.counts.items()))
+    return {"counts": counts, "memory_mib": [round(each, 1) for each in memory], "faults": run.faults}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -239,10 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=64, help="clients at once")
     parser.add_argument("--requests", type=int, help="stop after so many requests")
     parser.add_argument("--seed", type=int, default=0, help="of what clients do")
-    parser.add_argument("serve", nargs="*", help="options of core serve, after --", default=[])
+    options = f"options of core serve, after --; else {' '.join(DEFAULT)}"
+    parser.add_argument("serve", nargs="*", default=[], help=options)
     chosen = parser.parse_args(arguments)
-    options = chosen.serve or ["--device", "cpu", "--mode", "off", "--max-num-seqs", "16", "--max-queue", "40"]
-    report = asyncio.run(soak(chosen.minutes, chosen.clients, chosen.requests, chosen.seed, options))
+    report = asyncio.run(soak(chosen.minutes, chosen.clients, chosen.requests, chosen.seed, chosen.serve or DEFAULT))
     print(json.dumps(report, indent=2))
     return 1 if report["faults"] else 0
 

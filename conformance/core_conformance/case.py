@@ -1,4 +1,4 @@
-"""What the suite is made of: cases, and the areas they belong to."""
+"""The parts of the suite: cases, and the areas they belong to."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ AREAS: Mapping[str, tuple[int, str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseInfo:
-    """One thing to prove, as it is told to other processes: without what runs it."""
+    """The description of a case, without its function, for other processes."""
 
     #: `area/subject/…`, stable from run to run; globs of vendors name it.
     id: str
     #: What a pass shows, one line.
     what: str
-    #: Why the device need not run it, by its own declaration; "" for cases that run.
+    #: Why the device is excused by its own declaration; "" for cases that run.
     not_supported: str = ""
     #: The time after which its worker is killed.
     timeout_s: float = 120.0
     #: Whether no other worker may use the device meanwhile, since the case measures the device's memory.
     exclusive: bool = False
-    #: Whether it opens the device; False for what reads a plugin's metadata alone.
+    #: Whether it opens the device; False if it only reads a plugin's metadata.
     opens: bool = True
 
     def __post_init__(self) -> None:
@@ -74,5 +74,5 @@ class Case(CaseInfo):
 
     @property
     def info(self) -> CaseInfo:
-        """What is told of the case."""
+        """The description of the case."""
         return CaseInfo(**{each.name: getattr(self, each.name) for each in fields(CaseInfo)})

@@ -30,7 +30,7 @@ _NO_EFFECT: Mapping[str, tuple[frozenset[str], str]] = MappingProxyType(
         "--in-process": (frozenset({"--workers", "--timeout-factor"}), "it runs in this process, without deadlines"),
     }
 )
-"""Option -> those that it would leave without effect, and why. `--from` leaves all others so but for the reports."""
+"""Option -> options that have no effect beside it, and why. `--from` leaves only the reports' options in effect."""
 
 
 def conformance(
@@ -38,6 +38,7 @@ def conformance(
     device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
     level: int = typer.Option(3, min=0, max=3, help="Highest level to prove: 0 host, 1 ops, 2 graphs, 3 models."),
     case: list[str] = typer.Option([], help="Id or glob of cases to run, such as 'ops/rms_norm/*'; repeatable."),
+    provider: list[str] = typer.Option([], help="Only the cases of implementations of this name; repeatable."),
     seed: int = typer.Option(0, help="Seed of every random choice."),
     fuzz: int = typer.Option(0, min=0, help="Examples per op and mode of the fuzzing cases; 0 leaves them out."),
     xfail: Path | None = typer.Option(None, help="Expected failures of the plugin (core.xfail/1, a TOML file)."),
@@ -66,7 +67,7 @@ def conformance(
         level=level,
         fuzz=fuzz,
         seed=seed,
-        chosen=tuple(case),
+        chosen=(*case, *_cases_of(provider)),
         workers=workers,
         threads=threads,
         fail_fast=fail_fast,
@@ -100,15 +101,24 @@ def proven(report: Report) -> bool:
     return reached(excused, level=report.level)[0] == report.level
 
 
+def _cases_of(providers: Sequence[str]) -> list[str]:
+    """Return globs of the cases that judge implementations of these names."""
+    if not providers:
+        return []
+    from core_conformance.cases.ops.collect import slug
+
+    return [f"ops/*/{slug(name)}/*" for name in providers]
+
+
 def _given(context: typer.Context) -> list[str]:
-    """Return the options that stand on the command line."""
+    """Return the options given on the command line."""
     sources = ((param.opts[0], context.get_parameter_source(param.name or "")) for param in context.command.params)
     # By name: typer has its own copy of click or the installed one, by version.
     return [option for option, source in sources if source is not None and source.name == "COMMANDLINE"]
 
 
 def _check_together(given: Sequence[str]) -> None:
-    """Raise `UsageError` for an option that would be passed over in silence."""
+    """Raise `UsageError` for an option that would be silently ignored."""
     for option in given:
         if option == "--from":
             unused, why = frozenset(given) - _REPORTS - {option}, "it reports on a run that is over, and runs nothing"
@@ -130,7 +140,7 @@ def _print_lines(lines: Sequence[str]) -> None:
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
-        # What is left in the buffer would raise once more when the interpreter flushes it.
+        # Discard the buffer, since flushing it at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""What became of a case: its status, what it measured, and why."""
+"""The outcome of a case: its status, measurements and reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ case needs, which nobody declared."""
 
 STATUSES: tuple[Status, ...] = ("pass", "fail", "not-supported", "xfail", "xpass", "crash", "timeout", "skip")
 BAD: frozenset[Status] = frozenset({"fail", "xpass", "crash", "timeout"})
-"""What makes a run fail."""
+"""The statuses that make a run fail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one case."""
+    """The outcome of one case."""
 
     id: str
     status: Status
@@ -44,7 +44,7 @@ class Outcome:
     #: Wall time in the worker, 0.0 for what did not run.
     elapsed_s: float = 0.0
     measurements: tuple[Measurement, ...] = ()
-    #: Facts worth reading beside a pass.
+    #: Notes for the report.
     notes: tuple[str, ...] = ()
     #: Whether it is not supported by a glob of the plugin's profile, and not by another of its declarations.
     excused: bool = False

@@ -76,12 +76,13 @@ class Suite:
         except BaseException:
             self.lane.close()
             raise
-        # One file for each device, left there: who removed it would part those that wait from those that come.
+        # One file per device, never removed: after a removal, new processes would lock another file than those that
+        # wait.
         lock = Path(tempfile.gettempdir(), f"core-conformance-{os.getuid()}-{self.collected.name}.lock")
         self._lock = lock if hasattr(config, "workerinput") else None
 
     def run(self, case: CaseInfo) -> Outcome:
-        """Run one case and return what became of it, by the plugin's declarations."""
+        """Run one case and return its outcome under the plugin's declarations."""
         declared = self.rules.declared(case)
         if declared is not None:
             return declared
@@ -94,7 +95,7 @@ class Suite:
 
     @contextmanager
     def _turn(self, *, exclusive: bool) -> Iterator[None]:
-        """Wait until no process of xdist is in the way of a case that wants the device for itself, or is one."""
+        """Wait until no other xdist process runs an exclusive case (or, for an exclusive case, any case)."""
         if self._lock is None:
             yield
             return
@@ -137,7 +138,7 @@ def run_conformance_case(request: pytest.FixtureRequest) -> RunCase:
 
     def run(case: CaseInfo) -> None:
         outcome = suite.run(case)
-        # With the outcome, since the process that sums up may have collected nothing itself.
+        # Kept with the outcome, since the process that prints the summary may have collected nothing.
         about = {"num_cases": len(suite.cases), "problem": suite.collected.problem}
         request.node.user_properties.append((_PROPERTY, json.dumps({"outcome": outcome.to_json(), **about})))
         report(outcome)

@@ -28,7 +28,7 @@ class Skip(Exception):
 
 
 class Trial:
-    """What a case is given.
+    """The argument of a case.
 
     The device is opened on first use, since cases of area host are about opening it. A case reports each value that it
     judges and goes on after a failure, so that a report shows all of them; it fails if any failed, or if it raises
@@ -77,7 +77,7 @@ class Trial:
         return condition
 
     def fail(self, *reasons: str) -> None:
-        """Note a failure for each reason, as far as a report shows them."""
+        """Note a failure for each reason, up to the number that a report shows."""
         self.failures += reasons[: _MAX_FAILURES - len(self.failures)]
 
     def note(self, *texts: str) -> None:

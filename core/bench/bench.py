@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from core.engine.models.loading import LoadedModel
 
 SUBJECTS = ("eager", *COMPILE_MODES, "core")
-_PREFILLS = 8  # a round does one prompt for so many decode steps
+_PREFILLS = 8  # a round runs one prompt per this many decode steps
 _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
@@ -51,11 +51,11 @@ class Settings:
     context: int = 1024
     #: Lengths of prefill.
     prompts: tuple[int, ...] = (128, 1024, 4096)
-    #: In each, every subject runs once.
+    #: Number of rounds; every subject runs once in each.
     rounds: int = 5
     #: Decode steps of a subject per round.
     steps: int = 32
-    #: How `core` is to run; its sizes are those of the cells.
+    #: The configuration of `core`'s engine; its sizes come from the cells.
     engine: EngineConfig = field(default_factory=EngineConfig)
     #: Show the kernels of `core` by node too.
     profile: bool = False
@@ -211,7 +211,7 @@ def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) 
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in (*_PACKAGES, *compilers)},
-            "torch": torch.__version__,  # with its build, which the metadata may leave out
+            "torch": torch.__version__,  # torch's own version string names the build, which the metadata may lack
         },
         "model": {
             "title": title,
@@ -241,7 +241,7 @@ def _version(package: str) -> str | None:
 
 
 def read_references(path: Path) -> dict[str, dict[str, float]]:
-    """Read others' figures: a JSON object, name -> cell (`decode/8`, `prefill/1024`) -> milliseconds.
+    """Read reference figures: a JSON object, name -> cell (`decode/8`, `prefill/1024`) -> milliseconds.
 
     Raises `UsageError` for a file that is something else.
     """

@@ -27,7 +27,7 @@ class Cell:
     #: Decode steps, or prefills, that a subject does per round.
     steps: int
     rounds: int
-    #: Of the prompts.
+    #: Seed of the prompts.
     seed: int = 0
 
     @property
@@ -56,12 +56,12 @@ class Cell:
 
 @dataclass(slots=True)
 class Record:
-    """What one subject showed in one cell."""
+    """The measurements of one subject in one cell."""
 
     subject: str
     #: Milliseconds per step, by round.
     rounds_ms: list[float] = field(default_factory=list)
-    #: The same of the captured graph alone, where there is one.
+    #: Milliseconds per replay of the captured graph alone, if there is one.
     replay_ms: list[float] = field(default_factory=list)
     #: Seconds to become warm: compiling, capturing, first calls.
     start_s: float = 0.0
@@ -78,7 +78,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
     #: Further fields of its JSON.
     details: dict[str, Any] = field(default_factory=dict)
-    #: What the comparison with eager says.
+    #: The result of the comparison with eager.
     verdict: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -136,9 +136,9 @@ class CellReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
-    """Everything a run found."""
+    """All results of a run."""
 
-    #: Of device, model, versions and settings, as `core.bench/1` names them.
+    #: Facts about device, model, versions and settings, named as in `core.bench/1`.
     facts: Mapping[str, Any]
     rates: Rates
     cells: tuple[CellReport, ...]

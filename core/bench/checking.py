@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _MAX_ROWS = 4
 _HOST_FLOPS = 2e11
 """An fp64 forward of more operations than this takes the host longer than a check should."""
-_COPY_FACTOR = 1.3  # of the copy's bytes: its activations
+_COPY_FACTOR = 1.3  # memory that a forward of the copy needs, over the copy's own bytes
 
 
 def check(cell: Cell, records: Sequence[Record], model: Any, device: Device, rounding: Rounding | None = None) -> None:
-    """Write into each record how its tokens compare with eager's, and how its logits do, where they were kept.
+    """Write into each record how its tokens, and its logits if they were kept, compare with eager's.
 
     Call when the subjects are closed: the reference may need the device's memory. model: transformers' own, eager.
     rounding: of the cache of `core`, where that holds codes; eager's never does.
@@ -132,7 +132,7 @@ def _fp32_logits(model: Any, contexts: Sequence[Sequence[int]], rounding: Roundi
     memo |= {id(b): b.float() if b.dtype.is_floating_point else b.clone() for b in model.buffers()}
     wide = copy.deepcopy(model, memo)
     if hasattr(wide, "set_experts_implementation"):
-        wide.set_experts_implementation("eager")  # the grouped products of the others are made for half precision
+        wide.set_experts_implementation("eager")  # others use half-precision grouped products
     caching = None if rounding is None else rounding.caching
     return [forward_logits(wide, context, caching)[-1].to("cpu", torch.float64) for context in contexts]
 

@@ -15,7 +15,7 @@ _HINTS = re.compile(r"(?: Hint: .*?)+(?= Developer debug context|$)")
 class Compiles:
     """What Dynamo counts during one subject's calls, before and after it is warm; enter it around these calls.
 
-    A plain class, since entering and leaving stand inside what is measured.
+    A plain class, since its entry and exit are inside the measured time.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Compiles:
             self._breaks += Counter(counters["graph_break"]) - self._breaks_before
 
     def warm(self) -> None:
-        """Say that what is compiled from here on is compiled again."""
+        """Mark the end of warm-up: whatever is compiled from here on is a recompile."""
         self._warm_graphs = self._graphs
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Computes the floor of a step: the bytes and operations that it takes at least, whatever runs it.
+"""Computes the floor of a step: the least bytes and operations that any implementation needs.
 
 Counted: every weight once, of the embedding only the rows looked up, of experts only those that can be hit; the keys
 and values of the context read and the new ones written. Not counted: activations, which a cache may hold.
@@ -19,8 +19,8 @@ from core.engine.inspect.attention import NotPageable, inspect
 from core.quantization.layers import QuantizedModule, num_values
 
 CODED_RATE = 2.0
-"""How many products of 8-bit codes are taken to fit in the time of one in the model's dtype: what data sheets of matrix
-units give for codes beside half precision. Not measured."""
+"""Assumed speed of products of 8-bit codes relative to products in the model's dtype, from data sheets of matrix units.
+Not measured."""
 _EXPERTS = re.compile(r"(?:^|\.)experts\.")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
@@ -40,9 +40,9 @@ class CacheLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the floor depends on."""
+    """The sizes that determine the floor."""
 
-    #: Bytes of an element that is not quantised.
+    #: Bytes of an unquantised element.
     itemsize: int
     hidden: int
     vocab: int
@@ -127,7 +127,7 @@ def shape_of(model: Any, max_len: int, cache_dtype: torch.dtype | None = None) -
 
 
 def _multiplies_codes(module: nn.Module) -> bool:
-    """Tell whether a layer multiplies codes of 8 bits by such codes, not by what they stand for."""
+    """Tell whether a layer multiplies 8-bit codes by 8-bit codes, rather than dequantised values."""
     return isinstance(module, QuantizedModule) and not module.continuous and module.scheme.activations is not None
 
 
@@ -137,7 +137,7 @@ def decode_floor(shape: Shape, rates: Rates, batch: int, context: float) -> Floo
 
 
 def prefill_floor(shape: Shape, rates: Rates, num_tokens: int) -> Floor:
-    """Return the floor of a prompt of so many tokens: what it reads of the cache it has just made is not counted."""
+    """Return the floor of a prompt of so many tokens, without reads of cache entries that the prefill itself writes."""
     return _floor(shape, rates, rows=1, num_tokens=num_tokens, lens=[num_tokens], fresh=num_tokens)
 
 
@@ -147,7 +147,7 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
     for layer in shape.layers:
         for length in lens:
             seen = min(length, layer.window) if layer.window else length
-            # Of a fresh position only the write: its keys and values are there already when they are needed.
+            # A new position counts only its write: its keys and values need not be read from memory.
             cache += layer.bytes_per_position * (max(seen - fresh, 0) + fresh)
             pairs = seen * fresh if fresh == 1 else _causal_pairs(fresh, layer.window)
             flops += 2 * layer.num_heads * (layer.key_size + layer.value_size) * pairs
@@ -167,7 +167,7 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
 
 
 def _causal_pairs(num_tokens: int, window: int) -> int:
-    """Return how many pairs of query and key a causal mask leaves."""
+    """Return the number of (query, key) pairs that a causal mask allows."""
     reach = min(window, num_tokens) if window else num_tokens
     return reach * (reach + 1) // 2 + (num_tokens - reach) * reach
 

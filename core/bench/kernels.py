@@ -1,4 +1,4 @@
-"""Measures the kernels of a step, by layer and by place in the layer, beside what each has to move.
+"""Measures the kernels of a step, by layer and node, beside the bytes that each node has to move.
 
 The finished graph is run node by node, not captured, under torch.profiler; what runs on the device (on a device without
 kernels of its own: the host's ops) belongs to the node in whose time it began, since each node is waited for. So the
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from core.device import Device
     from core.engine.models.loading import LoadedModel
 
-_MODEL = re.compile(r"^logits\._model\.?")  # how the function of a paged step comes to its model
+_MODEL = re.compile(r"^logits\._model\.?")  # prefix of module paths in a paged step's function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class NodeTime:
 
     node: str
     op: str
-    #: What a canonical op became, "" for another op.
+    #: The implementation of a canonical op; "" for other ops.
     implementation: str
     #: Path of its module.
     path: str
@@ -83,7 +83,7 @@ class KernelProfile:
     batch: int
     tokens: int
     cache: str
-    #: Whose times these are: `DEVICE` or `HOST`.
+    #: Whether the times are of the device's kernels or of host ops: `DEVICE` or `HOST`.
     source: str
     nodes: tuple[NodeTime, ...]
     rates: Rates
@@ -185,7 +185,7 @@ def profile_phase(
             flops=sizes[node.name].flops,
         )
         for node in traced.module.graph.nodes
-        # On the host a view costs time too: that of making it, which a captured graph does not have.
+        # On the host, making a view takes time too, which a captured graph does not spend.
         if node.name in times and (source == DEVICE or not sizes[node.name].is_view)
     )
     return KernelProfile(
@@ -201,7 +201,7 @@ def profile_phase(
 
 
 def group_layers(nodes: Sequence[NodeTime]) -> tuple[LayerTimes, ...]:
-    """Join layers whose nodes do the same in the same order; what belongs to no layer is one group, and the last."""
+    """Join layers with the same nodes in the same order; nodes outside of all layers form the last group."""
     layers: dict[str, list[NodeTime]] = {}
     for node in nodes:
         layers.setdefault(node.layer, []).append(node)

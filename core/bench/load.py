@@ -24,7 +24,7 @@ _SHARES = (50, 95, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What is asked of an engine; the same seed draws the same requests."""
+    """A load of requests; the same seed draws the same requests."""
 
     num_requests: int
     #: How many tokens a prompt has: `N`, `FIRST:LAST` or `lognormal:MU:SIGMA`.
@@ -36,16 +36,18 @@ class Load:
     seed: int = 0
 
     def requests(self, *, vocab_size: int, max_model_len: int) -> list[Request]:
-        """Draw the requests; their lengths end where the context does."""
+        """Draw the requests; their lengths are cut at the context."""
         rng = random.Random(self.seed)
         prompt, output = parse_lengths("--prompt-tokens", self.prompt_tokens), self.output_tokens
         generated, at = parse_lengths("--output-tokens", output), 0.0
         found = []
         for _ in range(self.num_requests):
-            length = min(max(1, prompt(rng)), max_model_len - 1)
-            more = min(max(1, generated(rng)), max_model_len - length)
+            drawn = max(1, prompt(rng)), max(1, generated(rng))
+            length = min(drawn[0], max_model_len - 1)
+            more = min(drawn[1], max_model_len - length)
             at += rng.expovariate(self.rate) if self.rate else 0.0
-            found.append(Request([rng.randrange(vocab_size) for _ in range(length)], more, at))
+            cut = (length, more) != drawn
+            found.append(Request([rng.randrange(vocab_size) for _ in range(length)], more, at, cut))
         return found
 
 
@@ -55,18 +57,23 @@ class Request:
 
     prompt: list[int]
     max_new_tokens: int
-    #: Seconds after the beginning at which it comes.
+    #: Its arrival in seconds after the start.
     arrives_s: float
+    #: Whether it is shorter than was drawn, since the context ends there.
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """How a load was served. Times in seconds; percentiles by their number."""
+    """The results of a served load. Times in seconds; percentiles keyed by number."""
 
     load: Load
     seconds: float
     prompt_tokens: int
     output_tokens: int
+    #: Longest context, and requests that are shorter than was drawn since they would not fit into it.
+    max_model_len: int
+    cut: int
     #: From the arrival of a request to its first token.
     first_token_s: dict[int, float]
     #: Between two tokens of a request, over all requests.
@@ -90,7 +97,7 @@ class LoadReport:
 
 
 def parse_lengths(option: str, text: str) -> Draw:
-    """Return what draws a length; raise `UsageError` for what is none of the forms."""
+    """Return a function that draws a length; raise `UsageError` for an unknown form."""
     try:
         if text.startswith("lognormal:"):
             mu, sigma = (float(part) for part in text.removeprefix("lognormal:").split(":"))
@@ -109,7 +116,7 @@ def parse_lengths(option: str, text: str) -> Draw:
 
 
 def load_of(num_requests: int, prompt_tokens: str, output_tokens: str, rate: float | None) -> Load:
-    """Return the load that options describe; raise `UsageError` for what is none."""
+    """Return the load that the options describe; raise `UsageError` for invalid options."""
     if num_requests < 1:
         raise UsageError(f"--requests {num_requests}", found="there is nothing to serve", remedy="ask for at least 1")
     if rate is not None and not (math.isfinite(rate) and rate > 0):
@@ -120,7 +127,7 @@ def load_of(num_requests: int, prompt_tokens: str, output_tokens: str, rate: flo
 
 
 def run_load(engine: Engine, load: Load, *, clock: Callable[[], float] = time.perf_counter) -> LoadReport:
-    """Serve a load and return how it went. Warm the engine before: the first steps of a process are slow."""
+    """Serve a load and return the measurements. Warm the engine before: the first steps of a process are slow."""
     requests = load.requests(vocab_size=engine.loaded.vocab_size, max_model_len=engine.max_model_len)
     before, fallbacks = engine.stats(), Counter(engine.report().fallbacks)
     arrived: dict[int, float] = {}
@@ -154,6 +161,8 @@ def run_load(engine: Engine, load: Load, *, clock: Callable[[], float] = time.pe
         seconds=seconds,
         prompt_tokens=sum(len(each.prompt) for each in requests),
         output_tokens=generated,
+        max_model_len=engine.max_model_len,
+        cut=sum(each.cut for each in requests),
         first_token_s=_percentiles(first),
         between_tokens_s=_percentiles(gaps),
         counts=counts,
@@ -183,7 +192,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
 
 
 def _percentiles(values: Sequence[float]) -> dict[int, float]:
-    """Return percentiles by nearest rank; nothing of nothing."""
+    """Return percentiles by nearest rank; empty for no values."""
     ordered = sorted(values)
     return {share: ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)] for share in _SHARES} if ordered else {}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from core.engine.models.quantizing import Quantize
     from core.engine.steps.runner import EngineConfig
 
-_CHOSEN = ("mode", "lowering", "strict", "passes", "disable_passes", "enable_passes")
+_CHOSEN = ("mode", "lowering", "strict", "passes", "disable_passes", "enable_passes", "providers", "measure")
 """Options of a compile that `core bench` has."""
 
 
@@ -55,7 +55,7 @@ def asked_quantize(asked: Mapping[str, Any]) -> Quantize | None:
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Return what a user chose of the engine, as JSON-ready values."""
+    """Return the user's engine options as JSON-ready values."""
     chosen = {name: getattr(config.options, name) for name in _CHOSEN} | {"kv_cache_dtype": config.kv_cache_dtype}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
 
@@ -73,7 +73,7 @@ def config_of(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def preset_dtype(preset: Preset, device: Device, dtype: str) -> torch.dtype:
-    """Return the dtype asked for; for auto the preset's own, or what the device has instead."""
+    """Return the requested dtype; for auto the preset's own, or a substitute that the device has."""
     asked = parse_dtype(dtype, device)
     known = device.capabilities.dtypes
     if asked is None and preset.dtype not in known:

@@ -14,7 +14,7 @@ COLOURS = {
     "max-autotune": "#9467bd",
     "core": "#e1701a",
 }
-"""Of the subjects; on white and on black alike. Reference figures take `_OTHERS` in turn."""
+"""Colours of the subjects, readable on white and on black. Reference figures take `_OTHERS` in turn."""
 _OTHERS = ("#3f9b5c", "#c4a000", "#b0578d", "#5c8a8a")
 _LOG_FROM = 12.0  # largest over smallest figure: above, small bars would vanish on a linear axis
 
@@ -108,7 +108,7 @@ def _group(report: CellReport, whole: BenchReport) -> Group:
 
 
 def title_of(report: BenchReport) -> str:
-    """Return what was measured, and where."""
+    """Return the title: the model and the device."""
     facts = report.facts
     return f"{facts['model']['title']}, {facts['model']['dtype']}, on {facts['device']['product']}"
 

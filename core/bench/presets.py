@@ -26,9 +26,9 @@ class Preset:
     name: str
     #: Name of a configuration class of transformers.
     config_class: str
-    #: What the configuration is made with.
+    #: The arguments of the configuration class.
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    #: What `--dtype auto` means.
+    #: The dtype of `--dtype auto`.
     dtype: torch.dtype = torch.bfloat16
 
     def config(self) -> Any:
@@ -137,7 +137,7 @@ def random_model(
     try:
         with driven(None) as logged, torch.random.fork_rng(devices=[]), torch.device(torch_device):
             torch.manual_seed(seed)
-            # Buffers such as rotary frequencies are computed in the constructors, so it is no "meta" model at first.
+            # Constructors compute buffers such as rotary frequencies, so the model can't be built on the meta device.
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             _draw(model, config.get_text_config().hidden_size ** -0.5)
     except torch.OutOfMemoryError as error:

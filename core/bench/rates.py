@@ -25,13 +25,13 @@ class Rates:
 
     #: Bytes read plus bytes written by a copy on the device.
     bytes_per_s: float
-    #: Of a product of square matrices, a multiplication and an addition counted as two.
+    #: Operations of a product of square matrices; a multiplication and an addition count as two.
     flops_per_s: float
     #: Size of the copy.
     copy_bytes: int
     #: Rows of the matrices.
     matmul_size: int
-    #: Of the matrices.
+    #: Dtype of the matrices.
     dtype: str
 
     def to_json(self) -> dict[str, object]:

@@ -26,25 +26,25 @@ class Subject(Protocol):
     name: str
 
     def open(self, cell: Cell, record: Record) -> None:
-        """Become ready for the first measured step; raise what makes that impossible."""
+        """Become ready for the first measured step; raise if that is impossible."""
 
     def ready(self) -> None:
-        """Do before a round what is not to be measured."""
+        """Prepare a round, outside of the measured time."""
 
     def run(self, count: int) -> None:
-        """Do so many steps; of each, the host knows the tokens before the next begins."""
+        """Run `count` steps; the host knows the tokens of each before the next one begins."""
 
     def replay(self, count: int) -> bool:
         """Repeat the last step's captured graph, device time alone, waiting once at the end; False: there is none."""
 
     def finish(self, record: Record) -> None:
-        """Note in the record what only the end of the rounds tells."""
+        """Add facts to the record that are known only after the rounds."""
 
     def close(self) -> None:
-        """Free what belongs to the cell; a second call does nothing."""
+        """Free the memory of the cell; a second call does nothing."""
 
     def free(self) -> None:
-        """Free also what is kept for the next cell."""
+        """Free also memory that is kept for the next cell."""
 
 
 def measure(
@@ -118,7 +118,8 @@ def _round(subject: Subject, cell: Cell, record: Record, device: Device, clock: 
     device.synchronize()
     start = clock()
     subject.run(cell.steps)
-    # An engine that runs ahead began a step before the clock, and has one under way: wait, and as many are counted.
+    # An engine that runs ahead began one step before the clock started and has one queued now. Wait for it, so that the
+    # counts agree.
     device.synchronize()
     record.rounds_ms.append((clock() - start) / cell.steps * 1e3)
     start = clock()
@@ -134,7 +135,7 @@ def _closing(subjects: Sequence[Subject], device: Device) -> Iterator[None]:
     finally:
         for subject in subjects:
             subject.close()
-        # What torch.compile keeps of programs that nobody can call any more, with their graphs' memory.
+        # Free the programs (and their graphs' memory) that torch.compile keeps although nobody can call them.
         torch.compiler.reset()
         gc.collect()
         device.parts.empty_cache()

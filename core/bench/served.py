@@ -55,10 +55,10 @@ class Engines:
         try:
             return self._make(alike if cell in alike else (cell,))
         except Exception as error:
-            # The cache of all of them may be too large where that of one is not.
+            # The cache for all cells may be too large although that for one is not.
             if len(alike) == 1 or not (isinstance(error, ModelError) or is_out_of_memory(error)):
                 raise
-        gc.collect()  # what failed may hold its cache in a circle
+        gc.collect()  # the failed engine may hold its cache in a reference cycle
         self.device.parts.empty_cache()
         return self._make((cell,))
 
@@ -135,7 +135,7 @@ class CoreSubject:
             )
         self._before = engine.report()
         prompts = cell.prompts(self._loaded.vocab_size)
-        # Until the logits are noted, the buffers must hold the step whose tokens came last.
+        # Until the logits are saved, the buffers must belong to the step whose tokens came last.
         ahead, engine.runs_ahead = engine.runs_ahead, False
         if cell.phase == "prefill":
             self._prompt = prompts[0]
@@ -146,7 +146,7 @@ class CoreSubject:
             self._note_logits(engine)
         engine.runs_ahead = ahead
         if ahead and cell.phase == "decode":
-            self._decode(engine)  # this one queues the step behind it too: a round would count one and wait for two
+            self._decode(engine)  # it queues one more step, which a round must not time
 
     def ready(self) -> None:
         """Do nothing: an engine needs no preparation for a round."""
@@ -178,7 +178,7 @@ class CoreSubject:
         return {name: inputs[name].reshape(-1).tolist() for name in names} or None
 
     def finish(self, record: Record) -> None:
-        """Note how the program came about and whether it ran as captured."""
+        """Add how the program was made, and whether its graphs served every step."""
         assert self._engine is not None
         report, before = self._engine.report(), self._before
         record.details["program"] = summary(report)
@@ -223,7 +223,7 @@ class CoreSubject:
         params = SamplingParams(max_new_tokens=1, ignore_eos=True, temperature=0)
         self._requests = [engine.add_request(self._prompt, params)]  # one whose step fails is left to `close`
         while not (outputs := engine.step()):
-            pass  # a part of the prompt
+            pass  # the step computed only a part of the prompt
         return outputs[0].token_ids[0]
 
     def _note_logits(self, engine: Engine) -> None:
@@ -241,7 +241,7 @@ class CoreSubject:
 
     @property
     def _program(self) -> Any:
-        # The engine hands out no program: its buffers are the engine's own. A measurement may look.
+        # The engine does not expose its program, since the buffers are its own; a measurement may still read it.
         assert self._engine is not None
         return self._engine._runner.program
 
@@ -263,7 +263,7 @@ class CoreSubject:
 
 
 def summary(report: ProgramReport) -> dict[str, Any]:
-    """Return what a report says of how it came about: modes, passes with their matches, what each op became."""
+    """Return from a report how the program was made: modes, passes with their matches, implementations of ops."""
     return {
         "modes": dict(report.modes),
         "lowering": report.lowering,

@@ -1,4 +1,4 @@
-"""From the start of a process to the first token, phase by phase: in a fresh process, twice, cold and warm."""
+"""Times fresh processes from start to first token, phase by phase: one cold start and one warm start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measure_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(arguments: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    payload = {**arguments, "began": time.time()}
+    payload = {**arguments, "started": time.time()}
     found = ask_once("core.bench.start_worker", payload, timeout_s=_TIMEOUT_S, CORE_CACHE_DIR=folder)
     if found.timed_out:
         raise _failed(f"no first token within {_TIMEOUT_S} s")

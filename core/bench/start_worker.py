@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Load, compile, serve one token; return the seconds of the `phases` by name, and what the compile `cache` did.
 
-    arguments: `began` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
+    arguments: `started` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
     and `calibration` (or neither), `prompt` (its length) and `options` (as of `engine_options`).
     """
     from core.common.collector import paused
 
-    with paused():  # what modules define stays: the collector would walk it at every other import
+    with paused():  # objects of modules live on: without this the collector would walk them at many imports
         from core.bench.model import asked_quantize, config_of, open_model
         from core.engine.config import SamplingParams
         from core.engine.models.hf import import_transformers
         from core.engine.serve.engine import Engine
         from core.host.selection import select_device
 
-        # What every model is built on is imported lazily: here, it is not taken for the making of weights.
+        # Import here what transformers imports lazily, so that it does not count as making weights.
         _ = import_transformers().PreTrainedModel
     marks = [("imports", time.time())]
     device = select_device(arguments["device"])
@@ -53,7 +53,7 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
         engine.generate([prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
         marks.append(("first token", time.time()))
         report = engine.report()
-    times, before = {}, float(arguments["began"])
+    times, before = {}, float(arguments["started"])
     for name, at in marks:
         times[name], before = at - before, at
     itemised = {

@@ -45,7 +45,7 @@ class SharedCache:
     """The static cache of one cell, on which the subjects take turns.
 
     Every subject writes the positions of its steps before it reads them; before these stand the prompt and earlier
-    steps. Those may be another subject's: their values are equal where the tokens are, and cost the same in any case.
+    steps. These may be another subject's: values are equal if the tokens are, and the cost is the same in any case.
     """
 
     def __init__(self, model: Any, device: Device) -> None:
@@ -116,7 +116,7 @@ class StaticSubject:
 
     @torch.no_grad()
     def ready(self) -> None:
-        """Put the cache, which other subjects have used, back to this one's position."""
+        """Reset the cache, which other subjects have used, to this subject's position."""
         rewind(self._shared.cache, self._position if self._cell.phase == "decode" else 0)
 
     @torch.no_grad()
@@ -181,7 +181,7 @@ class StaticSubject:
 
     def _advance(self, ids: Tensor) -> list[int]:
         tokens = self._step(ids)
-        self._ids.copy_(tokens)  # at once: a captured graph of torch.compile writes its outputs anew at the next call
+        self._ids.copy_(tokens)  # torch.compile's graph overwrites its outputs at the next call
         found: list[int] = self._ids[:, 0].tolist()
         return found
 
@@ -220,7 +220,7 @@ def logits_of(model: Any, cache: Any, ids: Tensor) -> Tensor:
 
 
 def _arguments(model: Any, cache: Any) -> dict[str, Any]:
-    """Return what every call is given beside its tokens; found once, outside of what is compiled and measured."""
+    """Return the further arguments of every call; computed once, outside of the compiled and measured part."""
     arguments: dict[str, Any] = {cache_name(model): cache, "use_cache": True, "return_dict": True}
     if "logits_to_keep" in accepted_arguments(model):
         arguments["logits_to_keep"] = 1
@@ -230,7 +230,7 @@ def _arguments(model: Any, cache: Any) -> dict[str, Any]:
 def rewind(cache: Any, position: int) -> None:
     """Set how many tokens a static cache holds; what lies behind is hidden by the mask and written anew.
 
-    All layers at once: it is part of what a prefill costs, and one kernel for each would be a good part of that.
+    All layers at once: this counts into the time of a prefill, of which one kernel per layer would be a large part.
     """
     lengths: list[Any] = [getattr(layer, "cumulative_length", None) for layer in cache.layers]
     for layer, length in zip(cache.layers, lengths, strict=True):

@@ -16,8 +16,10 @@ from core.cli.model_argument import (
     DTYPE,
     KV_CACHE_DTYPE,
     MAX_STEP_TOKENS,
+    MEASURE,
     MIXED_STEP_TOKENS,
     MODEL,
+    PROVIDER,
     QUANTIZE,
     SPECULATIVE,
     check_device,
@@ -57,6 +59,8 @@ def bench(
     steps: int = typer.Option(32, help="Decode steps of a subject per round; an eighth as many prompts of prefill."),
     mode: str | None = typer.Option(None, help="Capture mode of core, as in `core run`."),
     lowering: str | None = typer.Option(None, help="How core's graphs become callables, as in `core run`."),
+    provider: list[str] = PROVIDER,
+    measure: bool = MEASURE,
     quantize: str | None = QUANTIZE,
     calibration: Path | None = CALIBRATION,
     kv_cache_dtype: str = KV_CACHE_DTYPE,
@@ -80,7 +84,9 @@ def bench(
     speculative: int = SPECULATIVE,
     draft_model: Path | None = DRAFT_MODEL,
     timeline: Path | None = typer.Option(None, help="With --serve: write what each step took, for Perfetto."),
-    json: Path | None = typer.Option(None, help="Write core.bench/1 to this file; - for standard output."),
+    json: Path | None = typer.Option(
+        None, help="Write core.bench/1 (core.bench_load/1 with --serve) to this file; - for standard output."
+    ),
     plot: Path | None = typer.Option(None, help="Draw the figures into this .svg (or .png, by matplotlib)."),
 ) -> int:
     """Compare decode and prefill of transformers eager, torch.compile and core, and check that they agree.
@@ -103,7 +109,7 @@ def bench(
     for option, path in (("--json", json), ("--plot", plot)):
         check_file(option, path)
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
-    options = compile_options(mode, lowering, switches, strict=strict)
+    options = compile_options(mode, lowering, switches, strict=strict, provider=provider, measure=measure)
     from core.bench.bench import Settings, failed, read_references
     from core.bench.load import load_of
     from core.bench.model import engine_options, find

@@ -1,4 +1,4 @@
-"""`core bench --serve`: a load of requests, served by one engine, and what each of them waited for."""
+"""`core bench --serve`: a load of requests, served by one engine, and how long each request waited."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def bench_load(
 ) -> int:
     """Serve the load and report it; 1 where not all that was asked for was generated."""
     with status("loading the model", quiet=json == _STDOUT) as say:
-        report, wanted = _serve(asked, load, config, timeline, say)
+        report, wanted, engine = _serve(asked, load, config, timeline, say)
     fields = {"device": asked["device"], "model": asked["preset"] or asked["model"], "dtype": asked["dtype"]}
+    fields["served_by"] = engine
     if json is not None:
         text = json_text("core.bench_load/1", **fields, options=asked["options"], **report.to_json())
         if json == _STDOUT:
@@ -33,13 +34,13 @@ def bench_load(
         else:
             json.write_text(f"{text}\n", encoding="utf-8")
     if json != _STDOUT:
-        print_items([_table(report), *(f"written: {path}" for path in (json, timeline) if path is not None)])
+        print_items([_table(report, engine), *(f"written: {path}" for path in (json, timeline) if path is not None)])
     return 0 if report.output_tokens == wanted else 1
 
 
 def _serve(
     asked: dict[str, Any], load: Load, config: EngineConfig, timeline: Path | None, say: Callable[[str], None]
-) -> tuple[LoadReport, int]:
+) -> tuple[LoadReport, int, dict[str, str]]:
     from core.bench.load import run_load, write_timeline
     from core.bench.model import asked_quantize, open_model
     from core.engine.serve.engine import Engine
@@ -57,16 +58,27 @@ def _serve(
         if timeline is not None:
             write_timeline(noted, timeline)
         requests = load.requests(vocab_size=loaded.vocab_size, max_model_len=engine.max_model_len)
-        return report, sum(each.max_new_tokens for each in requests)
+        served_by = {
+            "device": device.name,
+            "device_name": device.capabilities.device_name,
+            "model": type(loaded.model).__name__,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "route": engine.route,
+        }
+        return report, sum(each.max_new_tokens for each in requests), served_by
 
 
-def _table(report: LoadReport) -> Any:
+def _table(report: LoadReport, served_by: dict[str, str]) -> Any:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
     counts = report.counts
+    table.add_row("served by", "{model}, {dtype}, {route} cache, on {device} ({device_name})".format(**served_by))
     table.add_row("requests", f"{report.load.num_requests} in {report.seconds:.2f} s")
     table.add_row("tokens", f"{report.prompt_tokens} of prompts, {report.output_tokens} generated")
+    if report.cut:
+        said = f"{report.cut} requests, to the context of {report.max_model_len} tokens"
+        table.add_row("shorter than drawn", said)
     table.add_row("generated per second", f"{report.output_rate:.1f}")
     table.add_row("to the first token", _row(report.first_token_s))
     table.add_row("between tokens", _row(report.between_tokens_s))

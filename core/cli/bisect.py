@@ -102,7 +102,7 @@ def _bisect(
         loaded, title = resolve_model(model, resolved, dtype)
         progress("tracing")
         with engine_graphs(loaded, resolved, cache=cache, phases=PHASES if phase is None else (phase,)) as graphs:
-            # What is asked for by name is judged also where the device finds it unprofitable.
+            # A pass asked for by name is judged even if the device finds it unprofitable.
             asked = (*switches.asked, *(() if wrong is None else (wrong.name,)))
             options: dict[str, Any] = {"level": level, "lowering": name, "asked": asked, "progress": progress}
             found = run(graphs, resolved, passes, **options)
@@ -162,7 +162,8 @@ def _list_mistakes(as_json: bool) -> int:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep back what passes warn of (a pass that was undone): the report tells it in full. Not with --debug."""
+    """Silence the warnings of passes (about a pass that was undone), which the report repeats in full. --debug keeps
+    them."""
     log = logging.getLogger("core.passes")
     level = log.level
     if log.getEffectiveLevel() > logging.DEBUG:

@@ -44,10 +44,10 @@ def cache(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Listed:
-    """An entry of the cache, and what the list says of it."""
+    """An entry of the cache with the facts that the list shows."""
 
     entry: Entry
-    #: What it was made for; None where it can't be read.
+    #: Its summary; None if it can't be read.
     summary: Summary | None
     #: The factors in which it differs from the latest entry of its model.
     unlike: list[Difference]
@@ -104,7 +104,7 @@ def _list(store: Store, *, as_json: bool) -> None:
 
 
 def _look(store: Store, entry: Entry, entries: list[Entry]) -> _Listed:
-    """Return what the list says of an entry, which is compared with the latest one of its model among `entries`."""
+    """Return the facts about an entry, compared with the latest entry of its model among `entries`."""
     from core.compilation.cache.differences import brief, differences
     from core.compilation.cache.entry import Damaged
 

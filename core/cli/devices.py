@@ -22,7 +22,7 @@ def devices(
     context: typer.Context, as_json: bool = typer.Option(False, "--json", help="Print JSON (core.devices/1).")
 ) -> None:
     """List the device plugins installed, and whether each device can be used here."""
-    # `main` started the scan, and ends it: the probes are under way, and importing rich costs no waiting.
+    # `main` starts and ends the scan, so the probes run while rich is imported.
     scan: DeviceScan = context.obj
     table = None if as_json else _table()
     statuses = scan.statuses()

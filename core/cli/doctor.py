@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "pluggy", "transformers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What became of one plugin."""
+    """The verdict on one plugin."""
 
     status: DeviceStatus
     verdict: Verdict
@@ -100,8 +100,8 @@ def _judge(status: DeviceStatus, result: WorkerResult | None) -> Diagnosis:
 def _from_answer(status: DeviceStatus, answer: dict[str, Any], warnings: tuple[str, ...]) -> Diagnosis:
     if answer["status"] == "pass":
         return Diagnosis(status=status, verdict="pass", detail=answer["device_name"], warnings=warnings)
-    # A probe that says yes where the device does not open sends `auto` the wrong way: that plugin or its installation
-    # is broken. A plugin without a probe promised nothing.
+    # A probe that says yes although the device does not open misleads `auto`, so that plugin or its installation is
+    # broken. A plugin without a probe promised nothing.
     promised = status.state == "available" and status.device_count is not None
     unavailable = answer["status"] == "unavailable" and not promised
     error: dict[str, Any] = answer["error"]

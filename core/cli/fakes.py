@@ -1,4 +1,5 @@
-"""`core fakes`: the fake kernels that a device's plugin declares and what became of each; `--check` tests fakes."""
+"""`core fakes`: the fake kernels that a device's plugin declares, and whether each was registered; `--check` tests
+fakes."""
 
 from __future__ import annotations
 

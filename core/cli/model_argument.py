@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
-from core.engine.config import CACHES, KV_CACHE_DTYPES, PHASES, Phase
+from core.engine.config import CACHES, KV_CACHE_DTYPES, OWN_HEADS, PHASES, Phase
 from core.engine.models.resolve import check_choice, check_dtype
 from core.errors import UsageError
 from core.paths import local_path
@@ -41,7 +41,10 @@ SPECULATIVE: Any = typer.Option(
     0, "--speculative", help="Tokens drafted at most per step: by --draft-model, else from what the text said before."
 )
 DRAFT_MODEL: Any = typer.Option(
-    None, "--draft-model", metavar="FOLDER", help="A smaller model of the same tokenizer, which drafts."
+    None,
+    "--draft-model",
+    metavar="FOLDER",
+    help="What drafts: a smaller model of the same tokenizer, an EAGLE head, or `self` for the model's own heads.",
 )
 QUANTIZE: Any = typer.Option(
     None, "--quantize", metavar="SCHEME", help="Quantise the model first: fp8, int8, w4a16, ... (docs/quantization.md)."
@@ -49,6 +52,13 @@ QUANTIZE: Any = typer.Option(
 CALIBRATION: Any = typer.Option(
     None, "--calibration", metavar="FILE", help="Text whose lines give static scales; default: a built-in one."
 )
+PROVIDER: Any = typer.Option(
+    [],
+    "--provider",
+    metavar="OP=NAME",
+    help="Run this op by this implementation, or by `reference`; repeatable (docs/providers.md).",
+)
+MEASURE: Any = typer.Option(True, help="Time the implementations of a call that several take; the fastest runs.")
 MAX_STEP_TOKENS: Any = typer.Option(
     None, "--max-step-tokens", min=1, help="Tokens at most in a step with prompts; default: the largest prefill bucket."
 )
@@ -68,10 +78,10 @@ def check_model_options(
     kv_cache_dtype: str = "auto",
     draft_model: Path | None = None,
 ) -> None:
-    """Refuse, before torch is imported, what no device and no model allows.
+    """Refuse, before torch is imported, options that no device and no model allows.
 
-    model: a folder; a text without a separator may also name a model type. draft_model: a folder. Raises `UsageError`,
-    and `ModelError` for a folder that is not there.
+    model: a folder; a text without a separator may also name a model type. draft_model: a folder, or `OWN_HEADS`.
+    Raises `UsageError`, and `ModelError` for a folder that is not there.
     """
     from core.engine.models.checkpoint import check_folder
 
@@ -79,7 +89,7 @@ def check_model_options(
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    if draft_model is not None:
+    if draft_model is not None and str(draft_model) != OWN_HEADS:
         check_folder(local_path(f"draft model {str(draft_model)!r}", draft_model))
     if isinstance(model, str) and os.sep not in model and not local_path(f"model {model!r}", model).exists():
         return  # a model type, which transformers knows
@@ -95,8 +105,11 @@ def compile_options(
     strict: bool = False,
     verify: str = "off",
     cache: bool | None = None,
+    provider: Sequence[str] = (),
+    measure: bool = True,
 ) -> CompileOptions:
-    """Return what a command line says of a compile; raise `UsageError` for what needs no device to be refused."""
+    """Return the compile options of a command line; raise `UsageError` for options that can be refused without a
+    device."""
     from core.compilation.options import MODES, CompileOptions, Verify
 
     modes = _parse_modes(mode)
@@ -112,7 +125,23 @@ def compile_options(
         strict=strict,
         verify=cast("Verify", verify),
         cache=cache,
+        providers=_parse_providers(provider),
+        measure=measure,
     )
+
+
+def _parse_providers(texts: Sequence[str]) -> dict[str, str] | None:
+    """Return `--provider` as `CompileOptions.providers`: names of implementations by op."""
+    found: dict[str, str] = {}
+    for text in texts:
+        op, _, name = text.partition("=")
+        if not op or not name or found.get(op, name) != name:
+            again = f"{op} is given {found[op]!r} too" if op in found and name else "it is not of the form OP=NAME"
+            raise UsageError(
+                f"--provider {text}", found=again, remedy="write each op once, like --provider core::attention=NAME"
+            )
+        found[op] = name
+    return found or None
 
 
 def _parse_modes(text: str | None) -> Any:
@@ -130,7 +159,7 @@ def _parse_modes(text: str | None) -> Any:
 
 
 def check_device(config: EngineConfig, device: Device) -> None:
-    """Raise `UsageError` for what a compile on this device will refuse, before a model is loaded for it."""
+    """Raise `UsageError`, before a model is loaded, for options that a compile on this device would refuse."""
     from core.compilation.rewriting import device_passes
 
     options = config.options

@@ -1,4 +1,4 @@
-"""What all subcommands share: JSON documents, the console, signs of progress, and how errors are printed."""
+"""Output of all subcommands: JSON documents, the console, progress, and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def print_items(items: Iterable[Any]) -> None:
 
 @contextmanager
 def status(first: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what is under way, where that is a terminal; yield what says what comes next."""
+    """Show a status line on standard error if that is a terminal; yield a function that changes the text."""
     from rich.console import Console
 
     terminal = Console(stderr=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from core.common.passes.pass_guards import Guards
     from core.device import Device
 
-_STAGES = ("torch", "functional", "aten")  # one after the other, whatever the order within
+_STAGES = ("torch", "functional", "aten")  # the stages in their order; within each, the passes' order
 
 
 def passes(
@@ -41,7 +41,7 @@ def passes(
     known = COMMON_PASSES if resolved is None else device_passes(resolved)
     enabled = {declared.name for declared in switches.select(known)}
     ordered = sorted(order(known), key=lambda declared: _STAGES.index(declared.stage))
-    # What the device finds unprofitable waits to be asked for as well, as what its author does.
+    # A pass that the device finds unprofitable also runs only on request, like one whose author says so.
     waiting = {declared.name: declared.traits.on_request for declared in ordered}
     waiting |= {} if resolved is None else resolved.capabilities.unprofitable
     enabled -= {name for name, reason in waiting.items() if reason and name not in switches.asked}

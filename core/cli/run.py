@@ -15,6 +15,8 @@ from core.cli.model_argument import (
     DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
+    MEASURE,
+    PROVIDER,
     QUANTIZE,
     SPECULATIVE,
     check_device,
@@ -59,6 +61,8 @@ def run(
     speculative: int = SPECULATIVE,
     draft_model: Path | None = DRAFT_MODEL,
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
+    provider: list[str] = PROVIDER,
+    measure: bool = MEASURE,
     with_pass: list[str] = WITH_PASS,
     only_pass: list[str] = ONLY_PASS,
     no_pass: list[str] = NO_PASS,
@@ -85,7 +89,9 @@ def run(
         speculative=speculative,
         draft_model=draft_model,
         kv_cache_dtype=kv_cache_dtype,
-        options=compile_options(mode, lowering, switches, strict=strict, verify=verify, cache=cache),
+        options=compile_options(
+            mode, lowering, switches, strict=strict, verify=verify, cache=cache, provider=provider, measure=measure
+        ),
     )
     check_name(device)  # before anything that imports torch
     from core.engine.models.quantizing import Quantize
@@ -129,7 +135,8 @@ def _engine(
     resolved = select_device(device)
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
-    check_device(config, resolved)  # what it lacks is refused before the model is loaded
+    check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
+    resolved.parts.prepare()
     kind = parse_dtype(dtype, resolved)
     loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
     loaded = loaded if scheme is None else scheme.apply(loaded, progress)
@@ -142,7 +149,7 @@ def _engine(
         max_model_len=min(loaded.max_position or longest, -(-longest // 64) * 64),
         decode_buckets=(len(prompts),),
         prefill_buckets=(max(32, 1 << (num_tokens - 1).bit_length()),),
-        # The check generates greedily whatever was asked for, so that is captured in any case.
+        # The check always generates greedily, so the greedy graph is always captured.
         sampling=("greedy",) if params.greedy else ("greedy", "random"),
     )
     attention = loaded.config._attn_implementation
@@ -168,7 +175,8 @@ class _FaultyDevice(Exception):
 
 
 def _device_fault(loaded: LoadedModel, device: Device, prompt: Sequence[int], attention: str) -> str:
-    """Return what shows that the device, and not the model, is why no engine takes it; "" where nothing does."""
+    """Return the evidence that the device, and not the model, is at fault when no engine takes the model; "" for
+    none."""
     from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
     from core.engine.check.device import probe_device
 
@@ -176,7 +184,7 @@ def _device_fault(loaded: LoadedModel, device: Device, prompt: Sequence[int], at
         return ""
     try:
         return probe_device(loaded.model, device.name, prompt, attention)
-    except Exception:  # a model that fails by itself is refused for the reason that stands
+    except Exception:  # a model that fails by itself keeps the engine's own reason
         return ""
 
 

@@ -14,7 +14,9 @@ from core.cli.model_argument import (
     DTYPE,
     KV_CACHE_DTYPE,
     MAX_STEP_TOKENS,
+    MEASURE,
     MIXED_STEP_TOKENS,
+    PROVIDER,
     QUANTIZE,
     SPECULATIVE,
     check_device,
@@ -63,6 +65,8 @@ def serve(
     memory_fraction: float | None = typer.Option(
         None, help="Share of the device's memory that weights, graphs and cache fill together, such as 0.9."
     ),
+    provider: list[str] = PROVIDER,
+    measure: bool = MEASURE,
     max_step_tokens: int | None = MAX_STEP_TOKENS,
     mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
     capture_penalties: bool = typer.Option(
@@ -91,7 +95,7 @@ def serve(
         speculative=speculative,
         sampling=("greedy", "random", *(("shaped",) if capture_penalties else ())),
         draft_model=draft_model,
-        options=compile_options(mode, lowering),
+        options=compile_options(mode, lowering, provider=provider, measure=measure),
     )
     config = _server_config(
         model,
@@ -110,7 +114,7 @@ def serve(
 
 
 def _server_config(model: Path | None, name: str | None, api_key: str | None, **fields: Any) -> ServerConfig:
-    """Return how to listen; raise `UsageError` for what needs neither torch nor the model to be refused."""
+    """Return the server's configuration; raise `UsageError` for options that can be refused without torch and model."""
     from core.engine.http.config import ServerConfig
     from core.engine.models.assets import embedded_model
     from core.settings import Settings
@@ -163,7 +167,8 @@ def _engine(device: str, model: Path | None, dtype: str, config: EngineConfig, s
     resolved = select_device(device)
     if Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
-    check_device(config, resolved)  # what it lacks is refused before the model is loaded
+    check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
+    resolved.parts.prepare()
     kind = parse_dtype(dtype, resolved)
     with status("loading", quiet=False) as say:
         loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind)

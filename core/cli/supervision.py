@@ -1,4 +1,4 @@
-"""Running a command in a child process, so that a plugin that ends its process ends no command without a word.
+"""Runs a command in a child process, so that a plugin that ends its process can't end a command silently.
 
 A plugin's hook may call `os._exit(0)` or `abort()`: no handler of that process runs, and its exit code may say success.
 """
@@ -18,7 +18,7 @@ from core.host.trail import Trail
 from core.host.workers.process import ending
 
 _FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-_BY_KERNEL = 0x80  # SI_KERNEL: typed at the terminal, which has sent it to the child as well
+_BY_KERNEL = 0x80  # SI_KERNEL: typed at the terminal, which signals the child too
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,7 +41,7 @@ def supervised(work: Callable[[], int], report: Callable[[CoreError], None]) -> 
             return work()
         finally:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # a closed pipe is the interpreter's to report
+                with contextlib.suppress(OSError, ValueError):  # the interpreter reports a closed pipe
                     stream.flush()
             trail.finish()
     code = _ended(child)
@@ -49,7 +49,7 @@ def supervised(work: Callable[[], int], report: Callable[[CoreError], None]) -> 
     if trail.finished and code >= 0:
         return code
     if -code in _FORWARDED:
-        # Whoever has sent it sees this process end by it too.
+        # End this process by the same signal, so that its sender sees that.
         signal.signal(-code, signal.SIG_DFL)
         os.kill(parent, -code)
     report(_error(trail, code))
@@ -57,7 +57,7 @@ def supervised(work: Callable[[], int], report: Callable[[CoreError], None]) -> 
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent; where it can't, an orphan goes on to its own end."""
+    """Ask the kernel to end this process with its parent; if it can't, an orphan runs to its own end."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

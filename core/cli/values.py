@@ -1,4 +1,4 @@
-"""Checks of values that hold for every subcommand, before it runs: text, numbers and paths that nothing could use."""
+"""Checks of values that hold for every subcommand, before it runs: text, numbers and paths that are always invalid."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_text(arguments: Sequence[str]) -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a subcommand's function that refuses what no subcommand can use, and gets paths with `~` resolved."""
+    """Wrap a subcommand's function: refuse invalid values, and expand `~` in paths."""
     names = {name: _label(name, each.default) for name, each in inspect.signature(function).parameters.items()}
 
     @functools.wraps(function)
@@ -49,7 +49,7 @@ def number_text(value: int) -> str:
 
 
 def _label(name: str, declared: Any) -> str:
-    """Return how a parameter stands on the command line."""
+    """Return a parameter's spelling on the command line."""
     given = [each for each in getattr(declared, "param_decls", None) or () if each.startswith("--")]
     if type(declared).__name__ == "ArgumentInfo":
         return str(declared.metavar or name.upper())

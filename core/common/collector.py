@@ -1,6 +1,8 @@
-"""The garbage collector kept from running: `paused` for speed, `frozen` so that nothing is freed at a wrong time.
+"""Blocks in which the garbage collector does not run: `paused` for speed, `frozen` so that nothing is freed in a
+capture.
 
-The collector is the process's: of blocks that overlap in several threads the first to begin and the last to end count.
+A process has one collector. Where blocks of several threads overlap, it stops at the first start and runs again after
+the last end.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from contextlib import contextmanager
 
 
 class _Shared:
-    """A state of the process that holds while any block wants it.
+    """A process-wide state that lasts while at least one block holds it.
 
-    enter: sets the state and returns what was before. leave: is given that, and restores it.
+    enter: sets the state and returns the previous one. leave: takes the previous state and restores it.
     """
 
     def __init__(self, enter: Callable[[], bool], leave: Callable[[bool], None]) -> None:
@@ -51,31 +53,31 @@ def _enable_again(was_enabled: bool) -> None:
 
 
 _FEWEST_FROZEN = 10_000
-"""Frozen objects from which on somebody is taken to have frozen them: `gc.freeze` takes in all there are, more than
-100,000 in a process that has torch."""
+"""With at least this many frozen objects, somebody has called `gc.freeze`. It freezes every live object, more than
+100,000 in a process with torch."""
 
 
 def is_frozen() -> bool:
     """Return whether somebody has frozen the process's objects.
 
-    Some hundred frozen objects prove nothing: from Python 3.12 on, a collection freezes immortal ones by itself. The
-    others are not counted: `gc.get_objects` takes hold of tuples that another thread is still building, and there the
-    building then fails with a `SystemError`.
+    Some hundred frozen objects prove nothing: from Python 3.12 on, a collection freezes immortal ones by itself.
+    Objects that are not frozen can't be counted: `gc.get_objects` takes references to tuples that another thread is
+    still building, which makes that thread fail with a `SystemError`.
     """
     return gc.get_freeze_count() > _FEWEST_FROZEN
 
 
 def _freeze() -> bool:
     was_frozen = is_frozen()
-    # Nothing is added to what the caller has frozen: the two could not be thawed apart, and circles that die later
-    # would never be freed.
+    # Freeze nothing on top of what the caller froze: `gc.unfreeze` thaws both together, so cycles that die later would
+    # never be freed.
     if not was_frozen:
         gc.freeze()
     return was_frozen
 
 
 def _unfreeze(was_frozen: bool) -> None:
-    if not was_frozen:  # else unfreezing would take in what the caller froze
+    if not was_frozen:  # else unfreezing would also thaw what the caller froze
         gc.unfreeze()
 
 
@@ -94,9 +96,8 @@ def paused() -> Iterator[None]:
 def frozen() -> Iterator[None]:
     """Collect, then keep all that is alive out of the collector's sight and the collector from running.
 
-    For the time of a capture: a finaliser that touches the device would end up in the graph, and a collection that
-    someone asks for inside finds only what is new (in a process that has frozen its objects itself: what is newer than
-    that freeze).
+    For use around a capture: a finaliser that touches the device would end up in the graph. A collection that code
+    inside asks for finds only objects made since (since the caller's own freeze, if the caller froze).
     """
     gc.collect()
     with _OFF.held(), _FROZEN.held():

@@ -20,8 +20,8 @@ class HostArgumentExample:
     function: Callable[..., torch.Tensor]
     #: tensors on the device, by name
     inputs: Mapping[str, torch.Tensor]
-    #: at least two sets of host-side arguments, each with another result: by the names of the op's arguments; or by
-    #: names of inputs, as flat lists of their values
+    #: at least two sets of host-side arguments, each with another result: keyed by the op's argument names, or by input
+    #: names with flat lists of the inputs' values
     steps: Sequence[Mapping[str, Any]]
 
 
@@ -29,9 +29,10 @@ class HostArgumentExample:
 class ConformanceProfile:
     """Declared limits of a device."""
 
-    #: name or glob of cases (`"ops/attention/*"`) -> the reason; such cases are counted apart, never as passed
+    #: name or glob of cases (`"ops/attention/*"`) -> the reason; such cases are counted as limits, never as passed
     not_supported: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     #: ops whose replays may differ in bits, as "aten::index_add"
     nondeterministic_ops: frozenset[str] = frozenset()
-    #: makes, for a torch device, what the renewal of host-side arguments is tried on; a device with `update` owes one
+    #: takes a torch device and makes the op call on which updates of host-side arguments are tested; required of a
+    #: device with `update`
     host_argument_example: Callable[[torch.device], HostArgumentExample] | None = None

@@ -28,9 +28,9 @@ _NARROW_NAMES = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
 class Fp64Mode(TorchFunctionMode):
     """Keep a computation in fp64 although its code casts to fp32 or half on the way (as norms and softmax do).
 
-    Every narrow floating or complex dtype named in a call is widened, each spelling of a cast becomes one to fp64
-    (complex tensors stay complex), and new tensors without a dtype are fp64: until the mode is left, the default dtype
-    is, for the whole process. Constants computed in a narrower dtype beforehand keep their rounding, as the criterion
+    Every narrow floating or complex dtype named in a call is widened, each spelling of a cast becomes a cast to fp64
+    (complex tensors stay complex), and new tensors without a dtype are fp64: inside the mode, fp64 is the default dtype
+    of the whole process. Constants computed in a narrower dtype beforehand keep their rounding, as the criterion
     wants: they are inputs. fp8 is kept too: such tensors are codes. Autocast leaves fp64 alone and needs no care. Out
     of reach: TorchScript and constructors such as `torch.FloatTensor(...)`.
     """
@@ -63,7 +63,7 @@ class Fp64Mode(TorchFunctionMode):
         if func in _CASTS:
             func, args = Tensor.to, (args[0], _CASTS[func])
         if func is Tensor.view and not (args[0].is_floating_point() or args[0].is_complex()):
-            return func(*args, **named)  # bits read as numbers, not a cast
+            return func(*args, **named)  # a view of the bits, not a cast
         if func in (Tensor.to, Tensor.type_as):
             func, (args, named) = Tensor.to, _without_other(args, named)
         is_complex_cast = func in (Tensor.to, Tensor.type) and args[0].is_complex()
@@ -91,7 +91,8 @@ def _widen(value: Any) -> Any:
 
 
 def _widen_complex(value: Any) -> Any:
-    """Widen for a cast of a complex tensor, whose imaginary part a cast to a real dtype would drop."""
+    """Return the wide dtype for a cast of this tensor: complex for a complex one, else its imaginary part would be
+    lost."""
     wide = _widen(value)
     if isinstance(wide, str) and wide.endswith(".DoubleTensor"):
         return torch.complex128

@@ -38,14 +38,15 @@ def inductor(request: LoweringRequest) -> FlatCallable:
 
 
 def compile_fixed(graph: fx.GraphModule, examples: list[Tensor]) -> FlatCallable:
-    """Compile a graph whose placeholders are all tensors, which are at each call what these examples are.
+    """Compile a graph whose placeholders are all tensors, with the shapes, strides and dtypes of these examples at each
+    call.
 
     Raises `LoweringError` where examples share memory that the graph writes.
     """
     refuse_shared_writes(graph, examples)
-    # Inductor's own on-disk cache wants a shape environment, also where no size is symbolic.
+    # Inductor's on-disk cache needs a shape environment, even if no size is symbolic.
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    # Of real tensors AOTAutograd makes fakes of its own, whose sizes are symbols in any shape environment.
+    # From real tensors AOTAutograd would make fakes with symbolic sizes, whatever the shape environment.
     fakes: list[Any] = [mode.from_tensor(example) for example in examples]
     with torch.no_grad(), tracing(TracingContext(mode)), quoted_libraries():
         compiled: Any = torch._inductor.compile(graph, fakes)
@@ -73,9 +74,9 @@ def quoted_libraries() -> Iterator[None]:
 
 
 def refuse_shared_writes(graph: fx.GraphModule, examples: list[Tensor]) -> None:
-    """Refuse a graph that writes into memory which it also reads through another input.
+    """Refuse a graph that writes memory which it also reads through another input.
 
-    Inductor takes inputs for memory apart, and may serve code from its cache that was compiled for such.
+    Inductor assumes that inputs do not overlap, and its cache may return code compiled for inputs that do not.
     """
     shared = overlaps(examples)
     if not shared:

@@ -17,7 +17,7 @@ Count = Callable[[], int]
 class KernelCompiler:
     """A compiler that makes kernels of a device while programs are compiled or run."""
 
-    #: of its folder beside the compile cache
+    #: name of the compiler's folder beside the compile cache
     name: str
     #: entered around a compile: gives the count of kernels compiled in the block, without those found on disk
     counting: Callable[[], AbstractContextManager[Count]]
@@ -25,13 +25,14 @@ class KernelCompiler:
     folder_variable: str = ""
     #: says why the compiler can't keep kernels in a folder, "" where it can
     refuses: Callable[[str], str] = lambda folder: ""
-    #: the Python package whose version stands for the compiler's code in the compile cache; "" where that is torch's
+    #: the Python package whose version the compile cache takes as the compiler's version; "" if torch's version covers
+    #: it
     package: str = ""
 
 
 @contextmanager
 def counting_kernels(compilers: Iterable[KernelCompiler]) -> Iterator[Count]:
-    """Give the count of kernels that all of these compile in the block; ask for it before the block ends."""
+    """Yield a function that counts the kernels all these compilers made in the block. Call it before the block ends."""
     with ExitStack() as stack:
         counts = [stack.enter_context(compiler.counting()) for compiler in compilers]
         yield lambda: sum(count() for count in counts)
@@ -39,7 +40,7 @@ def counting_kernels(compilers: Iterable[KernelCompiler]) -> Iterator[Count]:
 
 @contextmanager
 def _counting_inductor() -> Iterator[Count]:
-    """Count graphs that Inductor's own cache did not have, each of which it compiles as a whole."""
+    """Count the graphs that Inductor compiled because its own cache did not have them."""
     before = _inductor_misses()
     yield lambda: _inductor_misses() - before
 
@@ -62,4 +63,4 @@ def _unquoted(folder: str) -> str:
 INDUCTOR = KernelCompiler(
     name="inductor", counting=_counting_inductor, folder_variable="TORCHINDUCTOR_CACHE_DIR", refuses=_unquoted
 )
-"""torch's own, which every device has."""
+"""The compiler of torch itself, which every device has."""

@@ -24,7 +24,7 @@ FlatCallable = Callable[..., "tuple[torch.Tensor, ...]"]
 
 @runtime_checkable
 class Bindable(Protocol):
-    """A `FlatCallable` that runs faster where its arguments are the same tensors at each run."""
+    """A `FlatCallable` that can be prepared for arguments that stay the same tensors at each run."""
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Run on these arguments."""
@@ -42,12 +42,12 @@ class Artifacts(Protocol):
     """Where a lowering keeps files that it made of one graph, so that a later process need not make them."""
 
     def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
-        """Return what `load` makes of a folder of files that `make` wrote: now, or before, for an equal request.
+        """Return what `load` makes of a folder of files, which `make` writes unless an equal request wrote them before.
 
-        factors: all that the files depend on besides the graph, what its placeholders are (content left out), the
-        versions and source of packages, torch's switches and the device: a compiler's version, its options. make: gets
-        an empty folder, and leaves there files only. load: gets a folder that may be gone afterwards. What `make`
-        raises is raised; files of an earlier time that `load` fails on are made anew.
+        factors: what else the files depend on, such as a compiler's version and options. Counted already are the graph,
+        its placeholders (without their content), the versions and source of packages, torch's switches and the device.
+        make: gets an empty folder and writes files there, no folders. load: gets a folder that may be gone afterwards.
+        Exceptions of `make` propagate. Files kept from an earlier request are made anew if `load` fails on them.
         """
         ...
 
@@ -63,11 +63,11 @@ class _Unkept:
 
 
 UNKEPT: Artifacts = _Unkept()
-"""For graphs of which nothing is to be kept."""
+"""Used for graphs whose artifacts are not kept."""
 
 
 def _say_nothing(note: str) -> None:
-    """Take a note that nobody reads."""
+    """Ignore a note."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class LoweringRequest:
     example_inputs: tuple[Any, ...]
     #: keeps what the lowering compiles, where the compile cache is on
     artifacts: Artifacts = UNKEPT
-    #: takes what the report is to note: where a graph is lowered otherwise than asked, and why
+    #: takes a note for the report: that a graph is lowered otherwise than asked, and why
     note: Callable[[str], None] = _say_nothing
 
 
@@ -95,7 +95,7 @@ class Lowerings:
     available: Mapping[str, Lowering]
     #: the one that is used when none is asked for
     default: str
-    #: those whose callables run at every size that the trace allows, so that one callable serves all buckets
+    #: lowerings whose callables run at every size that the trace allows, so that one callable serves all buckets
     any_size: frozenset[str] = frozenset()
     #: why the default is not the lowering that the device prefers; noted by programs that use the default unasked
     instead: str = ""
@@ -112,7 +112,7 @@ class Lowerings:
         return wanted, self.available[wanted]
 
     def notes(self, name: str | None) -> tuple[str, ...]:
-        """Return what a program notes when this lowering was asked for, None for the default."""
+        """Return the note of a program that asked for this lowering; None stands for the default."""
         return (f"lowering {self.default!r}: {self.instead}",) if name is None and self.instead else ()
 
 
@@ -123,4 +123,5 @@ def inline(request: LoweringRequest) -> FlatCallable:
 
 
 INLINE = Lowerings(available=MappingProxyType({"inline": inline}), default="inline", any_size=frozenset({"inline"}))
-"""Of a device whose plugin names none: every op goes through torch's dispatcher, where any backend can see it."""
+"""The lowerings of a device whose plugin names none: every op goes through torch's dispatcher, where any backend sees
+it."""

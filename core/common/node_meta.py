@@ -1,7 +1,6 @@
-"""What a graph's node holds besides its call: its fake value, and where in the model it came from.
+"""The metadata of a graph's node: its fake value, and where in the model it came from.
 
-A graph of Dynamo holds fake values under one key, a graph of AOTAutograd under another; who reads and makes nodes
-through these functions need not know which it has.
+Graphs of Dynamo and of AOTAutograd hold fake values under different keys. These functions hide the difference.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ORIGIN = ("nn_module_stack", "stack_trace", "custom")
 
 
 def value_of(node: object) -> Any:
-    """Return the fake value of a node; None where it is unknown, and for what is no node."""
+    """Return the fake value of a node; None if it is unknown or the argument is no node."""
     meta: Mapping[str, Any] = getattr(node, "meta", {})
     return meta[TRACED] if TRACED in meta else meta.get(ATEN)
 
@@ -29,17 +28,17 @@ def value_key(node: fx.Node) -> str:
 
 
 def set_value(node: fx.Node, value: Any, like: fx.Node | None = None) -> None:
-    """Give a node a fake value. like: a node of the same graph that has one; the node itself where it has."""
+    """Give a node a fake value. like: a node of the same graph that has a fake value (by default the node itself)."""
     node.meta[value_key(like or node)] = value
 
 
 def origin_of(node: fx.Node) -> dict[str, Any]:
-    """Return what says where in the model a node came from, as entries of `node.meta`."""
+    """Return the entries of `node.meta` that say where in the model a node came from."""
     return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def describe(node: fx.Node, like: fx.Node, value: Any = None) -> None:
-    """Let a new node come from where another did, and give it a fake value; None for one that is not known yet."""
+    """Copy the origin of one node to a new one, and give the new node a fake value (None if not known yet)."""
     node.meta.update(origin_of(like))
     if value is not None:
         set_value(node, value, like)

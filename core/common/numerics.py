@@ -7,12 +7,13 @@ T1: `rms(G-R) <= k * rms(E-R) + f` and `max|G-R| <= 3 * max|E-R| + 4f` with `f =
 A few elements must not decide for all others, in R (a mask, a massive activation) or in E (a fault of eager):
 - Special elements (E or R not finite, |R| from half the dtype's maximum) have no rounding to measure. G holds E's value
   there, to one rounding where it is finite; they take no part in T1.
-- Elements over 1000 times the median |R| of the others are judged apart, so that `f` and the errors of each magnitude
-  are its own: by T1 from 64 such elements, below that one by one, `|G-R| <= 3 * |E-R| + (eps + 4p) * |R|`, where p is
+- Elements over 1000 times the median |R| of the others are judged separately, so that `f` and the errors belong to one
+  magnitude each: by T1 from 64 such elements on, fewer one by one, `|G-R| <= 3 * |E-R| + (eps + 4p) * |R|`, where p is
   the relative rms error of E on the others (E may be right by chance in a single place).
-- E is no yardstick where it is NaN and R is finite, or where its rms error is above a quarter of rms(R): it fails.
+- E is unusable as a yardstick where it is NaN and R is finite, or where its rms error is above a quarter of rms(R): the
+  check then fails.
 - Where max|E-R| is over 20 times the rms of the other errors (512 elements and more), the rms bound has to hold also
-  without the largest 1 % of the errors of each side: a slip of E in one place is no licence for G in every place.
+  without the largest 1 % of the errors of each side: one large error of E must not excuse errors of G everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from core.common.fp64 import Fp64Mode as Fp64Mode  # the reference is computed in it
+from core.common.fp64 import Fp64Mode as Fp64Mode  # the dtype of the reference
 from core.errors import UsageError
 
 MIN_ELEMENTS = 64
@@ -120,7 +121,7 @@ class _Measured:
     eager_top: float
     rms_ratio: float
     max_ratio: float
-    #: E's error over the size of R
+    #: rms error of E over rms(R)
     off: float
 
 
@@ -137,15 +138,15 @@ def _measure(g: Tensor, e: Tensor, r: Tensor, dtype: torch.finfo, slack: float) 
 
 
 def _magnitudes(r: Tensor, tiny: float) -> list[Tensor]:
-    """Return the positions of ordinary elements, then of those far above them, and so on."""
-    groups, left = [], torch.arange(r.numel())
-    while left.numel():
-        size = r[left].abs()
+    """Return the positions of ordinary elements, then of elements of a far larger magnitude, and so on upwards."""
+    groups, remaining = [], torch.arange(r.numel())
+    while remaining.numel():
+        size = r[remaining].abs()
         present = size[size > 0]
         # Zeros are no scale (a sparse output), and below `tiny` errors are no longer relative.
         scale = max(float(present.median()), tiny) if present.numel() else math.inf
-        groups.append(left[size <= _FAR * scale])
-        left = left[size > _FAR * scale]
+        groups.append(remaining[size <= _FAR * scale])
+        remaining = remaining[size > _FAR * scale]
     return groups
 
 
@@ -186,7 +187,7 @@ def _verdict(measured: Sequence[_Measured], num_elements: int) -> Verdict:
     if off > _ABSURD:
         reason = f"the yardstick itself is off: eager's error is {off:.2g} of the reference"
         ratios = [math.inf, math.inf]
-    elif not all(ratio <= 1 for ratio in ratios):  # NaN is no pass
+    elif not all(ratio <= 1 for ratio in ratios):  # a NaN ratio must fail
         reason = f"error over bound: rms {ratios[0]:.3g}, max {ratios[1]:.3g} (1 passes)"
     return Verdict(
         passed=not reason,

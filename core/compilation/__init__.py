@@ -1,1 +1,1 @@
-"""From a model to a captured program: `compile.py` is the door, `pipeline.py` the way through."""
+"""From a model to a captured program: `compile.py` holds the entry points, `pipeline.py` the stages in order."""

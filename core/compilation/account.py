@@ -1,4 +1,4 @@
-"""The account of a compile while it runs: notes, dropped buckets and counts, and the report that is made of them."""
+"""Collects notes, dropped buckets and counts while a compile runs, and makes the report from them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Account:
     start: float = field(default_factory=time.perf_counter)
     notes: list[str] = field(default_factory=list)
     buckets: list[BucketReport] = field(default_factory=list)
-    #: Buckets that the device held no graph for, each with the reason.
+    #: Buckets without a graph because the device ran out of room, each with the reason.
     dropped: dict[GraphKey, str] = field(default_factory=dict)
     num_kernels: int = 0
+    num_measured: int = 0
 
     def note(self, note: str) -> None:
-        """Log and keep, once, a note on what is done otherwise than asked or preferred."""
+        """Log and keep, once each, a note that something is done differently than asked or preferred."""
         if note not in self.notes:
             log.warning(note)
             self.notes.append(note)
@@ -55,7 +56,7 @@ class Account:
         static_bytes: int = 0,
         cache: CacheReport | None = None,
     ) -> ProgramReport:
-        """Return the report of the finished compile, options that nothing used among the notes."""
+        """Return the report of the finished compile; its notes also name options that nothing used."""
         device, eager, wanted = request.device, request.options.eager, request.options.lowering
         if eager and "segmented" not in modes.values():
             self.note(f"eager={eager!r} is not used: no phase runs 'segmented'")
@@ -70,6 +71,7 @@ class Account:
             static_bytes=static_bytes,
             total_s=time.perf_counter() - self.start,
             num_kernels=self.num_kernels,
+            num_measured=self.num_measured,
             cache=cache or CacheReport(),
             dropped=dict(self.dropped),
             notes=(*(device.lowerings.notes(wanted) if lowered else ()), *self.notes),
@@ -77,7 +79,8 @@ class Account:
 
 
 def _accounted(reports: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
-    """Let the first phase that shares a trace account for it where the trace's own phase runs without one after all."""
+    """Charge a shared trace to the first phase that still uses it, after the trace's own phase fell back to no
+    trace."""
     known = {"", *(report.phase for report in reports)}
     sharing = {report.trace_of: report.phase for report in reversed(reports) if report.trace_of not in known}
     owners = ((report, sharing.get(report.trace_of, report.trace_of)) for report in reports)
@@ -85,7 +88,7 @@ def _accounted(reports: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
 
 
 def on_first_rank(progress: Progress | None) -> Progress:
-    """Return what is told of the captures: the caller's function on the first rank, elsewhere one that does nothing."""
+    """Return the progress function: the caller's on the first rank, on other ranks one that does nothing."""
     distributed = torch.distributed
     spread = distributed.is_available() and distributed.is_initialized()
     return (lambda what, done, total: None) if progress is None or (spread and distributed.get_rank()) else progress

@@ -1,4 +1,4 @@
-"""What `core.compile` checks of its arguments before anything is traced."""
+"""Checks of `core.compile`'s arguments before anything is traced."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.common.ops.declaration import declared_ops
 from core.compilation.capture.inputs import BucketTable, InputSpec
+from core.compilation.implementations import REFERENCE
 from core.compilation.trace.model_tensors import model_tensors
 from core.device import Device, Mode
 from core.errors import PluginError, UsageError
@@ -103,7 +104,8 @@ def _wrong(name: str, given: object, wanted: str) -> UsageError:
 
 
 def check_breaks(phase: str, break_at: Sequence[str], names: Mapping[str, str]) -> None:
-    """Refuse break points that nothing in a phase's graphs is called. names: of what is, each -> its short spelling."""
+    """Refuse break points that name nothing in a phase's graphs. names: every name in the graphs -> its short
+    spelling."""
     unknown = [name for name in break_at if name not in names]
     if unknown:
         near = get_close_matches(unknown[0], sorted(set(names.values())), n=10, cutoff=0)
@@ -147,7 +149,7 @@ def _takes(signature: inspect.Signature, *names: str) -> bool:
 def check_placement(model: Callable[..., Any], device: Device) -> None:
     """Refuse a module with weights elsewhere than on the device; single numbers (0-dim) may be, torch takes them."""
     tensors = model_tensors(model) if isinstance(model, torch.nn.Module) else ()
-    own = torch.empty(0, device=device.torch_device).device  # with its index, which may not be named
+    own = torch.empty(0, device=device.torch_device).device  # with its index, which the caller may have left out
     for name, tensor in tensors:
         if tensor.dim() and tensor.device != own:
             raise UsageError(
@@ -166,6 +168,23 @@ def check_ops(device: Device) -> None:
             found=f"the canonical ops are: {', '.join(sorted(declared_ops()))}",
             remedy="name one of these in OpImplementation.op",
         )
+
+
+def check_providers(options: CompileOptions, device: Device) -> None:
+    """Refuse a request for an implementation of an op that the device does not have, or that can't be used there."""
+    for op, wanted in (options.providers or {}).items():
+        named = {each.name: each for each in device.ops if each.op == op}
+        if wanted != REFERENCE and (wanted not in named or named[wanted].missing):
+            missing = named[wanted].missing if wanted in named else ""
+            usable = [name for name, each in named.items() if not each.missing]
+            unknown = op not in declared_ops()
+            raise UsageError(
+                f"implementation {wanted!r} of {op!r} on {device.name!r}",
+                found=missing or ("there is no canonical op of that name" if unknown else "the device has none"),
+                remedy=f"name one of: {', '.join([*usable, REFERENCE])}"
+                if not unknown
+                else f"name one of the ops: {', '.join(sorted({each.op for each in device.ops})) or 'none here'}",
+            )
 
 
 def examples_per_phase(options: CompileOptions, inputs: Mapping[str, InputSpec], modes: Mapping[str, Mode]) -> Examples:

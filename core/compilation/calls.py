@@ -1,4 +1,4 @@
-"""Calls of a program: what each form of call does, decided once, and what is wrong with one that can't be made."""
+"""Calls of a program: decides once per form of call what it does, and says why a call is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Calls:
         captured: Mapping[GraphKey, CapturedBucket],
         dropped: Mapping[GraphKey, str],
     ) -> None:
-        """dropped: buckets that could not be captured while others were, each with the reason; larger ones serve."""
+        """dropped: buckets that could not be captured, each with the reason; larger buckets serve their calls."""
         self.table = request.table
         self.captured_table = request.table.without(dropped)
         self.inputs = dict(request.inputs)
@@ -57,7 +57,7 @@ class Calls:
         except CaptureError as error:
             if self._strict or (largest is not None and self._oversized == "error"):
                 raise
-            # What was asked holds the sizes, of which there may be many.
+            # The error text holds sizes, of which there may be many.
             return Eager(f"{phase}: {error.found}", oversized=largest is not None)
 
     def measure(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
@@ -75,7 +75,7 @@ class Calls:
                 raise wrong_dtype(name, tensor, self.inputs[name].dtype)
 
     def check_bound(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> None:
-        """Refuse another tensor in place of one whose memory the graphs read; a bound input need not be given."""
+        """Refuse any other tensor for an input whose memory the graphs read directly; such an input may be left out."""
         for name in self.bound.keys() & inputs.keys():
             bound = self.bound[name]
             if inputs[name].data_ptr() != bound.data_ptr():
@@ -108,7 +108,7 @@ class Calls:
         return wrong_dtype(*wrong[0], self.inputs[wrong[0][0]].dtype)
 
     def close(self) -> None:
-        """Let go of the captured buckets and the bound tensors."""
+        """Release the captured buckets and the bound tensors."""
         self.captured.clear()
         self.bound.clear()
 
@@ -124,7 +124,7 @@ class Calls:
         return next((key for key in reversed(self.table.phases[phase]) if key.guards == guards), None)
 
     def _split(self, largest: GraphKey, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]) -> Split:
-        """Return the calls that together make one which is larger than the largest bucket."""
+        """Return the calls into which a call larger than the largest bucket is split."""
         (total,), (most,) = sizes.values(), largest.dims
         used = self.captured_table.find(largest.phase, self.table.sizes(largest), largest.guards)
         if used is None:

@@ -1,4 +1,4 @@
-"""`core.compile` and `core.capture`: the two ways to a `Program`. What they do is in pipeline.py."""
+"""`core.compile` and `core.capture`: the two functions that make a `Program`. The stages are in pipeline.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_A_TRACE = (
     "shared",
     "cache",
 )
-"""Options about a traced graph, which `core.capture` does not make."""
+"""Options about a traced graph, which `core.capture` refuses."""
 
 
 def compile(
@@ -64,9 +64,9 @@ def compile(
     `debug` that is an error.
 
     A model whose forward changes Python state (an attribute, an item, a global, an iterator) can't be traced. That is
-    an error where strict or where the mode is named; else the model runs eagerly, with a note. What traces but can't be
-    captured (a host read) is treated alike: see docs/capture.md. Ambient modes of torch (autocast) apply at each call
-    of a lowering that runs torch ops, such as `inline`.
+    an error where strict or where the mode is named; else the model runs eagerly, with a note. A model that can be
+    traced but not captured (because of a host read) is treated alike: see docs/capture.md. Ambient modes of torch
+    (autocast) apply at each call of a lowering that runs torch ops, such as `inline`.
 
     Raises `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and `CaptureError`.
     """
@@ -89,9 +89,9 @@ def capture(
     """Capture a callable as it is, with no tracing, passes or lowering, and return the `Program` that replays it.
 
     Arguments are those of `core.compile`; options that only a traced graph has are refused. Without a mode, "segmented"
-    is taken, else "full", else what the device has.
+    is taken, else "full", else any mode of the device.
 
-    Python runs at capture only: what it decides by data stays decided. So each capture is replayed on further inputs
+    Python runs at capture only: its decisions about data are frozen. So each capture is replayed on further inputs
     (`examples`; else random floating-point ones) and compared with the callable itself, in every bit. Raises
     `CaptureError` where they differ, or where something can't be captured, naming the module to run eagerly.
     """

@@ -1,4 +1,4 @@
-"""Eager runs of a program: its models as they are, where the mode says so or no graph may serve a call."""
+"""Eager runs of a program's models, if the mode is "off" or no graph may serve a call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger("core.compilation.program")
 
 
 class EagerRuns:
-    """The models of a program's phases, run as they are, with the counts of it."""
+    """The models of a program's phases, run eagerly and counted."""
 
     def __init__(self, request: CompileRequest, calls: Calls, runner: GraphRunner) -> None:
-        """runner: counts the runs for want of a graph, in its `fallbacks`."""
+        """runner: counts, in `fallbacks`, the runs that had no graph."""
         self._models = dict(request.models)
         self._evaluated = {phase: Evaluated(model) for phase, model in request.models.items()}
         self._device = request.device.torch_device
@@ -32,7 +32,7 @@ class EagerRuns:
         self._runner = runner
 
     def run(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor], why: Eager) -> Any:
-        """Return what the phase's model does; raise `UsageError` where it was put in training mode since."""
+        """Run the phase's model; raise `UsageError` if it has been put into training mode."""
         sizes, reason, runner = self._calls.measure(inputs), why.reason, self._runner
         self._calls.check_dtypes(inputs)
         self._evaluated[phase].check(phase)
@@ -43,7 +43,8 @@ class EagerRuns:
         if why.oversized:
             runner.oversized[f"{reason}: run eagerly"] += 1
         with torch.no_grad():
-            # A captured call copies inputs into buffers, wherever these lie; `to` gives those in place themselves.
+            # A captured call accepts inputs on any device, so move them here; `to` returns tensors already there as
+            # they are.
             own = {name: tensor.to(self._device) for name, tensor in inputs.items()}
             result = self._models[phase](**{**self._calls.bound, **own}, **guards)
         runner.compiles.raise_pending()

@@ -1,13 +1,14 @@
 """Choosing implementations of canonical ops: the device's own where its condition holds.
 
 A call that no implementation takes becomes again the nodes that a lift made it from; a call that was in the model from
-the start becomes the op's reference.
+the start becomes the op's reference. Where several take a call, measuring.py chooses anew for each bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from core.common.passes.original import restore
 from core.errors import LoweringError
 
 BREAK_POINT = "break_point"
-"""Key of a node's meta: the op that it is to the user, where piecewise capture cuts the graph."""
+"""Key of a node's meta: the op's name for users, at a node where piecewise capture cuts the graph."""
 REFERENCE = "reference"
 EAGER = "eager reference"
 ORIGINAL_NODES = "original"
@@ -28,24 +29,31 @@ ORIGINAL_NODES = "original"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpChoice:
-    """What one call of a canonical op became."""
+    """The implementation that one call of a canonical op got."""
 
     op: str
     #: The call's name in the graph.
     node: str
-    #: Its name; or "original" for the nodes that a lift replaced, "reference" for the op's own code, "eager reference"
-    #: for the op's form between graphs.
+    #: The implementation's name; or "original" for the nodes that a lift replaced, "reference" for the op's own code,
+    #: "eager reference" for the op's form between graphs.
     implementation: str
-    #: Implementations that refused the call, each with the reason.
+    #: Implementations before it that refused the call, and those that can't be used here, each with the reason.
     refused: tuple[tuple[str, str], ...] = ()
+    #: Further implementations that take the call; none where the user named one.
+    others: tuple[str, ...] = ()
 
 
 def choose_implementations(
-    graph: fx.GraphModule, implementations: Sequence[OpImplementation], *, mark: Collection[str] = ()
+    graph: fx.GraphModule,
+    implementations: Sequence[OpImplementation],
+    *,
+    mark: Collection[str] = (),
+    providers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[OpChoice, ...]:
     """Replace every canonical op in `graph`, in place; the first implementation whose condition holds wins.
 
-    mark: qualified names of ops whose nodes get `meta["break_point"]`: what they become stays one node.
+    mark: qualified names of ops whose nodes get `meta["break_point"]`: what they become stays one node. providers: the
+    name of the implementation, or `REFERENCE`, that the user wants for an op; calls that it refuses go to the others.
     """
     choices = []
     pending = list(reversed(graph.graph.nodes))
@@ -53,7 +61,8 @@ def choose_implementations(
         node = pending.pop()
         op = find_op(node.target) if node.op == "call_function" else None
         if op is not None:
-            choice, restored = _choose(node, op, [i for i in implementations if i.op == op.qualified_name])
+            candidates = [i for i in implementations if i.op == op.qualified_name]
+            choice, restored = _choose(node, op, candidates, providers.get(op.qualified_name, ""))
             if op.qualified_name in mark and not restored:
                 node.meta[BREAK_POINT] = op.qualified_name
                 if choice.implementation == REFERENCE and op.eager is not None:
@@ -65,9 +74,9 @@ def choose_implementations(
 
 
 def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
-    """Put back what lifts replaced by ops that no implementation is for; return how many calls were put back.
+    """Put back the original nodes of lifted calls without an implementation; return how many calls were put back.
 
-    A pass of a later stage then finds these nodes as the model wrote them.
+    Passes of later stages then see these nodes as the model wrote them.
     """
     known = {implementation.op for implementation in implementations}
     pending, count = list(graph.graph.nodes), 0
@@ -82,24 +91,55 @@ def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpIm
     return count
 
 
-def _choose(node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation]) -> tuple[OpChoice, list[fx.Node]]:
+def _choose(
+    node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation], wanted: str
+) -> tuple[OpChoice, list[fx.Node]]:
     """Choose for one call; return what it became, and the original nodes if it became these."""
-    call = op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))
+    call = bound_call(node, op)
     refused: list[tuple[str, str]] = []
-    chosen, restored = "", None
-    for candidate in candidates:
-        reason = _ask(candidate, call)
-        if reason is None:
-            node.target, chosen = candidate.fn, candidate.name
+    taking: list[OpImplementation] = []
+    for candidate in sorted(candidates, key=lambda each: each.name != wanted):  # stable
+        if wanted and (taking or wanted == REFERENCE):
             break
-        refused.append((candidate.name, reason))
+        reason = candidate.missing or _ask(candidate, call)
+        if not reason:
+            taking.append(candidate)
+        elif candidate.missing or not taking:
+            refused.append((candidate.name, reason))
+    restored = None
+    if taking:
+        node.target, chosen = taking[0].fn, taking[0].name
     else:
         restored = restore(node)
         chosen = REFERENCE if restored is None else ORIGINAL_NODES
         if restored is None:
             node.target = op.reference
-    choice = OpChoice(op=op.qualified_name, node=node.name, implementation=chosen, refused=tuple(refused))
+    others = tuple(each.name for each in taking[1:])
+    choice = OpChoice(
+        op=op.qualified_name, node=node.name, implementation=chosen, refused=tuple(refused), others=others
+    )
     return choice, restored or []
+
+
+def unmet(choices: Sequence[OpChoice], providers: Mapping[str, str]) -> list[str]:
+    """Return what is to be told the user of calls that do not get the implementation that was asked for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        reason = dict(choice.refused).get(providers.get(choice.op, ""))
+        if reason is not None:
+            found.setdefault((choice.op, reason), []).append(choice.node)
+    return [
+        f"{len(nodes)} calls of {op} are not run by {providers[op]!r}, as asked ({nodes[0]}): {reason}"
+        for (op, reason), nodes in found.items()
+    ]
+
+
+def bound_call(node: fx.Node, op: CanonicalOp) -> OpCall:
+    """Return the call of an op that a node is, its arguments by name, tensors and sizes as the trace knows them.
+
+    The node's target may have been replaced by an implementation, which takes the same arguments.
+    """
+    return op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))
 
 
 def _ask(candidate: OpImplementation, call: OpCall) -> str | None:

@@ -31,11 +31,11 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOptions:
-    """Everything `core.compile` decides by, besides model, device, inputs and buckets."""
+    """All settings of `core.compile` besides model, device, inputs and buckets."""
 
-    #: For all phases, or one per phase. A single name is taken or refused. Of several, the first that the device has
-    #: and the model allows is taken, with a note in the report where it is not the first. None tries all that the
-    #: device has, and "off" in the end.
+    #: One mode for all phases, or one per phase. A single name is used or refused. Of several names, the first that
+    #: device and model allow is used; the report notes it if an earlier one was skipped. None tries all modes of the
+    #: device, "off" last.
     mode: ModeChoice | Mapping[str, ModeChoice] | None = None
     #: Name of one of the device's lowerings; None takes its default.
     lowering: str | None = None
@@ -45,14 +45,23 @@ class CompileOptions:
     disable_passes: tuple[str, ...] = ()
     #: Names of passes to run although the device finds them unprofitable.
     enable_passes: tuple[str, ...] = ()
+    #: The implementation that each of these canonical ops gets, `{"core::linear": "name"}`, or "reference" for none:
+    #: calls that it refuses go to the others, and the report says why. Ops that are not named here get what the device
+    #: prefers, or what is fastest, as `measure` says.
+    providers: Mapping[str, str] | None = None
+    #: Time the implementations of a call that several take, at the sizes of each bucket (docs/providers.md). False
+    #: takes the one that the device prefers.
+    measure: bool = True
     #: What "piecewise" cuts at: ops as "ns::op", functions and methods of torch as fx writes them ("torch.tanh"), each
     #: in some graph of every piecewise phase. None takes the canonical ops that declare it.
     break_at: tuple[str, ...] | None = None
     #: Modules that "segmented" runs eagerly, by path, `*` for any part; None finds those that can't be captured.
     eager: tuple[str, ...] | None = None
-    #: A failing pass, a broken promise of one, a call without a graph, and a compile while serving are errors.
+    #: Whether these are errors: a failing pass, a pass with a broken promise, a call without a graph, a compile while
+    #: serving.
     strict: bool = False
-    #: A call while another thread's call runs: "refuse" is an error; "serialize" lets it wait, and calls return copies.
+    #: Calls while another thread's call runs: with "refuse" an error; with "serialize" they wait, and results are
+    #: copies.
     threads: Threads = "refuse"
     #: A call larger than the largest bucket: "eager" runs the model as it is (strict: an error), "error" refuses,
     #: "split" makes several calls and joins their outputs. Choosing "split" states that the entries of the one bucket
@@ -62,29 +71,27 @@ class CompileOptions:
     debug: bool = False
     #: Judge each pass on `examples` against an fp64 run; "sample" takes one input set and a third of the sites.
     verify: Verify = "off"
-    #: What else a phase is captured for, as values by name, for all phases or per phase. The model gets one value of
-    #: each by name, and calls name theirs.
+    #: Further conditions that a phase is captured for: values by name, for all phases or per phase. The model gets one
+    #: value of each by name, and each call names its values.
     guards: GuardValues | Mapping[str, GuardValues] | None = None
     #: For phases without a trace, the dimensions of each output tensor, in order: as in `InputSpec.shape`, and None for
-    #: a dimension that no bucket changes, for example `[("tokens", None)]`. Without them the shapes in the captured
-    #: buckets tell, and calls where these do not tell are refused.
+    #: a dimension that no bucket changes, for example `[("tokens", None)]`. Without them core compares the shapes in
+    #: the captured buckets, and refuses calls if these leave a doubt.
     outputs: Sequence[OutputDims] | None = None
     #: The tensors of inputs declared "bound".
     bound: Mapping[str, Tensor] | None = None
-    #: Undoes what runs wrote into state; called between warm-up and capture of each bucket, and after it.
+    #: Restores state that runs wrote; called between warm-up and capture of each bucket, and after the capture.
     reset: Callable[[], None] | None = None
-    #: Called with the tensors that the finished graphs are bound to, weights and caches among them, before they are
-    #: captured (again where captures are begun anew). It may move tensors, by `tensor.data = …`; each then has to stay
-    #: where it is.
+    #: Called before the captures (again if captures start over) with the constants of the finished graphs, weights and
+    #: caches among them. It may move tensors, by `tensor.data = …`; each then has to stay where it is.
     relocate: Callable[[Sequence[Tensor]], None] | None = None
     #: Sets of inputs by name, per phase or for a single phase. `verify` judges the passes on them, and captures without
     #: a trace are checked on them.
     examples: Examples | InputSets | None = None
     #: Phases that one trace may serve, since their models differ in one argument of one op only.
     shared: SharedTrace | None = None
-    #: Keep the finished graphs on disk, and take them from there where nothing they depend on has changed
-    #: (docs/cache.md). `CORE_CACHE=0` overrules it. None leaves it to the caller: an engine does, `core.compile` does
-    #: not.
+    #: Whether to keep finished graphs on disk and reuse them while nothing they depend on has changed (docs/cache.md).
+    #: `CORE_CACHE=0` overrules it. None is the caller's default: an engine caches, `core.compile` does not.
     cache: bool | None = None
     #: Called before each capture and once after the last.
     progress: Progress | None = None
@@ -107,7 +114,7 @@ class CompileOptions:
 
     @property
     def switches(self) -> PassSwitches:
-        """What these options say of passes."""
+        """The options about passes."""
         from core.compilation.rewrite.order import PassSwitches
 
         return PassSwitches(only=self.passes, disable=self.disable_passes, enable=self.enable_passes)
@@ -116,13 +123,13 @@ class CompileOptions:
     def stated(self) -> tuple[str, ...]:
         """Names of the options that differ from their defaults."""
         values = ((item, getattr(self, item.name)) for item in fields(self))
-        # Kinds first: tensors among the values can't be compared by ==.
+        # Compare types first: tensors among the values can't be compared by ==.
         return tuple(
             item.name for item, value in values if type(value) is not type(item.default) or value != item.default
         )
 
     def with_defaults(self, **defaults: Any) -> CompileOptions:
-        """Return these options, with other defaults for those that are not stated."""
+        """Return these options with other defaults for those that the caller left at their default."""
         return replace(self, **{name: value for name, value in defaults.items() if name not in self.stated})
 
     def modes_of(self, phase: str, available: tuple[Mode, ...]) -> tuple[Mode, ...]:
@@ -142,7 +149,7 @@ class CompileOptions:
 
 
 def options_of(options: CompileOptions | None, **beside: Any) -> CompileOptions:
-    """Return the options of a call, together with those that the call gives beside them; None there gives nothing.
+    """Merge the `options` of a call with options given as separate arguments; None there means not given.
 
     Raises `UsageError` for an option in both places.
     """

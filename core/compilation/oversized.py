@@ -23,7 +23,7 @@ class Eager(NamedTuple):
 
     #: Why; "" where the phase's mode is "off".
     reason: str = ""
-    #: Larger than the largest bucket.
+    #: Whether the call is larger than the largest bucket.
     oversized: bool = False
 
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """A call that is made as several, one after the other, whose outputs are joined."""
+    """A call that is split into several consecutive calls, whose outputs are joined."""
 
     pieces: tuple[Piece, ...]
     #: The dimension of each input that is cut, by name; the others go to each piece whole.
@@ -45,11 +45,11 @@ class Split:
     #: The dimension along which each graph output is joined.
     joins: tuple[int, ...]
     output: OutputTree
-    #: What the report counts it as.
+    #: The report's name for this kind of call.
     told: str
 
     def check_step(self, step: Mapping[str, Any] | None) -> None:
-        """Refuse host-side arguments, which are those of the whole call."""
+        """Refuse host-side arguments: they describe the whole call and can't be split."""
         if step is not None:
             raise CaptureError(
                 f"splitting a call that is given step={sorted(step)}",
@@ -97,22 +97,22 @@ def split_dimensions(table: BucketTable, inputs: Mapping[str, InputSpec]) -> dic
 
 
 def join_dimensions(bucket: CapturedBucket, inputs: Mapping[str, Tensor], cuts: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the dimension of each graph output whose entries are those of the dimension that is split.
+    """Return the dimension of each graph output that corresponds to the split dimension.
 
-    Raises `CaptureError` for an output that has none or several, and where nothing tells.
+    Raises `CaptureError` for an output with none or several such dimensions, and if they can't be determined.
     """
     largest = bucket.key.dims[0]
     asked = f"splitting a call over {bucket.key}"
     if largest < 2:
         found = "with one entry to a bucket, nothing tells which dimension of an output holds the entries"
         raise CaptureError(asked, found=found, remedy="compile with a larger bucket")
-    # What would be cut off for one entry of padding is where the entries lie.
+    # The dimension that one entry of padding would cut is the dimension of the entries.
     fewer = {
         name: buffer.narrow(cuts[name], 0, largest - 1) if name in cuts else buffer
         for name, buffer in bucket.inputs.items()
     }
     crops = bucket.cropper.crops(bucket.key, bucket.inputs, {n: t for n, t in fewer.items() if n in inputs})
-    crops += [()] * (max(bucket.output.indexes, default=-1) + 1 - len(crops))  # none where no input is read that is cut
+    crops += [()] * (max(bucket.output.indexes, default=-1) + 1 - len(crops))  # none if the graph reads no split input
     return tuple(_join_dimension(asked, index, crop, largest - 1) for index, crop in enumerate(crops))
 
 

@@ -88,20 +88,20 @@ def make_program(request: CompileRequest) -> Program:
 
 
 def relocate(options: CompileOptions, phases: Iterable[Phase]) -> None:
-    """Let the caller move what the graphs of these phases are bound to."""
+    """Let the caller move the constants of these phases' graphs."""
     if options.relocate is not None:
         found = {id(tensor): tensor for phase in phases for graph in phase.graphs for tensor in graph.tensors}
         options.relocate(tuple(found.values()))
 
 
 def rewriter_of(request: CompileRequest) -> Rewriter:
-    """Return what runs the passes that a request asks for; raise `UsageError` for names that no pass has."""
+    """Return the object that runs the requested passes; raise `UsageError` for unknown names of passes."""
     options = request.options
     return Rewriter(request.device, options.switches, strict=options.strict, verify=options.verify)
 
 
 def make_stages(request: CompileRequest, account: Account, rewriter: Rewriter) -> Stages:
-    """Return what the phases of the program share."""
+    """Return the shared state of the program's phases."""
     device, options = request.device, request.options
     buffers = StaticBuffers(request.inputs, request.table, device.torch_device, request.bound)
     return Stages(
@@ -128,7 +128,7 @@ def open_cache(request: CompileRequest, rewriter: Rewriter) -> ProgramCache | No
 
 
 class _Pipeline:
-    """Takes every phase from its best mode to graphs, and to the next mode where the model does not allow that one."""
+    """Captures every phase in its best mode, or in the next one if the model does not allow it."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
@@ -136,7 +136,7 @@ class _Pipeline:
         self._options = stages.request.options
 
     def run(self) -> tuple[dict[str, Phase], dict[GraphKey, CapturedBucket]]:
-        """Prepare and capture all phases; return what each runs as, and the captured buckets."""
+        """Prepare and capture all phases; return the mode of each, and the captured buckets."""
         prepared = {name: self._prepare(name, modes) for name, modes in self._request.candidates.items()}
         tell = on_first_rank(self._options.progress)
         while True:
@@ -162,7 +162,7 @@ class _Pipeline:
                     raise
                 phase, _, untried = prepared[name]
                 modes = self._modes_after(phase, untried, error)
-            # All start anew: a backend can't drop single graphs, and the memory of those captured would stay taken.
+            # Capture everything again: a backend can't drop single graphs, so their memory would stay in use.
             self._stages.runner.cleanup()
             self._stages.account.begin_captures()
             prepared[name] = self._prepare(name, modes)
@@ -181,18 +181,17 @@ class _Pipeline:
     def _modes_after(
         self, phase: Phase, untried: tuple[Mode, ...], error: TraceError | CaptureError
     ) -> tuple[Mode, ...]:
-        """Return the untried modes that may do what the phase's own mode can't, and note why.
+        """Return the untried modes to try after the phase's own mode failed, and note why.
 
-        Raises the error where there is none, or strict.
-
-        Traced modes give way to those without a trace. A model that could be traced is run eagerly only after a capture
-        without a trace failed too: before that the fault may be anything, a full memory or a bug.
+        Raises the error if there is none, or if strict. A traced mode is followed by modes without a trace. A model
+        that could be traced is run eagerly only after a capture without a trace failed too: before that the fault may
+        be anything, a full memory or a bug.
         """
         was_traced = isinstance(error, CaptureError)
         traced_modes = TRACED_MODES if self._request.traced else ()
         dropped = (*traced_modes, "off") if was_traced and phase.mode in traced_modes else traced_modes
         if isinstance(error, TraceError) and error.keeps_state and self._options.eager is None:
-            untried = tuple(mode for mode in untried if mode == "off")  # a capture without a trace freezes it, too
+            untried = tuple(mode for mode in untried if mode == "off")  # a capture without a trace would freeze it too
         modes = tuple(mode for mode in untried if mode not in dropped or (mode == "off" and "segmented" in untried))
         if not modes or self._options.strict:
             raise error
@@ -207,7 +206,7 @@ class _Pipeline:
         return watch_modules(modules_of(self._request.models[name])) if self._options.debug else ()
 
     def _drop(self, keys: Sequence[GraphKey], error: GraphResourcesError) -> None:
-        """Leave these buckets out, as the device holds no more graphs; raise the error where strict."""
+        """Drop these buckets, since the device has no room for more graphs; raise the error if strict."""
         if self._options.strict:
             raise error
         reason = reason_of(error)

@@ -105,7 +105,7 @@ class Program:
     def stand_in(
         self, phase: str, sizes: Mapping[str, int], guards: Mapping[str, Hashable] | None = None
     ) -> GraphKey | None:
-        """Return the dropped bucket that `bucket` gives another for, or None; tell replays to `count_stand_in`."""
+        """Return the dropped bucket that `bucket` replaces, or None; report such replays to `count_stand_in`."""
         calls = self._calls
         wanted = calls.table.find(self._phase(phase), sizes, calls.table.check_guards(phase, guards or {}))
         return wanted if wanted in calls.dropped else None
@@ -151,7 +151,7 @@ class Program:
         turns, before = self._turns, self._turns.begun
         if turns.busy_part():
             raise turns.refused_part()
-        with turns.lock:  # `_replay` written out: a call costs as much as the turn
+        with turns.lock:  # `_replay` inlined: a further call would cost as much as the turn
             turns.begin(before)
             bucket = self._calls.captured.get(key) or self._bucket(key)
             return bucket.output.rebuild(self._runner.replay(key, step), bucket.inputs)
@@ -183,8 +183,8 @@ class Program:
         - step: host-side arguments, as for `replay`; inputs that are given on the host need not be repeated in it.
 
         Where no captured graph may serve the call, the model runs eagerly, which is logged once per reason and counted
-        in `report().fallbacks`; a strict program raises `CaptureError` instead. What a call larger than the largest
-        bucket does, `CompileOptions(oversized=…)` says. Raises `UsageError` for inputs that differ from their
+        in `report().fallbacks`; a strict program raises `CaptureError` instead. `CompileOptions(oversized=…)` says what
+        happens with a call larger than the largest bucket. Raises `UsageError` for inputs that differ from their
         declaration, while another call runs, and where the model would run eagerly in training mode.
         """
         turns, before = self._turns, self._turns.begun
@@ -195,7 +195,7 @@ class Program:
             try:
                 signature: tuple[Any, ...] = (phase, *[(name, tensor.shape) for name, tensor in inputs.items()])
                 if guards:
-                    signature += tuple((name, value, type(value)) for name, value in guards.items())  # 1 is no True
+                    signature += tuple((name, value, type(value)) for name, value in guards.items())  # 1 is not True
                 plan = self._plans.get(signature)
             except (AttributeError, TypeError):
                 raise self._calls.wrong(phase, inputs, guards) from None
@@ -243,17 +243,17 @@ class Program:
 
         weights: by the names of the model's `state_dict`, on any device. A mapping or sequence is checked whole before
         anything is written, an iterator tensor by tensor: where a later one is wrong, calls are refused until all have
-        been loaded. partial: whether parameters may miss; buffers may, and all but one of the names of a tied weight.
+        been loaded. partial: whether parameters may be missing; buffers and further names of a tied weight always may.
 
-        Raises `UsageError` for names that miss or that the model lacks, other shapes or dtypes, and new values of a
-        weight from which passes have made something.
+        Raises `UsageError` for missing or unknown names, other shapes or dtypes, and new values of a weight from which
+        passes have made something.
         """
         with self._turns.anyway():
             if self._closed:
                 raise CaptureError("loading weights", found="the program was closed", remedy="compile it again")
             try:
                 self.weights.load(weights, partial=partial)
-                self.device.synchronize()  # the tensors given may go now
+                self.device.synchronize()  # the caller may free the given tensors now
             finally:
                 self._turns.hold(self.weights.mixed)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
     from core.compilation.capture.bucket_report import BucketReport
     from core.compilation.implementations import OpChoice
+    from core.compilation.measuring import MeasuredChoice
     from core.compilation.rewrite.pass_report import PassReport
 
 
@@ -35,6 +36,8 @@ class TraceReport:
     aten_s: float = 0.0
     #: The phase whose trace it shares; "" for a trace of its own.
     trace_of: str = ""
+    #: What calls became that several implementations take, by bucket.
+    measured: tuple[MeasuredChoice, ...] = ()
     #: Read from the compile cache, with the account of its passes from when it was made; nothing was traced now.
     cached: bool = False
 
@@ -77,11 +80,11 @@ class ProgramReport:
     buckets: tuple[BucketReport, ...]
     static_bytes: int
     total_s: float
-    #: What was done otherwise than asked or preferred, each with the reason.
+    #: What was done differently than asked or preferred, each with the reason.
     notes: tuple[str, ...] = ()
     #: How often each key was replayed.
     replays: Mapping[GraphKey, int] = field(default_factory=dict)
-    #: How often the model ran eagerly for want of a graph, by reason.
+    #: How often the model ran eagerly because no graph served the call, by reason.
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     #: How often a call was larger than the phase's largest bucket, and what was done then. Those that ran eagerly are
     #: among the fallbacks as well.
@@ -94,6 +97,8 @@ class ProgramReport:
     compiles: Mapping[str, int] = field(default_factory=dict)
     #: Kernels compiled for this program, those that were found compiled on disk not counted.
     num_kernels: int = 0
+    #: Calls of ops that were timed for this program, those whose times were found on disk not counted.
+    num_measured: int = 0
     #: What the compile cache did.
     cache: CacheReport = field(default_factory=CacheReport)
 
@@ -119,11 +124,12 @@ class ProgramReport:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What a start may cost: traces, passes run, kernels compiled, buckets captured."""
+        """Counts of the costs of a start: traces, passes run, kernels compiled, buckets captured."""
         return {
             "traces": self.num_traces,
             "passes": self.num_passes,
             "kernels": self.num_kernels,
+            "measured": self.num_measured,
             "captures": self.num_captures,
         }
 
@@ -137,6 +143,8 @@ class ProgramReport:
         document = asdict(self)
         for trace, source in zip(document["traces"], self.traces, strict=True):
             trace["buckets"] = [str(key) for key in source.buckets]
+            for timed, chosen in zip(trace["measured"], source.measured, strict=True):
+                timed |= {"bucket": str(chosen.bucket), "times_us": dict(chosen.times_us)}
         for bucket, kept in zip(document["buckets"], self.buckets, strict=True):
             bucket["key"] = str(kept.key)
         document["counters"] = self.counters
@@ -159,6 +167,7 @@ class ProgramReport:
                 + (f" ({trace.reason})" if trace.reason else "")
             )
             lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
+            lines += [f"    {line}" for line in _measured_lines(trace)]
             told = [p for p in trace.passes if _has_news(p)]
             lines += [f"    {p.summary()}" for p in told]
             if quiet := len(trace.passes) - len(told):
@@ -201,15 +210,21 @@ class ProgramReport:
 
 
 def _origin(trace: TraceReport) -> str:
-    """Say where a graph comes from, and how long that took."""
+    """Return the origin of a graph (traced, shared or cached), and how long it took."""
     if trace.cached:
         return f"from the cache, {len(trace.passes)} passes when it was made, "
     traced = f"of the trace of {trace.trace_of}, " if trace.trace_of else f"in {trace.trace_s:.2f} s, "
     return f"{traced}{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
 
 
+def _measured_lines(trace: TraceReport) -> list[str]:
+    """Say which implementations were the fastest, and in how many buckets."""
+    calls = Counter((each.op, each.implementation) for each in trace.measured for _ in each.nodes)
+    return [f"{op} by time -> {name}: {count} calls in all buckets" for (op, name), count in sorted(calls.items())]
+
+
 def _has_news(report: PassReport) -> bool:
-    """Tell whether a pass did, or missed, anything that the report should name."""
+    """Tell whether a pass did anything, or had near-misses, that the report should name."""
     return bool(report.matched or report.error or report.skipped or report.near_misses or report.expected)
 
 

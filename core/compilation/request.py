@@ -1,4 +1,4 @@
-"""`CompileRequest`: what a program is to be made from, checked once at the door and passed whole to every stage."""
+"""`CompileRequest`: everything a program is made from, checked once and passed whole to every stage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from core.compilation.arguments import (
     check_outputs,
     check_phases,
     check_placement,
+    check_providers,
     check_signature,
     examples_per_phase,
     models_per_phase,
@@ -35,7 +36,7 @@ TRACED_MODES: tuple[Mode, ...] = ("full", "piecewise", "compile")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileRequest:
-    """What a program is to be made from."""
+    """Everything a program is made from."""
 
     #: The callable of each phase.
     models: Mapping[str, Model]
@@ -64,7 +65,7 @@ class CompileRequest:
         *,
         traced: bool = True,
     ) -> CompileRequest:
-        """Check what the caller gave and bring it into one form; raise `UsageError` for what can't be done."""
+        """Check the caller's arguments and normalise them; raise `UsageError` for impossible ones."""
         table = BucketTable.build(inputs, buckets, options.guards)
         models = models_per_phase(model, table)
         for phase, each in models.items():
@@ -82,6 +83,7 @@ class CompileRequest:
         candidates = {phase: options.modes_of(phase, device.capabilities.modes) for phase in table.phases}
         device.lowerings.resolve(options.lowering)
         check_ops(device)
+        check_providers(options, device)
         if options.shared is not None:
             options.shared.check(table.phases)
         return cls(

@@ -38,7 +38,7 @@ def device_passes(device: Device) -> tuple[Pass, ...]:
 
 
 def bound_constants(traced: TracedGraph) -> Constants:
-    """Return the tensors that the graph's placeholders are bound to, for passes to read and to add to."""
+    """Return the constants of the graph's placeholders, for passes to read and to extend."""
     names = (node.name for node in traced.module.graph.find_nodes(op="placeholder"))
     slots = zip(names, traced.slots, strict=True)
     values = {name: slot.value for name, slot in slots if isinstance(slot, ConstantSlot)}
@@ -67,9 +67,9 @@ class Rewritten:
     passes_s: float
     #: Seconds of turning it into ATen ops; 0.0 where no pass needs them.
     aten_s: float
-    #: The bound tensors whose content a pass may have read.
+    #: The constants whose content a pass may have read.
     contents: tuple[Tensor, ...] = ()
-    #: The tensors that passes bound and of which nobody knows from what they were made.
+    #: The constants that passes added with unknown sources.
     sourceless: tuple[str, ...] = ()
 
 

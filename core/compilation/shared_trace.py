@@ -27,7 +27,7 @@ class SharedTrace:
     op: str
     #: An argument that the op takes by keyword only.
     argument: str
-    #: What the argument is in each phase.
+    #: The value of the argument in each phase.
     values: Mapping[str, Literal]
 
     def check(self, phases: Collection[str]) -> None:

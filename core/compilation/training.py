@@ -1,4 +1,4 @@
-"""Training mode: what it does must neither be captured nor be run beside what was captured without it."""
+"""Training mode: it must neither be captured nor be used in eager runs beside graphs captured in evaluation mode."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Weights by the names of the model's `state_dict`."""
 _MOST_TOLD = 4
 _MOST_DIGESTED = 1 << 20
-"""Bytes of weights whose values passes have used: of more, a compile takes no digests, and they can't be loaded."""
+"""Limit on the bytes of weights whose values passes have used: beyond it a compile takes no digests, and these weights
+can't be reloaded."""
 _UNREAD = "?"
 _ASKED = "load weights into a program"
 _BY_STATE_DICT = "give tensors by the names, shapes and dtypes of the model's state_dict()"
@@ -27,7 +28,7 @@ _BY_STATE_DICT = "give tensors by the names, shapes and dtypes of the model's st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a weight lay when the program was compiled. digest: of the values that it has to keep, "" for none."""
+    """The address of a weight when the program was compiled. digest: of values that must not change, "" if they may."""
 
     address: int
     digest: str
@@ -44,9 +45,9 @@ class Weights:
         contents: Iterable[Tensor] = (),
         sourceless: Iterable[str] = (),
     ) -> None:
-        """captured: whether any graph is. contents: tensors of whose values passes have made something.
+        """captured: whether any graph is. contents: tensors whose values passes have used.
 
-        sourceless: what passes have made of nobody knows which weights.
+        sourceless: tensors that passes made from unknown weights.
         """
         self._captured = captured
         self._sourceless = tuple(dict.fromkeys(sourceless))
@@ -54,7 +55,7 @@ class Weights:
         named, self._required, self._ambiguous = _named(self._models())
         depends = tuple({id(tensor): tensor for tensor in contents}.values())
         self._places = {name: _Place(tensor.data_ptr(), _digest_of(tensor, depends)) for name, tensor in named.items()}
-        #: Why the weights are no model's at present; "" where they are.
+        #: Why the weights are unusable at present; "" if they are complete.
         self.mixed = ""
 
     def load(self, weights: NamedTensors, *, partial: bool = False) -> None:
@@ -77,7 +78,7 @@ class Weights:
         self._write(weights, checks, partial=partial)
 
     def _write(self, weights: NamedTensors, checks: _Checks, *, partial: bool) -> None:
-        """Write what comes, each tensor checked before; where one is wrong, no weights are the model's any more."""
+        """Check and write the tensors as they come; after a wrong one the model's weights are unusable."""
         before = self.mixed
         written: set[str] = set()
         try:
@@ -130,7 +131,7 @@ class _Checks:
         self._given: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:
-        """Begin again: the same tensors come once more."""
+        """Start again: the same tensors will come once more."""
         self._seen.clear()
         self._given.clear()
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of generation: sampling and stopping, checked once when it is stated."""
+"""The settings of generation: sampling and stopping, checked once when they are made."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ CACHES = ("auto", "paged", "static")
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How keys and values are kept: as the model computes them, or as codes of half the size."""
 
+OWN_HEADS = "self"
+"""Stands for the heads in the served model's own checkpoint, where the folder of a draft model could."""
+
 MIN_TEMPERATURE = 1e-5
-"""Below this a softmax in fp32 is the argmax up to ties; ask for 0 and get it exactly."""
+"""Below this temperature a softmax in fp32 equals the argmax up to ties; 0 gives the argmax exactly."""
 
 MAX_LOGPROBS = 20
-"""Alternatives to a token that are reported at most."""
+"""Most alternatives to a token that are reported."""
 
 # torch.Generator.manual_seed takes signed and unsigned 64-bit values.
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
@@ -35,7 +38,7 @@ class SamplingParams:
     """How the tokens of one sequence are chosen and when it ends; raises `UsageError` for a value out of range."""
 
     max_new_tokens: int = 64
-    #: What the logits are divided by; 0 always takes the most likely token.
+    #: The divisor of the logits; 0 always takes the most likely token.
     temperature: float = 0.0
     #: Keep the k most likely tokens; 0 keeps all.
     top_k: int = 0
@@ -52,19 +55,19 @@ class SamplingParams:
     #: Drop tokens that are less probable than this share of the most probable one's; 0 drops none. Applied at the
     #: temperature, before `top_k`.
     min_p: float = 0.0
-    #: Taken off the logits of tokens that the answer has already.
+    #: Subtracted from the logits of tokens that the answer already has.
     presence_penalty: float = 0.0
-    #: Taken off the logits of the answer's tokens for each time that it has them.
+    #: Subtracted from the logits of the answer's tokens, once per occurrence.
     frequency_penalty: float = 0.0
     #: Divides positive logits of tokens that prompt or answer have, and multiplies negative ones; 1 changes nothing.
     repetition_penalty: float = 1.0
     #: Token ids with what is added to their logits.
     logit_bias: tuple[tuple[int, float], ...] = ()
-    #: The sequence does not end at a token before it has so many; stop strings end it all the same.
+    #: No stop token ends the sequence before it has this many tokens; stop strings still do.
     min_tokens: int = 0
     #: Report the log-probability of each token and of so many of the most likely ones; None reports nothing.
     logprobs: int | None = None
-    #: Who is served first where not all can be: smaller ones join before others and keep their cache longer.
+    #: Priority; smaller numbers join first and keep their cache longer.
     priority: int = 0
     #: A JSON schema, as JSON, that the text has to match: by llguidance, an extra. Not with `regex` or `ignore_eos`.
     json_schema: str | None = None
@@ -127,7 +130,7 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether all its tokens are chosen from other logits than the model's (`core.engine.steps.penalties`)."""
+        """Whether the logits of all its tokens are changed before a choice (`core.engine.steps.penalties`)."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalised or self.logit_bias or self.constrained or (self.min_p and not self.greedy))
 

@@ -1,4 +1,4 @@
-"""What each pass took out of a graph and put into it, site by site: noted while the passes run."""
+"""The nodes that each pass removed from a graph and added to it, site by site; recorded while the passes run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChangeNotes:
         """Compare the graph before and after one pass."""
         old = {name: _Old(node, target, args, kwargs) for node, name, target, args, kwargs in before.nodes()}
         new = {node.name: node for node in after.graph.nodes}
-        # A pass may also give a node another target in its place.
+        # A pass may also change a node's target in place.
         kept = {name for name, node in old.items() if name in new and new[name].target == node.target}
         gone = {name: node for name, node in old.items() if name not in kept}
         made = {name: node for name, node in new.items() if name not in kept}
@@ -111,7 +111,7 @@ class _Old:
 
 
 def _drafts(name: str, gone: Mapping[str, _Old], made: Mapping[str, fx.Node]) -> list[_Draft]:
-    """Return the sites of one pass: by what it says of its new nodes, and where it says nothing by module."""
+    """Return the sites of one pass: by the marks on its new nodes, or by module if there are none."""
     drafts: list[_Draft] = []
     owner: dict[str, _Draft] = {}
     taken: set[str] = set()

@@ -35,7 +35,7 @@ ALL_PASSES = PassSwitches()
 
 @dataclass(frozen=True, kw_only=True)
 class StageExplanation:
-    """What the passes of one stage did to one graph."""
+    """The effect of the passes of one stage on one graph."""
 
     stage: Stage
     before: tuple[NodeRecord, ...]
@@ -74,12 +74,12 @@ class StageExplanation:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseExplanation:
-    """What became of one phase's graph."""
+    """The effect of all passes on one phase's graph."""
 
     phase: str
     #: The traced graph and, where an enabled pass needs it, the graph of ATen ops made from it.
     stages: tuple[StageExplanation, ...]
-    #: What each canonical op became for the device.
+    #: The implementation that each canonical op got on the device.
     ops: tuple[OpChoice, ...]
     #: Shape of each input, as traced.
     inputs: Mapping[str, str]
@@ -175,7 +175,7 @@ def _explain(graph: PhaseGraph, device: Device, rewriter: Rewriter) -> PhaseExpl
         ops=ops,
         inputs={name: str(list(tensor.shape)) for name, tensor in graph.examples[0].items()},
         trace_s=graph.traced.elapsed_s,
-        passes_s=sum(report.elapsed_ms for report in rewritten.passes) / 1e3,  # without the time of writing it down
+        passes_s=sum(report.elapsed_ms for report in rewritten.passes) / 1e3,  # excludes the time of recording
         aten_s=rewritten.aten_s,
         lower_s=time.perf_counter() - start,
     )
@@ -190,7 +190,7 @@ class _Watched:
 
     def __init__(self, traced: TracedGraph) -> None:
         self.stages: list[StageExplanation] = []
-        # Of the trace itself: a copy no longer knows where its inputs come from.
+        # Labels come from the trace itself: a copy no longer knows the origin of its inputs.
         self._labels, self._inputs = input_labels(traced), input_texts(traced)
         self._before: tuple[NodeRecord, ...] = ()
         self._notes = ChangeNotes()

@@ -69,7 +69,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Section:
-    """One layer, or what lies between two: its rows before and after, each in runs of one module."""
+    """One layer, or the nodes between two: its rows before and after, grouped by module."""
 
     id: str
     title: str
@@ -100,7 +100,7 @@ class _Section:
 
 
 class _Stage:
-    """What the template needs of one stage of one phase."""
+    """The template's data for one stage of one phase."""
 
     def __init__(self, phase: PhaseExplanation, stage: StageExplanation, prefix: str, names: Sequence[str]) -> None:
         self._phase = phase
@@ -204,7 +204,7 @@ class _Stage:
                     num_seen = max(num_seen, position[layer] + 1) if layer else num_seen
                     key = (position[layer], True) if layer else (num_seen, False)
                     section = sections.setdefault(key, _Section("", _title(layer, num_seen, len(position)), layer))
-                    # A near-miss is told once: where the node is as the model has it, if it is there.
+                    # Show a near-miss once: in the graph before the passes if the node is there.
                     told = misses.pop(node.name, ())
                     group = groups[node.change] if node.change >= 0 else -1
                     row = _Row(ids[node.name], node, group, self._pass_index.get(node.by, -1), told)

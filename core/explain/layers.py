@@ -1,4 +1,4 @@
-"""Explanations by layer: which layers are alike, what each holds before and after, and near-misses by reason."""
+"""Explanations by layer: equal layers, their ops before and after, and near-misses by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call must move and compute, from the tensors that it gets and gives, whatever kernel does it."""
+"""The bytes and operations that one call needs at least, from its arguments and results, whatever the kernel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils import _pytree as pytree
 from core.common.ops.declaration import declared_ops
 
 _GATHERS = ("embedding", "index_select", "gather", "getitem", "index")
-"""Ops that read of their first tensor argument, or their only floating one, no more than they return."""
+"""Ops that read no more of their first (or only floating) tensor argument than they return."""
 _SCATTERS = ("index_copy_", "index_put_", "scatter_", "slice_scatter", "index_add_", "setitem")
-"""Ops that write into their first tensor argument only what they are given."""
+"""Ops that write only their other arguments' values into their first tensor argument."""
 _CACHES = ("key_cache", "value_cache")
 _EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """What one call must move and compute."""
+    """The bytes and operations that one call needs at least."""
 
     #: Read plus written.
     bytes: int
@@ -50,7 +50,7 @@ def moved(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     if shared and not name.endswith("_") and name not in _SCATTERS:
         return Moved(bytes=0, is_view=True)
     if name in _GATHERS and tensors:
-        # As torch.nn.functional has it the ids come before the table, in ATen behind it.
+        # In torch.nn.functional the ids come before the table, in ATen after it.
         table = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
         rest = sum(_stored(tensor) for tensor in tensors if tensor is not table)
         return Moved(bytes=rest + 2 * sum(map(_stored, results)))
@@ -78,7 +78,8 @@ def _canonical_bytes(named: Mapping[str, Any], result: Any) -> int:
 
 
 def _cache_bytes(cache: Tensor, named: Mapping[str, Any]) -> int:
-    """Return what is read of a cache: of the paged one (N, P, K, D) what the sequences hold, of another all of it."""
+    """Return the bytes read of a cache: for the paged one (N, P, K, D) the sequences' part, for another one all of
+    it."""
     lens = named.get("seq_lens")
     if not isinstance(lens, Tensor):
         return _stored(cache)
@@ -86,7 +87,7 @@ def _cache_bytes(cache: Tensor, named: Mapping[str, Any]) -> int:
     starts = named.get("query_starts")
     seen = lens.to("cpu").clamp(max=window) if window else lens.to("cpu")
     held = int(seen.sum())
-    if isinstance(starts, Tensor):  # the new positions are given as keys and values: nothing of these is read back
+    if isinstance(starts, Tensor):  # new positions come as arguments key and value and are not read back
         held = max(held - int(starts[-1]), 0)
     return held * cache.shape[2] * cache.shape[3] * cache.element_size()
 

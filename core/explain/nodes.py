@@ -30,7 +30,7 @@ class NodeRecord:
     """One node of a graph."""
 
     name: str
-    #: What readers know it by: for an input its name, for a weight its path in the model, else the node's name.
+    #: The name shown to readers: for an input its name, for a weight its path in the model, else the node's name.
     label: str
     #: What it computes, for counting (`core::rms_norm`, `mul`, `.to`); "" for inputs and the output.
     op: str
@@ -72,7 +72,7 @@ def input_labels(traced: TracedGraph) -> dict[str, str]:
 
 
 def input_texts(traced: TracedGraph) -> dict[str, str]:
-    """Return for each placeholder what it is bound to, in words."""
+    """Return for each placeholder a description of its value."""
     nodes = traced.module.graph.find_nodes(op="placeholder")
     return {node.name: _slot_text(slot) for node, slot in zip(nodes, traced.slots, strict=True)}
 
@@ -86,7 +86,7 @@ def _slot_text(slot: Slot) -> str:
 
 
 def _source_name(node: fx.Node) -> str:
-    """Return where Dynamo says that a placeholder comes from, in the words of the model; "" where it does not say."""
+    """Return the origin of a placeholder according to Dynamo, as the model spells it; "" if unknown."""
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", "")
     name = name() if callable(name) else name  # a method before torch 2.12

@@ -19,10 +19,11 @@ from core.engine.inspect.attention import NotPageable
 from core.engine.paged.call import PagedCall
 from core.engine.paged.runner import PagedRunner
 from core.engine.static.cache import CachedPhase
+from core.engine.steps.inputs import step_tensors
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sampling import GREEDY_ROW
 from core.engine.steps.sequence import Sequence
-from core.engine.steps.step import Part, Step, step_tensors
+from core.engine.steps.step import Part, Step
 from core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -166,6 +166,9 @@ def _counts(before: int, after: int) -> str:
     return f"{before} -> {after}"
 
 
+_TAKES_IT_TOO = "it takes the call too; a program runs the fastest"
+
+
 def _ops(phase: PhaseExplanation) -> Iterator[Any]:
     from rich.text import Text
 
@@ -188,10 +191,11 @@ def calls_text(names: Sequence[str], known: Set[str]) -> str:
 
 
 def op_groups(phase: PhaseExplanation) -> dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]]:
-    """Return the node names by op, implementation, and refused implementations with reasons."""
+    """Return the node names by op, implementation, and the implementations that were passed over, with reasons."""
     groups: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[str]] = {}
     for choice in phase.ops:
-        groups.setdefault((choice.op, choice.implementation, choice.refused), []).append(choice.node)
+        passed_over = (*choice.refused, *((name, _TAKES_IT_TOO) for name in choice.others))
+        groups.setdefault((choice.op, choice.implementation, passed_over), []).append(choice.node)
     return groups
 
 

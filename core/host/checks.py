@@ -1,4 +1,4 @@
-"""What each hook must return: checks made once, at selection, so that a plugin's mistake is found where it was made."""
+"""Checks of each hook's result, made once at selection, so that a plugin's mistake is reported at its source."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class Discovery:
     entries: tuple[PluginEntry, ...]
     #: One line each, with those on `unread`.
     warnings: tuple[str, ...] = ()
-    #: All distributions whose metadata are damaged.
+    #: All distributions with damaged metadata.
     damaged: tuple[Damaged, ...] = ()
-    #: Those of them of which no plugin is among the entries; each may be one, and may have plugins.
+    #: Damaged distributions without a plugin among the entries; each may have plugins that can't be read.
     unread: tuple[Damaged, ...] = ()
 
     def claiming(self, device: str) -> tuple[PluginEntry, ...]:
@@ -47,7 +47,7 @@ def discover(settings: Settings) -> Discovery:
     read = read_plugins()
     claims: dict[str, list[PluginInfo]] = defaultdict(list)
     for info, defect in read.plugins:
-        # A plugin that can't be loaded in any case takes no name from a sound one.
+        # A plugin that can't be loaded does not conflict with a sound one of the same name.
         if not defect and not _blocked(info, settings):
             claims[info.device].append(info)
     entries = [_judge(info, defect, claims[info.device], settings) for info, defect in read.plugins]
@@ -105,7 +105,7 @@ def _blocked(info: PluginInfo, settings: Settings) -> tuple[str, str] | None:
     if denied:
         setting = "CORE_PLUGINS_DISABLE"
         return f"{setting} contains {min(denied)!r}", f"remove {min(denied)!r} from {setting}"
-    # The allow-list is about foreign code: without the plugins of core itself nothing could be selected.
+    # The allow-list is for foreign code; core's own plugins stay allowed, else nothing could be selected.
     if settings.plugins is None or info.in_tree or _names(info).intersection(settings.plugins):
         return None
     hint = f"add {normalize(info.distribution)!r} to CORE_PLUGINS, or unset it"
@@ -120,7 +120,7 @@ def _conflict(claimants: list[PluginInfo]) -> str:
 def _separation(claimants: list[PluginInfo]) -> str:
     if len({info.distribution for info in claimants}) == 1:
         return f"report it to the author of {claimants[0].distribution}: a device name may be declared once"
-    # Disabling `core` as a whole would take the other plugins that ship with it along.
+    # Disabling `core` as a whole would also disable the other plugins that ship with it.
     values = [f"core:{info.device}" if info.in_tree else normalize(info.distribution) for info in claimants]
     choices = " or ".join(f"CORE_PLUGINS_DISABLE={value}" for value in values)
     return f"uninstall one of them, or set {choices}"

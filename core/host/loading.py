@@ -1,4 +1,4 @@
-"""Importing one plugin, validating what it implements, and calling its hooks with the blame attached."""
+"""Imports one plugin, validates its hooks, and calls them so that each error names the plugin."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _closest_hook(name: str) -> str:
 def describe(error: BaseException) -> str:
     """Return type, message and place of an exception in one line."""
     message = " ".join(str(error).split())
-    # Frames of the import system say nothing about whose line failed.
+    # Skip frames of the import system, which do not show the failing line.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message}{place}" if message else f"{type(error).__name__}{place}"

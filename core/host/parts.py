@@ -1,4 +1,4 @@
-"""The functions of `DeviceParts` with the blame attached: whatever one of them does wrong names plugin and part."""
+"""Wraps the functions of `DeviceParts` so that every error names plugin and part."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def _guarded(
             raise
         except Exception as error:
             error.add_note(_blame(info, part))
-            # What torch raises for a device that fails is caught by its type elsewhere; reading memory is no work of
-            # the device.
+            # Keep the types of torch's errors, which other code catches; only reading memory is no work of the device.
             if isinstance(error, RuntimeError) and part != "memory":
                 raise
             raise plugin_error(info, f"part {part} of its DeviceParts raised {describe(error)}") from error

@@ -1,4 +1,4 @@
-"""What the metadata of installed distributions say of plugins: their names, probes, versions and what is wrong."""
+"""Plugins in the metadata of installed distributions: their names, probes, versions and defects."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MAX_SHOWN = 300
 
 @dataclass(slots=True)
 class PluginMetadata:
-    """What was read of all installed distributions."""
+    """The metadata of all installed distributions."""
 
     #: Plugins as their metadata state them, each with what makes it unusable whatever the settings, "" for nothing.
     plugins: list[tuple[PluginInfo, str]] = field(default_factory=list)
     #: All distributions whose metadata are damaged.
     damaged: list[Damaged] = field(default_factory=list)
-    #: Those of them of which `plugins` holds nothing.
+    #: Damaged distributions without an entry in `plugins`.
     unread: list[Damaged] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

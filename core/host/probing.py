@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _WORKER = "core.host.probe_worker"
 
 MAX_TEXT = 500
-"""Longest reason or hint, in characters; what a vendor's library says is otherwise without bound."""
+"""Longest reason or hint, in characters; a vendor's library may print any amount."""
 
 _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]"
@@ -38,7 +38,7 @@ class ProbeOutcome:
     probe: Probe
     #: The probe itself is at fault (crash, hang, exception, wrong answer); an absent device is no fault.
     failed: bool = False
-    #: False for a plugin without a probe.
+    #: Whether the plugin has a probe.
     probed: bool = True
     #: Its process crashed, ended or hung, as would any process that runs it.
     ended: bool = False

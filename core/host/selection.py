@@ -51,7 +51,7 @@ def list_devices(*, settings: Settings | None = None) -> tuple[DeviceStatus, ...
 
 
 def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None = None) -> Device:
-    """Open a device and resolve everything its plugin gives.
+    """Open a device and resolve all hooks of its plugin.
 
     A device asked for by name is opened, or the error names plugin, cause and remedy. "auto" chooses: the accelerator
     with the most devices, else the processor; `Device.reason` says why.
@@ -82,7 +82,7 @@ def check_name(name: str) -> None:
 
 
 def conformance_profile(device: Device) -> ConformanceProfile:
-    """Return what the plugin of `device` declares not to support (core_conformance)."""
+    """Return the declared limits of the plugin of `device` (hook core_conformance)."""
     from core.common.conformance import ConformanceProfile
 
     context = DeviceContext(plugin=device.plugin, parts=device.parts)
@@ -116,7 +116,7 @@ def _resolve_name(device: str, discovery: Discovery) -> PluginInfo:
             return entry.info
     if not entries:
         raise _unknown(device, discovery)
-    # A blocked entry tells least: any other one says more about why there is no device.
+    # A blocked entry comes last: any other entry says more about why there is no device.
     entry = min(entries, key=lambda item: item.verdict == "blocked")
     raise _refusal(entry)
 

@@ -1,4 +1,4 @@
-"""What of a plugin runs at this moment, kept where it outlives the process: a hook can end its process without a word.
+"""Records which part of a plugin runs, in memory that outlives the process: a hook may end its process silently.
 
 `core.cli.supervision` reads it after the process has ended. Nothing is kept unless somebody watches.
 """
@@ -20,7 +20,7 @@ _SIZE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A plugin, and what of it runs; `what` is "" for one that was called and has returned."""
+    """A plugin and its running part; `what` is "" after the part has returned."""
 
     plugin: PluginInfo
     what: str
@@ -34,7 +34,7 @@ class Trail:
         self._writer = 0
 
     def follow(self) -> None:
-        """Keep from now on what plugins do in this process; processes that it forks keep nothing."""
+        """Record plugin calls in this process from now on; forked processes record nothing."""
         global _followed
         self._writer = os.getpid()
         _followed = self
@@ -44,7 +44,7 @@ class Trail:
         self._write({**self._read(), "finished": True})
 
     def enter(self, running: Running) -> None:
-        """Note what runs."""
+        """Record the running part."""
         self._write({"plugin": asdict(running.plugin), "what": running.what})
 
     @property
@@ -54,7 +54,7 @@ class Trail:
 
     @property
     def running(self) -> Running | None:
-        """What of a plugin ran last; None where none was called, or its name is too long."""
+        """The plugin part that ran last; None if none was called, or its name is too long."""
         found = self._read()
         return Running(plugin=PluginInfo(**found["plugin"]), what=found["what"]) if "plugin" in found else None
 
@@ -74,7 +74,7 @@ _followed: Trail | None = None
 
 @contextmanager
 def running(plugin: PluginInfo, what: str) -> Iterator[None]:
-    """Have the trail that is followed say that `what` of the plugin runs, and after it that it has returned."""
+    """Record in the active trail that `what` of the plugin runs, and afterwards that it has returned."""
     if _followed is None:
         yield
         return

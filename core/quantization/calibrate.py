@@ -1,4 +1,5 @@
-"""Run token batches through a model and observe what its layers are given: for static scales, and to measure errors."""
+"""Runs token batches through a model and observes the inputs of its layers: for static scales, and to measure
+errors."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Range:
 
     def merge(self, other: Range) -> None:
         """Widen the range by another one."""
-        # NaN stays: the comparisons of min and max would lose it.
+        # Keep NaN, which the comparisons of min and max would lose.
         self.low = min(self.low, other.low) if other.low == other.low else other.low
         self.high = max(self.high, other.high) if other.high == other.high else other.high
 
@@ -80,7 +81,7 @@ class RangeObserver:
             self._join(name, self._siblings[2])
         else:
             self.ranges.setdefault(name, Range()).see(x)
-        # The tensor is held, so that no later one can be taken for it.
+        # Keep the tensor alive, so that no later one gets its id.
         self._siblings = (parent, x, name)
         if is_experts(module):
             hidden = self.ranges.setdefault(f"{name}{HIDDEN}", Range())
@@ -110,7 +111,7 @@ class RangeObserver:
 
 
 def batches_of(asked: str, calibration: Iterable[Batch]) -> list[Batch]:
-    """Return calibration batches as a list; raise `UsageError`, which asked begins, for what cannot be such.
+    """Return calibration batches as a list; raise `UsageError` (with `asked` first) for anything else.
 
     One tensor is refused, since its rows would be taken for batches, and so is a batch without any tensor in it.
     """
@@ -161,7 +162,7 @@ def run_batches(
 ) -> None:
     """Call the model with each batch, and the hook after each call of a layer.
 
-    Raises `UsageError`, which asked begins, for a batch that the model does not take.
+    Raises `UsageError` (with `asked` first) for a batch that the model does not accept.
     """
     with _hooked(layers, hook):
         for index, batch in enumerate(batches):
@@ -174,7 +175,7 @@ def run_batches(
                     model(*batch)
             except (CoreError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # any model's code runs in there
+            except Exception as error:  # a model's code may raise anything
                 text = " ".join(str(error).split())
                 raise UsageError(
                     asked,

@@ -37,12 +37,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """What a checkpoint says of its layers."""
+    """A checkpoint's statements about its layers."""
 
     groups: tuple[Group, ...]
     #: Layers that are not quantised, named as targets are.
     ignore: tuple[str, ...] = ()
-    #: What is stated there and not applied here, one line each.
+    #: Settings of the checkpoint that are not applied, one line each.
     warnings: tuple[str, ...] = ()
     #: Whether its attention layers bring scales of a key/value cache of fp8 codes.
     cache_scales: bool = False
@@ -69,7 +69,7 @@ def _rank(target: str, name: str) -> int:
 
 def stated_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the compressed-tensors part of a `config.json`, None where it states none."""
-    older = config.get("compression_config")  # where early checkpoints have it
+    older = config.get("compression_config")  # the place in early checkpoints
     stated = config.get("quantization_config", older)
     return stated if isinstance(stated, dict) and stated.get("quant_method") == METHOD else None
 
@@ -86,7 +86,7 @@ _CACHE_SCHEME = {
     "dynamic": (False, None),
     "strategy": ("tensor", "attn_head", None),
 }
-"""What a `kv_cache_scheme` may state for its scales to be those of `core::attention`; None: nothing."""
+"""Values of a `kv_cache_scheme` whose scales suit `core::attention`; None: the field must be absent."""
 
 
 def _why_unfit_cache(scheme: Any) -> str:
@@ -98,7 +98,7 @@ def _why_unfit_cache(scheme: Any) -> str:
 
 
 class _Parser:
-    """Reads one configuration; `asked` begins its errors."""
+    """Reads one configuration; `asked` is the first part of its errors."""
 
     def __init__(self, asked: str, stated: Mapping[str, Any]) -> None:
         self._asked, self._stated = asked, stated
@@ -218,7 +218,7 @@ class _Parser:
 
 
 def _name(weights: WeightScheme, activations: ActivationScheme | None) -> str:
-    """Return what `SCHEMES` would call it."""
+    """Return its name in the style of `SCHEMES`."""
     if activations is None:
         name = "w8a16-fp8" if weights.dtype == FP8 else f"w{weights.num_bits}a16"
         name += "" if weights.symmetric else "-asymmetric"

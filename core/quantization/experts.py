@@ -29,7 +29,7 @@ class QuantizedExperts(QuantizedModule):
     """Gated MLPs of E experts on codes; weights of each expert by output channel or group.
 
     gate_up_proj (E, 2 * I, D) and down_proj (E, D, I) codes, each with `_scale` and `_zero_point`; input_scale and
-    hidden_scale () fp32, of what the two projections are given, for a static scheme: one for all experts.
+    hidden_scale () fp32, of the inputs of the two projections, for a static scheme: one for all experts.
     """
 
     cast = ()
@@ -174,7 +174,7 @@ def check_experts(name: str, experts: Any) -> None:
 
 
 def _has_plain_gate(experts: Any) -> bool:
-    """Tell by trying: architectures override the gate, with clamps, offsets or another order of the halves."""
+    """Test it numerically: architectures override the gate with clamps, offsets or another order of the halves."""
     act, gate = getattr(experts, "act_fn", None), getattr(experts, "_apply_gate", None)
     if not callable(act):
         return False

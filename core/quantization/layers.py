@@ -16,13 +16,13 @@ from core.quantization.weights import dequantize_weight
 
 
 class QuantizedModule(nn.Module):
-    """What quantised layers share: codes, scales and zero points keep their dtype whatever the model is cast to."""
+    """Base of quantised layers: codes, scales and zero points keep their dtype when the model is cast."""
 
-    #: The parameters that casts do reach, such as biases.
+    #: The parameters that casts change, such as biases.
     cast: tuple[str, ...] = ("bias",)
     #: How the layer is quantised.
     scheme: QuantizationScheme
-    #: Whether inputs are taken as they are, not rounded to codes; set by the context `continuous`.
+    #: Whether inputs stay unquantised; set by the context `continuous`.
     continuous = False
 
     @property
@@ -31,7 +31,7 @@ class QuantizedModule(nn.Module):
         raise NotImplementedError
 
     def values(self) -> tuple[Tensor, ...]:
-        """Return the weights that the codes stand for, fp32, as the layer that was quantised named them in order."""
+        """Return the dequantised weights, fp32, in the order of the original layer's parameters."""
         raise NotImplementedError
 
     def _hold(self, **tensors: Tensor | None) -> None:
@@ -49,7 +49,7 @@ class QuantizedModule(nn.Module):
         def keep(tensor: Tensor) -> Tensor:
             if id(tensor) in castable or not tensor.is_floating_point():
                 return fn(tensor)
-            # A cast leaves integers alone: as its own bits a tensor is moved, and nothing else.
+            # A cast leaves integers unchanged, so viewing the bits as integers lets a tensor be moved but not cast.
             bits = torch.int32 if tensor.dtype.itemsize == 4 else torch.uint8
             return fn(tensor.view(bits)).view(tensor.dtype)
 
@@ -57,7 +57,7 @@ class QuantizedModule(nn.Module):
 
 
 class _Linear(QuantizedModule):
-    """What both kinds of linear layer hold: a weight (N, K) of codes, its scales and zero points, and a bias."""
+    """Base of both linear layers: a weight (N, K) of codes, its scales and zero points, and a bias."""
 
     #: Codes (N, K) int8 or fp8, or packed int32 (N, ceil(K / 8)) for 4 bits.
     weight: Tensor
@@ -153,7 +153,7 @@ class WeightOnlyLinear(_Linear):
 
 
 def rounds_inputs(model: nn.Module) -> bool:
-    """Tell whether a layer of the model rounds what it is given to codes."""
+    """Tell whether a layer of the model quantises its input."""
     return any(
         isinstance(module, QuantizedModule) and module.scheme.activations is not None and not module.continuous
         for module in model.modules()
@@ -162,10 +162,10 @@ def rounds_inputs(model: nn.Module) -> bool:
 
 @contextmanager
 def continuous(model: nn.Module) -> Iterator[None]:
-    """Let the quantised layers of a model take their inputs as they are within the context.
+    """Let the quantised layers of a model take unquantised inputs within the context.
 
-    Steps between codes make large differences of the smallest ones; without them, two ways to run the model that are
-    one function agree to rounding.
+    Quantisation turns tiny differences into whole steps. Without it, two equivalent ways to run the model agree up to
+    rounding.
     """
     layers = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     for layer in layers:
@@ -180,7 +180,7 @@ def continuous(model: nn.Module) -> Iterator[None]:
 def share_input_scales(model: nn.Module) -> None:
     """Let the layers of each parent whose static input scales are equal hold one and the same tensor.
 
-    What quantises the same input by the same tensor is one computation, which passes may then join.
+    Layers that quantise one input by one tensor do the same computation, which passes may then join.
     """
     for parent in model.modules():
         shared: dict[tuple[Any, ...], tuple[nn.Parameter | None, ...]] = {}

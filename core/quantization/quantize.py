@@ -41,7 +41,7 @@ def quantize(
     that cannot be quantised, all before the first layer is replaced.
     scheme: a name of `SCHEMES`, or a scheme.
     calibration: arguments of the model, one set per batch, on its device. A static scheme takes its scales from them,
-    and they serve to measure the error of each layer's output.
+    and they are used to measure the error of each layer's output.
     ignore: module paths, or "re:" and a regular expression, to leave out; the output head and routers always are.
     progress: called with a stage, done and total.
     """

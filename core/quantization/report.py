@@ -1,4 +1,4 @@
-"""What quantising a model did, layer by layer: sizes and errors, as data, text and JSON."""
+"""The report of quantising a model, layer by layer: sizes and errors, as data, text and JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class LayerReport:
     #: Class of the layer that was quantised.
     kind: str
     scheme: str
-    #: Of its weight, experts first where they are stacked.
+    #: Shape of its weight; stacked experts come first.
     shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
     #: rms of the weight's error over rms of the weight.
     weight_error: float | None = None
-    #: The same of the layer's output, for the inputs that it had in the model before it was quantised.
+    #: rms of the output's error over rms of the output, for the layer's inputs in the unquantised model.
     output_error: float | None = None
 
 
@@ -31,7 +31,7 @@ class LayerReport:
 class QuantizationReport:
     """All quantised layers of a model in its order, and those left out."""
 
-    #: Its name; several with commas between where layers differ.
+    #: The name of the scheme; several, separated by commas, if layers differ.
     scheme: str
     layers: tuple[LayerReport, ...]
     ignored: tuple[Ignored, ...] = ()

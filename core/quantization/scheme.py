@@ -1,4 +1,4 @@
-"""Quantisation schemes as data, by name: what a layer's weights and activations become.
+"""Quantisation schemes as data, by name: how a layer's weights and activations are quantised.
 
 A name is a key of `SCHEMES`. The name of a weight-only scheme may end in a group size: `w4a16-g32`.
 """
@@ -21,12 +21,12 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightScheme:
-    """How a weight (N, K) becomes codes."""
+    """How a weight (N, K) is quantised."""
 
     #: The dtype of the codes. Codes of 4 bits are int8 here; stored weights pack them.
     dtype: torch.dtype
     num_bits: int = 8
-    #: What has a scale of its own: "channel" (a row) or "group" (neighbours in a row).
+    #: The region of one scale: "channel" (a row) or "group" (neighbours in a row).
     granularity: str = "channel"
     #: Neighbours in a group.
     group_size: int = 0
@@ -43,10 +43,10 @@ class WeightScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationScheme:
-    """How a layer's input (..., K) becomes codes."""
+    """How a layer's input (..., K) is quantised."""
 
     dtype: torch.dtype
-    #: What has a scale of its own: "token" (dynamic only) or "tensor".
+    #: The region of one scale: "token" (dynamic only) or "tensor".
     granularity: str = "token"
     #: Whether scales are computed from the input itself; otherwise they are calibrated.
     dynamic: bool = True

@@ -12,7 +12,7 @@ from core.errors import UsageError
 from core.quantization.layers import QuantizedModule
 
 DEFAULT_IGNORE = ("re:.*lm_head$", r"re:(.*\.)?(\w*router\w*|gate|\w*_gate)(\..*)?$")
-"""Output head and routers: small, and every later layer depends on what they choose."""
+"""Output head and routers: small, and everything later depends on their choices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ def matches(pattern: str, name: str, kind: str = "") -> bool:
     """Tell whether a pattern means the module at path name of class kind, as in compressed-tensors.
 
     A pattern is a path, the name of a class, or "re:" and a regular expression for the beginning of a path. Raises
-    `UsageError` for an expression that is none.
+    `UsageError` for an invalid expression.
     """
     if not pattern.startswith("re:"):
         return pattern in (name, kind)

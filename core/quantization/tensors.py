@@ -16,12 +16,12 @@ from core.errors import ModelError
 QUANTIZED = re.compile(
     r".*\.(weight_(scale|packed|shape|zero_point|g_idx|global_scale)|(input|output)_(scale|zero_point|global_scale))"
 )
-"""Names that compressed-tensors gives to what belongs to a quantised layer."""
+"""Suffixes of a quantised layer's tensors in compressed-tensors."""
 CACHE_SCALES = re.compile(r".*\.[kqv]_(scale|zero_point)")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which checkpoints keep scales."""
 CACHE_SCALE_NAMES = ("k_scale", "v_scale")
-"""Of an attention module: attributes and tensors with the scales of its quantised keys and values."""
+"""Scales of an attention module's quantised keys and values, as attributes and as tensors."""
 
 
 class TensorFiles:
@@ -55,9 +55,9 @@ class TensorFiles:
     def read(
         self, name: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]] | None = None, why: str = ""
     ) -> Tensor:
-        """Return a finite tensor of one of these dtypes and shapes; raise `ModelError` where it is missing or another.
+        """Return a finite tensor of one of these dtypes and shapes; raise `ModelError` if it is missing or differs.
 
-        why: what asks for that shape, for the error.
+        why: the reason for that shape, for the error.
         """
         if name not in self._handles:
             raise self.error(f"the tensor {name!r} is missing, which quantization_config asks for")

@@ -1,1 +1,1 @@
-"""Whether a pass kept the numbers: graphs before and after it on real inputs, judged against an fp64 run."""
+"""Checks that a pass kept the numbers: graphs before and after it on real inputs, judged against an fp64 run."""

@@ -1,8 +1,8 @@
 """Judging the int8 codes of a quantisation, which need not be equal: rounding the values before moves some by one.
 
-A pass names the ops whose int8 results are codes (`PassTraits.codes`). Where it replaces such an op, the codes are
-judged as rounded values are: by how many steps they are off the codes of the fp64 run, against the steps that the graph
-before is off. All other integers must be equal: a mask, an index or an expert that differs is another decision.
+A pass names the ops whose int8 results are codes (`PassTraits.codes`). If the pass replaces such an op, the codes are
+judged like rounded values: their distance in steps from the codes of the fp64 run is compared with the distance of the
+graph before the pass. All other integers must be equal: a mask, an index or an expert that differs is another decision.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from core.common.passes import view
 
 FACTOR = 2
-"""The steps that the graph after may be off, as a multiple of the steps of the graph before, as in T1. Measured:
+"""The distance in steps allowed for the graph after, as a multiple of that of the graph before, as in T1. Measured:
 kernels that quantise norms and gates without rounding them reached 0.48 of the bound, in bf16 and fp16."""
 FEW, PLACES = 4, 64
-"""The steps allowed where the graph before is off nowhere: one in so many places, and never more than FEW."""
+"""The steps allowed if the graph before has no difference: one per this many places, at most FEW."""
 _ABSURD = 0.25
 _LAYOUTS = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute"})
 _SAME_VALUES = _LAYOUTS | {"getitem", "contiguous", "clone"}
@@ -52,7 +52,7 @@ def outputs_among(module: fx.GraphModule, codes: Collection[str]) -> frozenset[i
 
 
 def are_codes(value: Any) -> bool:
-    """Tell whether a value that such a node gives is codes, and not their scale or zero point."""
+    """Tell whether a value of such a node holds codes, and not their scale or zero point."""
     return isinstance(value, Tensor) and value.dtype == torch.int8
 
 

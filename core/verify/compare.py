@@ -19,13 +19,13 @@ _INF = float("inf")
 
 @dataclass(slots=True)
 class Comparison:
-    """What comparing two runs has shown so far."""
+    """The result so far of comparing two runs."""
 
     #: Tensors and numbers judged.
     num_values: int = 0
     #: The largest error over its bound.
     worst: float = 0.0
-    #: Why the first value that fails does; "" while none does.
+    #: The reason of the first value that fails; "" while none does.
     reason: str = ""
     #: The error of that value over its bound.
     ratio: float = 0.0
@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def outcome(self) -> Literal["fault", "unjudged", "ok", "nothing"]:
-        """The whole in a word; "nothing" where no value was compared."""
+        """The verdict in one word; "nothing" if no value was compared."""
         if self.reason:
             return "fault"
         return "unjudged" if self.unjudged else "ok" if self.num_values else "nothing"
@@ -47,7 +47,7 @@ class Comparison:
         exact: Callable[[], Sequence[Any]],
         codes: Collection[int] = (),
     ) -> list[tuple[str, str, float]]:
-        """Judge results by the values they should be and return name, reason and ratio of each that fails.
+        """Judge results by their expected values; return name, reason and ratio of each that fails.
 
         - exact: gives all fp64 values; called at most once, and only if something differs in a bit.
         - codes: which of the results are codes of a quantisation.
@@ -88,7 +88,7 @@ class _Reference:
         if self._values is None and not self.error:
             try:
                 self._values = self._exact()
-            except Exception as error:  # a kernel without fp64 or without a CPU form: whose fault, can't be told
+            except Exception as error:  # a kernel without fp64 or without a CPU form leaves the cause unknown
                 self.error = f"the fp64 run failed with {error_line(error)}"
         return None if self._values is None else self._values[index]
 

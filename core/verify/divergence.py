@@ -1,4 +1,5 @@
-"""The first value at which two graphs part, for faults that no site shows: lost writes, removed nodes, wrong wiring."""
+"""Finds the first value at which two graphs differ, for faults that no site shows: lost writes, removed nodes, wrong
+wiring."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from core.verify.compare import compare
 from core.verify.execution import Copies, Watcher, changing_nodes, run_graph
 
 MAX_BYTES = 2**30
-"""What the values of one round may take; a graph with larger ones is run several times."""
+"""Memory for the values of one round, in bytes; a graph with more is run several times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two graphs part."""
+    """The place where two graphs first differ."""
 
     #: The node of the graph after.
     node: str

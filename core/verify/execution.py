@@ -1,8 +1,8 @@
 """Running graphs on real values for verification, each time on tensors of their own.
 
 Large models fit: only what a graph writes into is copied, and the fp64 run widens a weight where it is used and drops
-it again. What a graph decides by comparing floats (the experts of a token) can be pinned: then a run is told what was
-decided in another one, and rounding that tips a decision does not hide or fake a fault elsewhere.
+it again. Decisions that a graph makes by comparing floats (the experts of a token) can be pinned to those of another
+run. So a decision flipped by rounding neither hides nor fakes a fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave."""
+    """The results of a run."""
 
     outputs: list[Any]
     #: Every input as the run left it, by the name of its placeholder.
@@ -46,17 +46,17 @@ class Run:
 
 
 class Watcher:
-    """Looks on during a run; does nothing unless a subclass says so."""
+    """Observes a run; does nothing unless a subclass overrides it."""
 
     def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
-        """Take note that a node is about to run; env holds the values that are still needed."""
+        """Called before a node runs; env holds the values that are still needed."""
 
     def after(self, node: fx.Node, value: Any) -> None:
-        """Take note of a node's value."""
+        """Called with a node's value."""
 
 
 class Place(Watcher):
-    """Knows which node is running, or failed; its text names the node, its op and its module."""
+    """Tracks the node that runs or failed; its text names the node, its op and its module."""
 
     def __init__(self) -> None:
         self._node: fx.Node | None = None
@@ -81,7 +81,7 @@ def node_text(node: fx.Node) -> str:
 
 
 class ReferenceMode(Fp64Mode):
-    """Compute in fp64 on the CPU, whatever dtype and device the graph names, also what torch has no fp64 kernel for."""
+    """Compute in fp64 on the CPU, whatever dtype and device the graph names, even for ops without an fp64 kernel."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -202,7 +202,7 @@ def own_inputs(
 ) -> dict[str, Any]:
     """Return inputs for one run by placeholder name, copies where the graph writes them; fp64: copies are widened."""
     nodes = module.graph.find_nodes(op="placeholder")
-    # Inputs may share memory without the graph showing it: what is next to a written one is copied with it.
+    # The graph does not show inputs that share memory: copy those that share with a written one too.
     shared = {_memory(value) for node, value in zip(nodes, values, strict=True) if node.name in written}
     copies = Copies(fp64)
     return {
@@ -282,7 +282,7 @@ def _is_exact(value: Any) -> bool:
 
 
 def _pin(value: Any, decided: Any) -> Any:
-    """Return the value with what was decided elsewhere in place of its own integers and booleans."""
+    """Return the value with its integers and booleans replaced by those decided in another run."""
 
     def chosen(own: Any, other: Any) -> Any:
         alike = _is_exact(own) and _is_exact(other) and own.shape == other.shape and own.dtype == other.dtype

@@ -1,4 +1,4 @@
-"""What planted mistakes do to a node: an argument changed, two swapped, a write lost, a value taken for another.
+"""The edits of planted mistakes: an argument changed, two swapped, a write lost, a value confused with another.
 
 core/verify/planted.py makes its list of mistakes of these.
 """
@@ -26,7 +26,7 @@ from core.common.passes.sites import MADE_BY, site_name
 from core.compilation.rewrite.mechanisms import apply_pass
 
 NO_CHANGE = object()
-"""What a change of an argument gives where it leaves the argument alone."""
+"""Returned by a change that leaves an argument as it is."""
 Edit = Callable[[fx.Node], bool]
 """Makes one node wrong; returns False where the node gives no room for that."""
 Arguments = dict[str, Any]
@@ -37,7 +37,7 @@ class Mistake:
     """A deliberately wrong variant of a pass."""
 
     name: str
-    #: The pass that it is put in place of.
+    #: The pass that it replaces.
     of: str
     #: What is wrong, in a line.
     what: str
@@ -49,7 +49,7 @@ class Mistake:
 def with_mistake(declared: Pass, mistake: Mistake) -> Pass:
     """Return the pass with the mistake in it, under the same name and with the same place in the order.
 
-    Where no node gives room for the mistake, the last near-miss says so.
+    If no node offers a place for the mistake, the last near-miss says so.
     """
 
     def run(context: PassContext) -> PassResult:
@@ -73,7 +73,8 @@ def _made_by(node: fx.Node, name: str) -> bool:
 
 
 def _edited(ops: str, edit: Callable[[Arguments], Arguments | None]) -> Edit:
-    """Return what gives calls of these canonical ops ("a|b") other arguments; edit: None leaves a call alone."""
+    """Return an edit that changes arguments of calls of these canonical ops ("a|b"); `edit` returns None for no
+    change."""
 
     def make(node: fx.Node) -> bool:
         declared = find_op(node.target) if node.op == "call_function" else None
@@ -88,7 +89,8 @@ def _edited(ops: str, edit: Callable[[Arguments], Arguments | None]) -> Edit:
 
 
 def argument(ops: str, name: str, change: Callable[[Any], Any]) -> Edit:
-    """Return what changes one argument of calls of canonical ops; change gives `NO_CHANGE` to leave a call alone."""
+    """Return an edit that changes one argument of calls of canonical ops; `change` returns `NO_CHANGE` to skip a
+    call."""
 
     def edit(given: Arguments) -> Arguments | None:
         new = change(given[name]) if name in given else NO_CHANGE
@@ -98,7 +100,7 @@ def argument(ops: str, name: str, change: Callable[[Any], Any]) -> Edit:
 
 
 def swapped(ops: str, first: str, second: str) -> Edit:
-    """Return what swaps two arguments of calls of canonical ops."""
+    """Return an edit that swaps two arguments of calls of canonical ops."""
     return _edited(
         ops,
         lambda given: None if given[first] is given[second] else {**given, first: given[second], second: given[first]},
@@ -123,7 +125,7 @@ def _copy_of(source: fx.Node, before: fx.Node, clone: Callable[..., Any]) -> fx.
 
 
 def times(factor: float) -> Callable[[Any], Any]:
-    """Return what multiplies a number by a factor; 0 is left alone."""
+    """Return a change that multiplies a number by a factor; 0 stays."""
     return lambda value: value * factor if value else NO_CHANGE
 
 

@@ -1,4 +1,4 @@
-"""Mistakes planted into the in-tree passes on purpose: what `verify` and `core bisect` are tested by, and shown with.
+"""Mistakes planted on purpose into the passes of this tree: they test and demonstrate `verify` and `core bisect`.
 
 A planted pass runs the real one and then makes a single site of it wrong, the middle one where there are several: the
 tools have to name the pass and that site. Such mistakes were made in real rewrites, or nearly.
@@ -218,7 +218,7 @@ MISTAKES: tuple[Mistake, ...] = (
         any_node=True,
     ),
 )
-"""All planted mistakes; tests/verify/test_planted.py owes each in-tree pass at least one."""
+"""All planted mistakes; tests/verify/test_planted.py requires at least one for each pass of this tree."""
 
 
 def mistakes() -> tuple[Mistake, ...]:

@@ -30,13 +30,13 @@ class Region:
     before: fx.GraphModule
     #: What replaced them, likewise.
     after: fx.GraphModule
-    #: What each placeholder of `before` takes: a node of the whole graph before the pass.
+    #: The value of each placeholder of `before`: a node of the whole graph before the pass.
     sources_before: tuple[str, ...]
-    #: What each placeholder of `after` takes: likewise, or a placeholder that the pass added.
+    #: The value of each placeholder of `after`: such a node, or a placeholder that the pass added.
     sources_after: tuple[str, ...]
     #: The first replaced node.
     start: str
-    #: Sources in memory that the whole graph writes: the region reads what they hold when it starts.
+    #: Sources in memory that the whole graph writes: the region reads their content at its start.
     changing: frozenset[str]
 
     @property
@@ -59,7 +59,7 @@ def find_regions(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) 
 
 
 class _Search:
-    """What the regions of one pass share."""
+    """State that the regions of one pass share."""
 
     def __init__(self, pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
         self.pass_name, self.before, self.after = pass_name, before, after
@@ -78,7 +78,7 @@ class _Search:
         return node.op.startswith("call_") and node.name not in self.olds and not replaces
 
     def call_of(self, node: fx.Node) -> fx.Node:
-        """Return the new call that a result is read from, through views; the result itself where there is none."""
+        """Return the new call behind a result and its views; the result itself if there is none."""
         source = node.args[0] if node.target in (operator.getitem, "transpose") else None
         return self.call_of(source) if isinstance(source, fx.Node) and self.is_inner(source) else node
 
@@ -152,7 +152,7 @@ class _Search:
             if node not in old and self._disturbs(node, into, old, sources, own):
                 return None
         if any(self.old_writes.of(node) & own and self.order[node] >= start for node in sources):
-            return None  # it would be copied only after the region has written it
+            return None  # it would be copied too late, after the region has written it
         every: frozenset[object] = frozenset().union(*written.values())
         return frozenset(node.name for node in sources if self.old_writes.of(node) & every)
 
@@ -190,7 +190,7 @@ class _Search:
         copied: dict[fx.Node, Any] = {}
         for node in inputs:
             copied[node] = graph.placeholder(node.name)
-            copied[node].meta = dict(node.meta)  # its value tells which memory it shares
+            copied[node].meta = dict(node.meta)  # its fake value shows which memory it shares
         for node in sorted(nodes, key=self.order.__getitem__):
             copied[node] = graph.node_copy(node, copied.__getitem__)
         graph.output(tuple(copied[node] for node in results))
@@ -229,7 +229,7 @@ class Feed(Watcher):
                 self._takers.setdefault(name, []).append(region)
 
     def before(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
-        """Copy what the region that starts here reads from memory that is written."""
+        """Copy the inputs, in memory that is written, of the region that starts here."""
         for region in self._starts.get(node.name, ()):
             if region not in self._started and region in self._pending:
                 copies, seen = Copies(), self._pending[region]

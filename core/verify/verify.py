@@ -1,9 +1,9 @@
-"""Whether a pass kept the numbers: the graph before and after it on real inputs, judged against an fp64 run.
+"""Checks that a pass kept the numbers: runs the graph before and after it on real inputs, judged against an fp64 run.
 
 Two checks are made. The check of the whole graph compares its outputs and every tensor that it writes into, and so
 finds a rewrite that moved past a write. The check of each site feeds both sides with the values of the run before the
-pass, and so says where the fault is. Where the whole is wrong and no site is, the first value that differs is the place
-(divergence.py). What is equal in every bit needs no reference: fp64 runs are made only where something differs.
+pass, and so says where the fault is. If the whole is wrong and no site is, the first value that differs gives the place
+(divergence.py). Values equal in every bit need no reference, so fp64 runs are made only if something differs.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Verification:
     #: The largest error over its bound; at most 1 passes.
     worst_ratio: float
     findings: tuple[Finding, ...]
-    #: Why there is no fp64 reference; what differs in any bit was then not judged.
+    #: Why there is no fp64 reference; values that differ in any bit were then not judged.
     unjudged: str = ""
-    #: Why the graph before the pass can't be run, for which the pass is not to blame; `unjudged` says it too.
+    #: Why the graph before the pass can't be run, which is not the pass's fault; also part of `unjudged`.
     unrunnable: str = ""
 
     @property
@@ -167,7 +167,7 @@ class _Judged:
         place = Place()
         try:
             old = run_graph(self._before, old_values, watchers=[place, Feed(regions, added, self.site)])
-        except Exception as error:  # it failed without the pass
+        except Exception as error:  # the graph failed already without the pass
             self.unrunnable = self.unrunnable or (
                 f"the model's own graph can't be run on the examples: {place}: {error_line(error)}"
             )
@@ -192,7 +192,7 @@ class _Judged:
     ) -> None:
         """Judge outputs and written inputs of the two whole runs.
 
-        decided: what the fp64 run takes as it was in the old one; codes: nodes that the pass may quantise anew.
+        decided: values that the fp64 run takes from the old run; codes: nodes that the pass may quantise anew.
         """
         if len(old.outputs) != len(new.outputs):
             self._wrong("the outputs", f"{len(new.outputs)} instead of {len(old.outputs)}")
@@ -285,7 +285,7 @@ class _Judged:
 def _unchanged(
     decided: Mapping[str, Any], pass_name: str, before: fx.GraphModule, after: fx.GraphModule
 ) -> dict[str, Any]:
-    """Return the decisions of the nodes that are the same in both graphs; a pass answers for decisions of its own."""
+    """Return the decisions of nodes that are in both graphs; decisions of new nodes are judged."""
     targets = {node.name: node.target for node in before.graph.nodes}
     return {
         node.name: decided[node.name]

@@ -314,7 +314,7 @@ ASKED = {"device": "cpu", "model": None, "preset": "tiny-llama", "dtype": "auto"
 @pytest.mark.slow
 def test_a_start_is_itemised() -> None:
     options = {"lowering": "inline", "disable_passes": []}
-    found = start_worker.answer({**ASKED, "began": time.time() - 1, "options": options})
+    found = start_worker.answer({**ASKED, "started": time.time() - 1, "options": options})
     phases, cache = found["phases"], found["cache"]
     assert cache.split(":")[0] in ("off", "hit", "miss", "refused") and cache.rstrip(": ") == cache
     assert list(phases)[:3] == ["imports", "device", "weights"]
@@ -335,7 +335,7 @@ def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pyt
     assert found["cold"] == {"phases": {"imports": 1, "weights": 2.5}, "cache": "miss", "total_s": 3.5}
     assert found["warm"]["total_s"] == 4.5 and found["warm"]["cache"] == "hit"
     assert list(start_lines(found))[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
-    assert calls[0][0] == "core.bench.start_worker" and calls[0][1]["began"] > 0
+    assert calls[0][0] == "core.bench.start_worker" and calls[0][1]["started"] > 0
     folders = [folder for _, _, folder in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()
 

@@ -50,7 +50,10 @@ def test_the_same_seed_draws_the_same_requests() -> None:
 def test_lengths_end_where_the_context_does() -> None:
     long = Load(num_requests=5, prompt_tokens="500", output_tokens="lognormal:9:1")
     for each in long.requests(vocab_size=50, max_model_len=32):
-        assert (len(each.prompt), each.max_new_tokens) == (31, 1)
+        assert (len(each.prompt), each.max_new_tokens, each.cut) == (31, 1, True)
+    fits = Load(num_requests=5, prompt_tokens="20", output_tokens="12")
+    assert not any(each.cut for each in fits.requests(vocab_size=50, max_model_len=32))
+    assert all(each.cut for each in fits.requests(vocab_size=50, max_model_len=31))
 
 
 def test_requests_come_at_the_rate_on_average() -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 import httpx
 
 from core.cli import main
+from tests.served import serve_process
 
 WITHOUT_TORCH = (
     "import sys; from core.cli import main; code = main(sys.argv[1:]); sys.exit('torch' in sys.modules or code)"
@@ -88,40 +89,19 @@ def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.slow
 def test_a_process_serves_until_sigterm_and_finishes_its_streams(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "core", "serve", "--device", "cpu", "--port", "0", "--mode", "off"]
-    environment = {**os.environ, "CORE_API_KEY": "kept-secret", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as written:
-        process = subprocess.Popen(command, stderr=written, env=environment)
-    try:
-        url = _url(process, log)
+    environment = {**os.environ, "CORE_API_KEY": "kept-secret"}
+    with serve_process(["--device", "cpu", "--mode", "off"], log, environment) as (process, told):
         body = {"prompt": "This", "max_tokens": 60, "ignore_eos": True, "temperature": 0, "stream": True}
         headers = {"Authorization": "Bearer kept-secret"}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        with httpx.stream("POST", f"{told['url']}/v1/completions", json=body, headers=headers, timeout=60) as answer:
             lines = answer.iter_lines()
             first = next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert first.startswith("data: {") and rest[-1] == "data: [DONE]"
         assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [each["signal"] for each in events if each["event"] == "draining"] == ["SIGTERM"]
     (generation,) = [each for each in events if each["event"] == "generation"]
     assert generation["outcomes"] == ["length"] and generation["completion_tokens"] == 60
     assert "kept-secret" not in log.read_text()
-
-
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until the server says where it listens, and until it does."""
-    for _ in range(600):
-        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-        for line in lines:
-            if line["event"] == "serving":
-                return str(line["url"])
-        try:
-            raise AssertionError(f"it ended with {process.wait(0.1)}: {log.read_text()}")
-        except subprocess.TimeoutExpired:
-            continue
-    raise AssertionError(log.read_text())

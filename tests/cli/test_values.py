@@ -21,6 +21,8 @@ EARLY = (
     "run --top-p 7",
     "run --mode bogus",
     "run --mode decode=full,decode=off",
+    "run --provider core::attention",
+    "serve --provider core::attention=a --provider core::attention=b",
     "run --dtype float8",
     "run --verify maybe",
     "run --kv-cache-dtype fp9",

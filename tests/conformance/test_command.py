@@ -147,6 +147,16 @@ def test_expected_failures_excuse_a_level_and_nothing_else(
     assert main([*chosen("models/a"), *expecting(tmp_path, "models/a")]) == 1
 
 
+def test_a_provider_is_its_cases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--list", "--provider", "Own kernel"]) == 2  # the planted suite has no such case
+    assert "ops/*/own-kernel/*" in capsys.readouterr().err
+    monkeypatch.setattr("core_conformance.runner.session.Options", Options)
+    command = ["conformance", "--device", "cpu", "--in-process", "--list", "--provider", "eager"]
+    assert main(command) == 0
+    listed = [line.split()[0].split("/") for line in capsys.readouterr().out.splitlines()]
+    assert listed and all((area, name) == ("ops", "eager") for area, _, name, *_ in listed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

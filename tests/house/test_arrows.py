@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core/compilation/trace",
     ),
     ("core/compilation/capture", "core/compilation/rewrite", "core/compilation/shared_trace.py"),
-    ("core/compilation/options.py",),
+    ("core/compilation/measuring.py", "core/compilation/options.py"),
     (
         "core/compilation/arguments.py",
         "core/compilation/oversized.py",
@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/compilation",),
     ("core/quantization",),
     ("core/engine/__init__.py", "core/engine/config.py", "core/engine/models"),
-    ("core/engine/inspect",),
+    ("core/engine/heads", "core/engine/inspect"),
     ("core/engine/steps",),
     ("core/engine/static",),
     ("core/engine/paged",),

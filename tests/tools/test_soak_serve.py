@@ -68,6 +68,6 @@ def test_sixty_four_clients_get_their_own_answers_and_sigterm_loses_none(more: l
     report: Any = asyncio.run(soak_serve.soak(3, 64, 200, 0, options))
     assert report["faults"] == []
     counts = report["counts"]
-    kinds = ("streams that are right", "slow streams that are right", "left in the middle", "refused: 413")
+    kinds = ("streams that are right", "slow streams that are right", "injected: left in the middle", "refused: 413")
     assert all(counts[kind] for kind in kinds) and counts["requests"] >= 200
     assert counts["streams over SIGTERM"] > 0 and bool(counts["preemptions"]) == bool(more)

@@ -163,22 +163,18 @@ class Attention:
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
         from core_cuda.ops.attention import decode as decode_attention
-        from core_cuda.ops.attention import prefill as prefill_attention
+        from core_cuda.ops.attention import prefill_config
 
-        if self.new == 1:
-            return list(decode_attention.candidates(self._shape()))
-        return list(prefill_attention.candidates(self._shape()))
+        return list((decode_attention if self.new == 1 else prefill_config).candidates(self._shape()))
 
     def run(self, data: dict[str, Any], config: Any) -> Tensor:
         """Compute it by the plugin's kernel."""
         from core_cuda.ops.attention import decode as decode_attention
-        from core_cuda.ops.attention import prefill as prefill_attention
+        from core_cuda.ops.attention.prefill import prefill
 
         if self.new == 1:
             return decode_attention.decode(**data, config=config)
-        return prefill_attention.prefill(
-            **{name: value for name, value in data.items() if name != "max_query_len"}, config=config
-        )
+        return prefill(**{name: value for name, value in data.items() if name != "max_query_len"}, config=config)
 
     def wanted(self, data: dict[str, Any]) -> Tensor:
         """Compute it by torch."""
@@ -191,7 +187,7 @@ class Attention:
 
     def _shape(self) -> Any:
         from core_cuda.ops.attention import decode as decode_attention
-        from core_cuda.ops.attention import prefill as prefill_attention
+        from core_cuda.ops.attention.prefill_config import PrefillShape
 
         num_heads, num_kv, size = self.heads
         if self.new == 1:
@@ -199,7 +195,7 @@ class Attention:
                 num_seqs=self.batch, num_kv_heads=num_kv, num_rows=num_heads // num_kv, head_size=size,
                 value_size=size, num_positions=self.context, itemsize=1 if self.codes else DTYPE.itemsize,
             )  # fmt: skip
-        return prefill_attention.PrefillShape(
+        return PrefillShape(
             num_tokens=self.batch * self.new, num_seqs=self.batch, num_heads=num_heads, num_kv_heads=num_kv,
             key_size=size, value_size=size, element_bytes=DTYPE.itemsize,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Area "fakes": fake kernels against real ones, of canonical ops, of what implements them, and of foreign libraries.
+"""Area "fakes": fake kernels against real ones, of canonical ops, their implementations, and foreign libraries.
 
 Tracing believes fakes: a wrong shape, stride or alias among them gives a graph that computes something else.
 """
@@ -60,7 +60,7 @@ def _foreign(device: Device) -> Iterator[Case]:
     """Yield a case for each declared fake; for a library that is not there, one case for all of its fakes."""
     libraries: dict[str, list[tuple[FakeOp, FakeResult]]] = {}
     for fake, result in device.fakes:
-        if fake.rule is None:  # the fake is the library's
+        if fake.rule is None:  # the library brings its own fake
             continue
         libraries.setdefault(fake.op.partition("::")[0], []).append((fake, result))
     for library, declared in libraries.items():
@@ -86,7 +86,7 @@ def judge_canonical(trial: Trial, *, op: CanonicalOp) -> None:
     for dtype, sample in _calls(trial, op):
         _compare(trial, f"{sample.name}, {dtype_name(dtype)}", op.overload, sample.kwargs, _of_canonical(op))
     for sample in op.samples(declared_dtypes(trial.device)[0], trial.device.torch_device):
-        # Symbolic shapes are no matter of the device.
+        # Symbolic shapes do not depend on the device.
         check(trial, sample.name, op.overload, *positional(op, sample.kwargs), dynamic=False)
 
 
@@ -97,7 +97,7 @@ def judge_traced(trial: Trial, *, op: CanonicalOp, of: OpImplementation) -> None
     for dtype, sample in _calls(trial, op):
         try:
             reason = refusal(op, of.condition, sample.kwargs)
-        except Exception:  # area "ops" reports it
+        except Exception:  # area "ops" reports this error
             continue
         if reason is not None:
             reasons.setdefault(reason)
@@ -155,7 +155,7 @@ def _why_untraced(fake: FakeOp, op: OpOverload) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Contract:
-    """What a schema says."""
+    """The declarations of a schema that a real call must keep."""
 
     #: Arguments that the op may write.
     mutates: tuple[str, ...]
@@ -163,7 +163,7 @@ class _Contract:
     shares: Callable[[int], frozenset[tuple[int, str]]]
     #: Whether its results may share memory with each other, if the fake's do; those of canonical ops never do.
     foreign: bool
-    #: Arguments by name -> arguments as the op is called with.
+    #: Converts arguments by name to the arguments of a call.
     spread: Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 

@@ -1,4 +1,4 @@
-"""Random arguments of the canonical ops: shapes, layouts and options that no sample thought of; one strategy per op."""
+"""Random arguments of the canonical ops: shapes, layouts and options that no sample covers; one strategy per op."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::argmax": quantized.argmax,
     }
 )
-"""Op -> what draws one call of it. Left out: collectives, which need more than one process."""
+"""Op -> the function that draws one call of it. Left out: collectives, which need more than one process."""

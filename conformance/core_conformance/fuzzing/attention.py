@@ -79,8 +79,8 @@ def _forget(caches: list[Tensor], table: Tensor, lens: _Lens, window: int) -> No
     """Put NaN where nobody has written yet, past the end of each sequence, and before the window of its first query."""
     page = caches[0].shape[1]
     for row, (new, length) in enumerate(lens):
-        left = max(length - new + 1 - window, 0) if window else 0
-        for position in (*range(left), *range(length, table.shape[1] * page)):
+        window_start = max(length - new + 1 - window, 0) if window else 0
+        for position in (*range(window_start), *range(length, table.shape[1] * page)):
             for cache in caches:
                 cache[int(table[row, position // page]), position % page] = math.nan
 

@@ -1,4 +1,4 @@
-"""Random calls of ops that stand for several: rotation with attention, linears with a gate, what ends in codes."""
+"""Random calls of fused ops: rotation with attention, linears with a gate, ops that end in a quantisation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def _linear(source: Source, outputs: int, width: int = 0) -> dict[str, Any]:
 
 
 def quantized(draw: Callable[[Source], dict[str, Any]]) -> Callable[[Source], dict[str, Any]]:
-    """Return what draws calls of an op that ends in codes. draw: draws those of the op before, which has rows `x`."""
+    """Return the strategy of an op that ends in a quantisation. draw: the strategy of the op before, which has rows
+    `x`."""
 
     def drawn(source: Source) -> dict[str, Any]:
         call = draw(source)
@@ -101,7 +102,7 @@ def attended_quantize(source: Source, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _codes(source: Source, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Draw what quantisation of values of this shape is told; groups of any size that divides a row."""
+    """Draw the quantisation arguments for values of this shape; groups of any size that divides a row."""
     granularity, width = source.one_of(*GRANULARITIES), shape[-1]
     group = source.one_of(*(size for size in (1, 2, 3, 8, 10, 16, 64) if width % size == 0))
     regions = {"tensor": (), "token": (*shape[:-1], 1), "group": (*shape[:-1], width // group)}[granularity]

@@ -122,7 +122,7 @@ def qk_norm_rotary(source: Source) -> dict[str, Any]:
 
 
 def head_norms(source: Source, size: int) -> dict[str, Any]:
-    """Draw what norms of queries and keys, by head of this size, are told."""
+    """Draw the norm arguments of queries and keys, for heads of this size."""
     wide = at_least_fp32(source.dtype)
     return {
         "query_weight": source.maybe(size, scale=0.4, shift=1.0),

@@ -1,4 +1,4 @@
-"""Running one case on examples that hypothesis draws, and telling the smallest one that fails."""
+"""Runs one case on examples that hypothesis draws, and reports the smallest one that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
 
 PHASES = ("generate", "shrink")
-"""What hypothesis does; to explain a failure by variants of it would take as long again."""
+"""The phases of hypothesis, without `explain`, which would double the time."""
 
 Example = Callable[["DataObject", Trial], None]
 """Draws one example, notes a description of it, and judges it; all through a trial of its own."""
@@ -32,7 +32,7 @@ class _Falsified(AssertionError):
 
 
 class _Examples:
-    """What has become of the examples of one case. count: how many were tried, those that led to the smallest too."""
+    """The state of one case's examples. count: how many were tried, including those that led to the smallest."""
 
     def __init__(self, trial: Trial, example: Example) -> None:
         self.count = 0
@@ -96,7 +96,7 @@ def run_examples(trial: Trial, example: Example) -> int:
         trial.fail(f"{examples.failed} (not each time: the same example also passed)")
     if examples.worst is not None:
         name = f"worst of {examples.count} examples: {examples.worst.name}"
-        # What is forgiven for its size lies above 1, and is no failure.
+        # A small value may exceed ratio 1 without being a failure.
         trial.record(name, examples.worst.criterion, min(examples.worst.ratio, 1.0))
     trial.note(f"{examples.count} examples")
     return examples.count
@@ -110,7 +110,7 @@ def pass_over() -> NoReturn:
 
 
 def _reasons(trial: Trial) -> list[str]:
-    """Return why an example fails, without what is judged too strictly to be tried so often."""
+    """Return why an example fails, without reasons whose bounds are too strict for thousands of examples."""
     forgiven = {f"{each.name}: {each.reason}" for each in trial.measurements if each.ratio <= _limit(each)}
     return [reason for reason in trial.failures if reason not in forgiven]
 

@@ -33,7 +33,7 @@ _LONG = (((1041,), 1008), ((2050,), 512), ((64,), 16_400))
 """Rows and row size of tensors with more than 2**20 elements."""
 
 _SIZES = (*["small"] * 10, "wide", "long")
-"""What `Source.sized` draws from: large calls take as long as all others together, and so are few."""
+"""The sizes that `Source.sized` draws from; large ones are rare, since they take as long as all others together."""
 
 
 class Source:

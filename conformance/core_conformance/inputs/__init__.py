@@ -1,1 +1,1 @@
-"""What ops are called on: samples, larger sizes, and torch's operators with their formulas."""
+"""Inputs of ops: samples, larger sizes, and torch's operators with their formulas."""

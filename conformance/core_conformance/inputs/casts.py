@@ -19,7 +19,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def cast_values() -> list[float]:
-    """Return fp32 numbers that tell roundings apart: halves between neighbours, of both signs, and limits."""
+    """Return fp32 numbers on which rounding modes differ: halves between neighbours, of both signs, and limits."""
     edges = [1 + n / 2**digits for digits in (8, 9, 11, 12) for n in (1, 2, 3, 5)]
     near = [edge + sign * 2.0**-20 for edge in edges for sign in (-1, 1)]
     large = [65504.0, 65519.0, 65520.0, 3.0e38, 3.3961e38, math.inf, 0.0]
@@ -33,4 +33,4 @@ CASTS: tuple[tuple[torch.dtype, torch.dtype], ...] = tuple(
     for wanted in (torch.float32, torch.bfloat16, torch.float16)
     if given != wanted
 )
-"""From, to."""
+"""Source dtype, target dtype."""

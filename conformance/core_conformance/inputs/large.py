@@ -24,12 +24,12 @@ _ROWS, _WIDTH = 9, 1024
 
 
 def _norm_options(draw: Draw) -> Iterator[tuple[str, float, dict[str, Any]]]:
-    """Yield name, scale of x, and what rms_norm and add_rms_norm take beside x."""
+    """Yield name, scale of x, and the further arguments of rms_norm and add_rms_norm."""
     weight, wide = draw(_WIDTH, scale=0.4, shift=1.0), at_least_fp32(draw.dtype)
     yield "1024 wide", 1.0, {"weight": weight, "eps": 1e-5}
     yield "1024 wide, rounded before the weight", 1.0, {"weight": weight, "eps": 1e-6, "normed_dtype": draw.dtype}
     yield "1024 wide, eps as large as the mean square", 3e-3, {"weight": weight, "eps": 1e-5}
-    # Roundings on the way, hidden by the last one as a rule, show where the result is not rounded.
+    # Intermediate roundings show only if the result itself is not rounded.
     yield "1024 wide, result kept wide", 1.0, {"weight": weight, "eps": 1e-6, "out_dtype": wide}
 
 

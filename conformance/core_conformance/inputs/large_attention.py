@@ -1,4 +1,4 @@
-"""Larger calls of the two attention ops, whose caches hold what nobody may read. See `opcalls.calls`.
+"""Larger calls of the two attention ops, whose caches hold NaN where nobody may read. See `opcalls.calls`.
 
 Letters: T tokens of the step, B sequences, H query and K key/value heads, D head size, N blocks of P positions, M
 blocks per sequence.
@@ -22,7 +22,8 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
     """Yield prefill, decode and both in one step, with padding and a window.
 
     NaN stands in every slot that holds no earlier token, those that this step writes included, and infinity in padding
-    rows: who reads before writing, past a length or from a padding row shows it, and who writes one to a free slot.
+    rows: so an op that reads before writing, past a length or from a padding row is found, and one that writes padding
+    to a free slot.
     """
     mixed = ((21, 21), (1, 37), (5, 40))
     yield Sample(name="heads of 64, mixed", kwargs=_paged(draw, mixed))
@@ -138,7 +139,7 @@ def _slot(table: Tensor, sequence: int, position: int, page: int) -> int:
 
 
 def _earlier(new: int, length: int, window: int) -> range:
-    """Return the positions of earlier tokens that this step's first token may see."""
+    """Return the positions of earlier tokens that this step's first token may attend to."""
     first = length - new
     return range(max(0, first - window + 1) if window else 0, first)
 
@@ -182,7 +183,7 @@ def _cached(draw: Draw, num_tokens: int, start: int, mask: torch.dtype) -> dict[
     lowest = torch.finfo(draw.dtype).min
     caches = [draw(2, 2, length, 64) for _ in range(2)]
     for cache in caches:
-        cache[:, :, start:] *= 50  # what this step writes, and what nobody sees
+        cache[:, :, start:] *= 50  # slots that this step writes, and slots that nobody sees
     return {
         "query": draw(2, num_tokens, 8, 64).transpose(1, 2),
         "key": draw(2, 2, num_tokens, 64),

@@ -1,4 +1,5 @@
-"""Calls of ops that take those of another op in another form: fused, rotated, ending in codes. See `opcalls.calls`."""
+"""Calls of ops that are derived from another op's calls: fused, rotated, or ending in a quantisation. See
+`opcalls.calls`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _FORMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def with_derived(calls: Mapping[str, Calls]) -> dict[str, Calls]:
-    """Return calls by op, and those that follow from them: of fused ops, of attention with rotation, of codes."""
+    """Return calls by op, with the derived ones: of fused ops, of attention with rotation, of ops that end in a
+    quantisation."""
     attention, gated, rotary = calls["attention"], calls["gated_activation"], calls["rotary"]
     fused = changed(gated, _fused)
     return {
@@ -60,7 +62,8 @@ def _single(draw: Draw, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_codes(draw: Draw, samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Yield the calls with what quantisation is told, another form in turn; rows that 128 does not divide by token."""
+    """Yield the calls with quantisation arguments, forms taking turns; rows that 128 does not divide are quantised by
+    token."""
     forms = cycle(_FORMS.items())
     for sample in samples:
         kwargs = dict(sample.kwargs)

@@ -1,4 +1,4 @@
-"""Torch's operators that move, select, count or cast: each has one right answer, told by plain Python on lists."""
+"""Torch's operators that move, select, count or cast: each has one right answer, computed in plain Python on lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mover:
     inputs: Inputs
     #: The dtype of the answer, None for that of the values.
     result: torch.dtype | None = None
-    #: Whether torch asks for arguments without gaps, by a warning.
+    #: Whether torch warns about arguments with gaps in memory.
     dense: bool = False
 
 

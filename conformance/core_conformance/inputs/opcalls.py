@@ -44,9 +44,9 @@ def strided(op: CanonicalOp, sample: Sample) -> Iterator[Sample]:
     """Yield the call with one tensor argument at a time in other strides: as part of wider rows, and transposed."""
     for name, value in sample.kwargs.items():
         if not isinstance(value, Tensor) or name in op.mutates or not value.numel():
-            continue  # what a cache may look like is the engine's choice
+            continue  # the engine chooses the layout of caches
         if not value.dim() or (value.dim() == 1 and not value.is_floating_point()):
-            continue  # lengths, slots and offsets are made for the step
+            continue  # lengths, slots and offsets are always contiguous
         forms = {"wider rows": part_of_wider_rows(value)}
         if value.dim() > 1 and min(value.shape[-2:]) > 1:
             forms["transposed"] = value.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -75,7 +75,7 @@ def with_non_finite(sample: Sample, names: tuple[str, ...]) -> Sample:
 
 def refusal(op: CanonicalOp, condition: Condition, kwargs: Mapping[str, Any]) -> str | None:
     """Ask a condition as a compile does, on fake tensors, and return its reason; None where it accepts."""
-    if condition is always:  # it looks at nothing, so it needs no fakes
+    if condition is always:  # a condition that always accepts needs no fakes
         return None
     _, fakes = faked(kwargs)
     return condition(op.bind((), fakes))
@@ -83,9 +83,9 @@ def refusal(op: CanonicalOp, condition: Condition, kwargs: Mapping[str, Any]) ->
 
 def positional(op: CanonicalOp, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments as they stand in a graph: by position as far as the schema has it, else by name."""
-    left, args = dict(kwargs), []
+    named, args = dict(kwargs), []
     for argument in op.overload._schema.arguments:
-        if argument.kwarg_only or argument.name not in left:
+        if argument.kwarg_only or argument.name not in named:
             break
-        args.append(left.pop(argument.name))
-    return tuple(args), left
+        args.append(named.pop(argument.name))
+    return tuple(args), named

@@ -30,12 +30,12 @@ class Operator:
     call: Callable[..., Tensor]
     #: Computes the same in elementary terms.
     formula: Callable[..., Tensor]
-    #: What to try, by name; each is judged for itself.
+    #: Inputs by name; each is judged separately.
     inputs: Inputs
     #: Whether the operator rounds once, as a formula in fp64 does that is rounded to the dtype. Else the yardstick is
     #: the formula in fp32.
     once: bool = False
-    #: Those in which models call it.
+    #: The dtypes in which models call it.
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *_HALF)
 
 
@@ -111,8 +111,8 @@ ROUNDING: tuple[Operator, ...] = (
         inputs=lambda draw: {"": (draw(4, 512), draw(4, 512, scale=0.2, shift=2.0))},
         once=True,
     ),
-    # Operators that take a number are others to torch than those of two tensors, and a device without one falls back
-    # to the host. No formula uses the operator that it stands for: `1 - x` is -(x - 1).
+    # For torch, operators with a number are different overloads from those of two tensors; a device may lack one and
+    # fall back to the host. No formula uses the operator that it stands for: `1 - x` is -(x - 1).
     Operator(name="number-minus", call=lambda x: 1 - x, formula=lambda x: -(x - 1), inputs=_ONE, once=True),
     Operator(name="minus", call=torch.sub, formula=lambda a, b: a + (-b), inputs=_PAIR, once=True),
     Operator(name="plus-number", call=lambda x: x + 1.5, formula=lambda x: x - (-1.5), inputs=_ONE, once=True),

@@ -110,7 +110,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _standing(report: Report) -> str:
-    """Return in one word how the level asked for stands: good, part or bad."""
+    """Return the state of the level asked for in one word: good, part or bad."""
     if report.reached is None:
         return "part" if report.chosen and report.passed else "bad"
     return "good" if report.reached >= report.level else "part"

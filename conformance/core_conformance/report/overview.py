@@ -1,4 +1,4 @@
-"""What all forms of a report show: how each level stands, areas in numbers, what failed and what was declared."""
+"""The content of all forms of a report: the state of each level, numbers by area, failures, and declarations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class AreaRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelRow:
-    """One level: what it covers, and how it stands."""
+    """One level: what it covers, and its state."""
 
     level: int
     covers: tuple[str, ...]
@@ -147,7 +147,7 @@ def area_rows(report: Report) -> list[AreaRow]:
 
 
 def level_rows(report: Report) -> list[LevelRow]:
-    """Return how each level stands."""
+    """Return the state of each level."""
     rows = []
     for level in range(MAX_LEVEL + 1):
         areas = {area: covers for area, (own, covers) in AREAS.items() if own == level}

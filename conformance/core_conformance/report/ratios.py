@@ -13,7 +13,7 @@ from core_conformance.report.overview import one_line, ratio_text
 from core_conformance.report.report import Report
 
 BOUNDS = (0.0, 1e-4, 1e-3, 0.01, 0.1, 0.25, 0.5, 1.0, 2.0, 10.0, 100.0, math.inf)
-"""Where the columns end, ends included. What is beyond 1 fails; the last one also holds what is no number."""
+"""Upper ends of the columns, inclusive. A ratio beyond 1 fails; the last column also holds NaN."""
 HEADS = ("0", *(f"≤ {bound:g}" for bound in BOUNDS[1:-1]), "more")
 
 _Measured = tuple[int, Outcome, Measurement]
@@ -29,7 +29,7 @@ class RatioCell:
     share: int
     #: Position in the report of the case that the worst of these values belongs to.
     case: int
-    #: What that value is.
+    #: The name of that value.
     text: str
 
 

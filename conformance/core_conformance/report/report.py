@@ -22,11 +22,11 @@ class Environment:
 
     #: The product; "" where the device did not open.
     device_name: str = ""
-    #: What the device says it can do, as JSON-ready values; empty where it did not open.
+    #: The device's capabilities as JSON-ready values; empty if it did not open.
     capabilities: Mapping[str, Any]
     #: Of each package; None where it is not installed.
     versions: Mapping[str, str | None]
-    #: As torch or the plugin tells it.
+    #: The driver's version, from torch or the plugin.
     driver: str = ""
     platform: str = ""
     workers: int = 1

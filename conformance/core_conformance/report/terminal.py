@@ -132,12 +132,12 @@ def _case(report: Report, outcome: Outcome, *, full: bool) -> Iterator[tuple[Any
 
 
 def _indented(text: str, style: str = "") -> Padding:
-    """Return text that folds within its indent."""
+    """Return text that wraps within its indentation."""
     return Padding(Text(text, style=style), (0, 0, 0, 2))
 
 
 def _declared(report: Report) -> Iterator[Any]:
-    """Yield what is no failure and no pass, each reason once."""
+    """Yield the outcomes that are neither failures nor passes, each reason once."""
     titles = {
         "not-supported": "Declared not supported",
         "xfail": "Expected failures",

@@ -1,1 +1,1 @@
-"""What is right: criteria, references and bounds."""
+"""Criteria, references and tolerances."""

@@ -41,15 +41,16 @@ def judge_route(trial: Trial, judged: Judged) -> None:
     same = ((rows[0][0] == rows[2][0]) & (rows[1][0] == rows[2][0])).all(-1)
     if not trial.require(bool(same.any()), f"{judged.name}: no token has the experts of the fp64 run"):
         return
-    left = int((~same).sum())
-    if left:
-        trial.note(f"{judged.name}: {left} of {len(same)} tokens have near-ties and were judged by rank alone")
+    num_tied = int((~same).sum())
+    if num_tied:
+        trial.note(f"{judged.name}: {num_tied} of {len(same)} tokens have near-ties and were judged by rank alone")
     result, eager, exact = (values[same] for _, values in rows)
     judged.judge(trial, f"{judged.name}, weights", result, eager, lambda: exact)
 
 
 def _rank_gap(given: Tensor, wanted: Tensor, kwargs: Mapping[str, Any]) -> tuple[float, str]:
-    """Return how far the chosen experts (T, k) rank from the right ones over what rounding explains."""
+    """Return the difference in rank of the chosen experts (T, k) from the right ones, divided by what rounding
+    explains."""
     num_experts = kwargs["logits"].shape[1]
     outside = (given < 0) | (given >= num_experts)
     if outside.any():
@@ -107,8 +108,8 @@ _INF = float("inf")
 def judge_sample(trial: Trial, judged: Judged) -> None:
     """Judge the tokens of `core::sample`.
 
-    A greedy row's token has the largest logit. Any other token stands, in order of falling logit, between those that
-    fp64 draws at numbers, and with top-p, that are off by `DRAW_SLACK`.
+    A greedy row's token has the largest logit. Any other token lies, in order of falling logit, between the tokens that
+    fp64 draws when the random number and top-p are shifted down and up by `DRAW_SLACK`.
     """
     (tokens,), (exact,) = judged.results, judged.references
     name = f"{judged.name}, tokens"

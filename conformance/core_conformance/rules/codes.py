@@ -1,4 +1,4 @@
-"""The rule for quantised codes: they are no integers to be equal, a legitimate rounding moves a few of them by one."""
+"""The rule for quantised codes: they need not be equal, since legitimate rounding moves a few of them by one step."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _judge_dequantized(trial: Trial, judged: Judged, values: list[Tensor], step:
 def _close(values: list[Tensor], step: Tensor, dtype: torch.dtype) -> Tensor:
     """Return at which values the difference stays within T1's bound on the largest error plus one step.
 
-    Codes of a floating point lie ever closer next to zero, where what T1 lets an error be is many of them. Eager's
-    error is what its values differ by beyond a step, which quantising alone may explain.
+    Floating-point codes lie closer together near zero, where an error that T1 allows spans many of them. Eager's error
+    counts only beyond one step, which quantising alone may explain.
     """
     result, eager, exact = values
     error = ((eager - exact).abs() - step).clamp(min=0)
@@ -159,7 +159,7 @@ def _steps(
 ) -> tuple[float, str]:
     """Return the ratio of the share of differing codes to its bound, and why it fails.
 
-    eager: how far its codes are. close: of which codes the values are near enough, however many steps lie between.
+    eager: the distances of eager's codes. close: codes whose values are near enough, whatever their distance in steps.
     """
     apart = (given - wanted).abs()
     most = 1 if eager is None else max(2 * int(eager.max()), 1)

@@ -50,15 +50,15 @@ def unread(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> int:
     """Return how many leading blocks of a written argument may hold anything, and so are not compared."""
     if op.name not in _PAGED or name not in op.mutates:
         return 0
-    # Padding tokens write the null block, block 0, several of them one slot: which one stays is not promised.
+    # Padding tokens write the null block, block 0, several of them one slot: the order of these writes is not defined.
     page = kwargs["key_cache"].shape[1]
     return int(bool((kwargs["slot_mapping"] < page).any()))
 
 
 def computed(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> Tensor | None:
-    """Return which elements of an argument the op computes, on the host; None where it copies what it writes.
+    """Return which elements of an argument the op computes, on the host; None if the op only copies its inputs there.
 
-    Rotated keys are computed, and codes of keys and values.
+    Computed are rotated keys, and codes of keys and values.
     """
     rotated = op.name.startswith("rotary") and name == "key_cache"
     if op.name not in _PAGED or name not in op.mutates or not (rotated or kwargs[name].dtype in CODES):

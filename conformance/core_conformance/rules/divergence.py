@@ -1,4 +1,4 @@
-"""What a language model's logits are for, judged: the token taken (T3) and the distribution over the next one (KL).
+"""Judges the use of a language model's logits: the chosen token (T3) and the distribution over the next token (KL).
 
 Shapes: n rows of logits over a vocabulary V, (n, V); R is the fp64 reference, E eager, G what is judged.
 """

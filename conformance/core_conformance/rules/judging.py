@@ -17,7 +17,7 @@ from core_conformance.trial import Trial
 Judge = Callable[[Trial, str, Any, Any, Callable[[], Any]], None]
 """Judges one value: trial, name, result, yardstick, and a function that gives the fp64 value."""
 
-_T1_FACTOR = 2.0  # what numerics.judge multiplies the yardstick's rms error with
+_T1_FACTOR = 2.0  # the factor by which numerics.judge multiplies the yardstick's rms error
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Judged:
     #: Of the call.
     name: str
     kwargs: Mapping[str, Any]
-    #: What is judged.
+    #: The result under judgement.
     results: Sequence[Any]
-    #: What the yardstick gave.
+    #: The yardstick's result.
     eager: Sequence[Any]
-    #: Gives the fp64 values.
+    #: Returns the fp64 values.
     exact: Callable[[], Sequence[Any]]
     #: How floating values are judged: by T1 or T2.
     judge: Judge = field(repr=False)

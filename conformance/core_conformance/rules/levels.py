@@ -1,4 +1,4 @@
-"""Which level a run has proven, and what stands between it and the next one."""
+"""The level that a run has proven, and why the next one is not proven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call is compared with: the same call in fp64 on the CPU, on inputs that keep their rounding, and on fakes."""
+"""The references of a call: the same call in fp64 on the CPU, with inputs rounded as before, and on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exact(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[A
 def faked(value: Any, *, sized_by_values: bool = False) -> tuple[FakeTensorMode, Any]:
     """Return a nested structure with its tensors fake, and their mode.
 
-    sized_by_values: ops may give sizes that only a run can tell, which are then symbols.
+    sized_by_values: sizes may depend on values; they are then symbols.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv() if sized_by_values else None)
     copied = pytree.tree_map_only(Tensor, lambda leaf: mode.from_tensor(leaf, static_shapes=True), value)

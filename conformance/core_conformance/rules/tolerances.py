@@ -1,4 +1,4 @@
-"""Every bound of the suite that T1 does not set itself, with where it comes from."""
+"""Every tolerance of the suite besides those of T1, with its origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T2_FACTOR = 4.0
 CODE_SHARES: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 0.001, torch.bfloat16: 0.06, torch.float16: 0.01}
 )
-"""Dtype of what is quantised -> share of codes that may lie one step from the fp64 ones.
+"""Dtype of the quantised values -> share of codes that may lie one step from the fp64 ones.
 
 Measured over 28 draws of 9216 codes for int8 and fp8 and each granularity, largest share: x / scale, x * (1 / scale),
 x * (largest code / largest value) and x / (largest value * (1 / largest code)), all in fp32, give 0.0001, 0.008 and
@@ -31,8 +31,8 @@ MEMORY_PROBE_BYTES = 36 * 2**20
 and gives it back, so that the resident size of a process follows."""
 
 MEMORY_ALLOWANCE_BYTES = 12 * 2**20
-"""What may stay taken over several rounds of capture and close: caches of libraries, Python's own memory. A third of
-the smallest tensor that a graph of these rounds holds."""
+"""Bytes that may stay in use after several rounds of capture and close: caches of libraries, Python's own memory. A
+third of the smallest tensor that a graph of these rounds holds."""
 
 KL_MEAN_FACTOR = 8.0
 """How many times the divergence of eager from fp64 that of a whole model may be, over all rows.
@@ -48,14 +48,14 @@ KL_ROW_FACTOR = 16.0
 """The same for the row that diverges most; the same variants gave 0.13 to 4.7 (0.34 to 2.4 in half precision)."""
 
 DRAW_SLACK = 1e-5
-"""By how much the number that a token is drawn with, and top-p, may be taken to be off: a sum of 2**17 probabilities in
-fp32 is off by less."""
+"""Assumed error of a token's random number and of top-p: a sum of 2**17 probabilities in fp32 is off by less."""
 
 RELEASE_MIN_BYTES = 32 * 2**20
-"""What an engine is taken to hold at least, where the memory is judged that it leaves taken: blocks of allocators."""
+"""The least memory assumed for an engine when its leftovers are judged, to allow for the allocator's blocks."""
 
 RELEASE_KEPT = 0.25
-"""Share of what an engine took that may stay taken behind it: workspaces of libraries, unused parts of large blocks."""
+"""Share of an engine's memory that may stay in use after it is closed: workspaces of libraries, unused parts of large
+blocks."""
 
 FUZZ_SMALL = 512
 FUZZ_SMALL_FACTOR = 2.0
@@ -68,7 +68,7 @@ FUZZ_CODES_FACTOR = 1.5
 the bound itself at 192 codes. Quotients rounded to bf16 reached 2.7 times it at 576 codes and 12 times at 9216."""
 
 GROWTH_ALLOWANCE_BYTES = 12 * 2**20
-"""What a device's account or the process may grow by in 400 replays, or in 40 dropped captures, after a warm-up.
+"""Bytes by which a device's account or the process may grow in 400 replays, or in 40 dropped captures, after a warm-up.
 
 Measured on the processor and the recording example device, in every mode: 64 KiB at most, in most runs nothing. 31 KiB
 kept at each replay or 307 KiB at each capture exceed it.

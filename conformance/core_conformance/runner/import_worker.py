@@ -8,7 +8,7 @@ import time
 
 def answer(request: dict[str, str]) -> dict[str, object]:
     """Return what importing the plugin, and what opening the device, changed of torch's state, and how long it took."""
-    import core.compilation.compile  # noqa: F401  # what every plugin needs of core is not its own time
+    import core.compilation.compile  # noqa: F401  # imports that every plugin needs do not count as this plugin's time
     from core.errors import CoreError
     from core.host.discovery import discover
     from core.host.loading import load_plugin
@@ -25,7 +25,7 @@ def answer(request: dict[str, str]) -> dict[str, object]:
         return {"problem": f"{type(error).__name__}: {error.found}"}
     imported_s = time.perf_counter() - start
     on_import, before, start = before.restore(), TorchState.read(), time.perf_counter()
-    with contextlib.suppress(CoreError):  # another case says so
+    with contextlib.suppress(CoreError):  # another case reports this
         select_device(name)
     return {
         "on_import": on_import,

@@ -1,4 +1,4 @@
-"""What torch keeps for the whole process, read and put back, so that one case or import does not disturb the next."""
+"""Saves and restores torch's process-wide settings, so that one case or import does not disturb the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GUARDS: list[Any] = []
 
 
 def _set_inference_mode(on: bool) -> None:
-    # There is no plain setter: a guard is entered and never left, and kept, since it ends with its last reference.
+    # There is no plain setter: enter a guard and never exit it. Keep a reference, since it ends with its last one.
     _GUARDS.append(torch.inference_mode(on))
     _GUARDS[-1].__enter__()
 
@@ -95,7 +95,7 @@ class TorchState:
         return tuple(phrases)
 
     def restore(self) -> tuple[str, ...]:
-        """Put back what differs, as far as torch lets it, and return what differed."""
+        """Restore what differs, as far as torch allows, and return what differed."""
         phrases = self.changes()
         if phrases:
             # The default device goes first, since it is itself one of the function modes; grad mode goes after

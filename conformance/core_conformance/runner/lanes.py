@@ -1,4 +1,5 @@
-"""Where cases run, one after the other: a worker process that may be lost (`worker.Session` runs them in this one).
+"""Lanes, which run cases one after the other: in a worker process that may crash (`worker.Session` runs them in this
+one).
 
 The parent keeps each case's deadline, and kills the process: docs/conformance.md says what pytest-xdist and
 pytest-timeout lack for that.
@@ -21,8 +22,8 @@ WORKER = "core_conformance.runner.lane_worker"
 COLLECT_TIMEOUT_S = 300.0
 """For importing torch and the plugin, opening the device and listing the cases."""
 
-# A device that takes each process down would cost a start for each case that is left. Of one that hangs when it is
-# opened, `Opening` spares a run the second try.
+# A device that takes each process down would cost a start for each case that is left. For a device that hangs on
+# opening, `Opening` prevents a second try.
 _MAX_FAILED_STARTS = 2
 
 
@@ -30,26 +31,26 @@ class Lane(Protocol):
     """Collects and runs cases, one at a time."""
 
     def collect(self) -> Collected:
-        """Open the device and return what there is to run; raise nothing where that fails."""
+        """Open the device and return the cases to run; a failure is reported in the result, not raised."""
 
     def run(self, case: CaseInfo) -> Outcome:
         """Run a case and return what became of it, whatever that is."""
 
     def close(self) -> None:
-        """Give everything back; from any thread, and again."""
+        """Release everything; may be called from any thread and repeatedly."""
 
 
 class Opening:
-    """Whether the device opens, as the lanes of a run find out: one that hung is not opened again by any of them."""
+    """Whether the device opens, shared by the lanes of a run: after a hang no lane opens it again."""
 
     def __init__(self) -> None:
         self._hung: WorkerResult | None = None
-        # The case that was judged for it.
+        # The case that was reported as the time-out.
         self._judged = ""
         self._lock = threading.Lock()
 
     def note(self, result: WorkerResult) -> None:
-        """Take note of what became of a process that was to open the device."""
+        """Note whether a process managed to open the device."""
         if result.timed_out:
             self._hung = result
 
@@ -86,7 +87,7 @@ class ProcessLane:
         self._num_failed_starts = 0
 
     def collect(self) -> Collected:
-        """Start the process, open the device and return what there is to run.
+        """Start the process, open the device and return the cases to run.
 
         Where the process does not survive that, level 0 is still there, and `error` says why the rest is not.
         """

@@ -1,4 +1,4 @@
-"""How far a run is, told while it runs."""
+"""Progress of a run, shown while it runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Progress:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the terminal to others, as to a debugger."""
+        """Release the terminal, for a debugger."""
         self._bar.stop()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a run's parent and its workers tell each other, as data that goes through JSON; imports no torch."""
+"""The messages between a run's parent and its workers, as JSON data; imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SuiteModules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
-    """What a worker process is started with."""
+    """The options of a worker process."""
 
     #: The device as asked for.
     device: str
@@ -55,7 +55,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """What a worker found."""
+    """A worker's answer to collecting."""
 
     #: The cases of all levels and of fuzzing; those of level 0 alone where `error` is set.
     cases: tuple[CaseInfo, ...]

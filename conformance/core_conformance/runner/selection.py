@@ -1,4 +1,4 @@
-"""Which of the collected cases a run is about, and what the plugin's declarations make of their outcomes."""
+"""Selects the cases of a run, and applies the plugin's declarations to their outcomes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from core_conformance.rules.expectations import Expectations, matches
 from core_conformance.runner.protocol import Collected
 
 INEXCUSABLE = ("host/*", "torch/*", "ops/*/reference/*", "fakes/*/reference")
-"""Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. What a device
-can't do of that, its capabilities say."""
+"""Cases that no profile can excuse: they are about the plugin's word, and about torch on the device. A device states
+limits there through its capabilities."""
 
 
 def choose(collected: Collected, *, level: int, fuzz: int = 0, chosen: Sequence[str] = ()) -> list[CaseInfo]:
@@ -40,7 +40,7 @@ def _unknown(glob: str, collected: Collected, cases: Sequence[CaseInfo]) -> Usag
         found = f"the cases above level 0 could not be collected: {collected.problem}"
         return UsageError(asked, found=found, remedy=str(collected.error["remedy"]))
     known = [case.id for case in cases]
-    # A glob resembles ids less than a misspelt id does; what stands before its first star says what was meant.
+    # A glob resembles ids less than a misspelt id does, so compare only the part before its first star.
     stem = glob.partition("*")[0]
     close = get_close_matches(glob, known, n=3) or [id for id in known if stem and id.startswith(stem[: len(stem) - 1])]
     suggestion = f"; did you mean {', '.join(map(repr, close[:3]))}?" if close else ""

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 4
 CASES_PER_WORKER = 16
-"""So many cases pay for another process, which has to import torch and open the device first."""
+"""Number of cases from which another process pays off; it must first import torch and open the device."""
 
-# Errors about what was asked for, as against a device that is broken or absent: there is nothing to run then.
+# Errors in the request itself, not in the device: nothing can be run.
 _NOTHING_TO_RUN = ("UsageError", "UnknownDeviceError", "PluginConflictError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a run is about."""
+    """The options of a run."""
 
     #: The device as asked for.
     device: str
@@ -209,6 +209,6 @@ def _cores() -> int:
 def _num_lanes(options: Options, num_cases: int) -> int:
     if options.in_process:
         return 1
-    # Asked for in so many words, they are all started; never more than there are cases.
+    # An explicit number is always started, but never more than there are cases.
     pay = num_cases if options.workers else -(-num_cases // CASES_PER_WORKER)
     return max(1, min(options.workers or min(MAX_WORKERS, _cores()), pay))

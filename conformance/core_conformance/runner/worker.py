@@ -72,7 +72,7 @@ class Session:
         return self._opened
 
     def collect(self, *, host_only: bool = False) -> Collected:
-        """Return what there is to run. host_only: level 0 alone, without opening the device."""
+        """Return the cases to run. host_only: level 0 alone, without opening the device."""
         error, detail = None, ""
         try:
             if not host_only:
@@ -102,12 +102,12 @@ class Session:
             start = time.perf_counter()
             status, reason, detail = self._judged(case.id, trial)
             elapsed_s = time.perf_counter() - start
-            left = [f"left behind, and put back: {change}" for change in before.restore()]
+            leftovers = [f"left behind, and put back: {change}" for change in before.restore()]
         problem = self._tidy()
         if problem:
-            left.append(f"the device no longer works after this case: {problem}")
+            leftovers.append(f"the device no longer works after this case: {problem}")
             if status == "pass":
-                status, reason = "fail", left[-1]
+                status, reason = "fail", leftovers[-1]
         self.usable = not problem
         return Outcome(
             id=case.id,
@@ -116,7 +116,7 @@ class Session:
             detail=detail,
             elapsed_s=elapsed_s,
             measurements=tuple(trial.measurements),
-            notes=(*trial.notes, *left),
+            notes=(*trial.notes, *leftovers),
         )
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Session:
         try:
             self._case(case_id).run(trial)
             if isinstance(self._opened, tuple):
-                # Work still queued may yet fail, and would fail the next case.
+                # Queued work may still fail, and would then fail the next case.
                 self._opened[0].synchronize()
         except NotSupported as caught:
             status, reason = "not-supported", one_line(str(caught))
@@ -163,7 +163,7 @@ class Session:
             status = "fail"
             try:
                 reason, raised = one_line(describe(caught)), traceback.format_exc()
-            except Exception:  # an exception that can't even be told
+            except Exception:  # the exception has no printable text
                 reason = f"{type(caught).__name__}, whose own text raises"
         if failures:
             status, reason = "fail", _first(failures)
@@ -171,7 +171,7 @@ class Session:
         return status, reason, detail[-_MAX_DETAIL:]
 
     def _tidy(self) -> str:
-        """Give back what the case held; return why the device can't be used any more, "" where it can."""
+        """Free what the case held; return why the device can't be used any more, or ""."""
         gc.collect()
         if len(sys.modules) > self._num_frozen_modules + _MANY_MODULES:
             gc.freeze()

@@ -1,4 +1,4 @@
-"""The declaration of a fake kernel for a foreign op, and what became of it."""
+"""The declaration of a fake kernel for a foreign op, and the outcome of its registration."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ class FakeOp:
     #: device -> calls, arguments by their names in the schema; the conformance suite and `core fakes --check` compare
     #: the fake with the real op on them
     samples: Callable[[torch.device], Iterable[Sample]] | None = None
-    #: the arguments that the op writes, which must be those that its schema declares; None for what the schema says
+    #: the arguments that the op writes, checked against the schema; None takes them from the schema
     writes: tuple[str, ...] | None = None
-    #: arguments that the kernel is known to write, declared by its schema or not; passes and verification go by it,
-    #: also where the op has a fake already
+    #: arguments that the kernel is known to write, whether its schema declares them or not; passes and verification
+    #: rely on this, even if the op already has a fake
     also_writes: tuple[str, ...] = ()
     #: whether the library changes the op's schema from version to version: a rule that does not fit the schema is then
     #: left out with the reason, not refused as a mistake
     changes: bool = False
-    #: whether results are memory that the op leaves as it was (workspaces, what later calls write), in which two calls
-    #: may differ
+    #: whether results are uninitialised memory (workspaces, buffers for later calls), in which two calls may differ
     unwritten: bool = False
 
     def __str__(self) -> str:
@@ -52,7 +51,7 @@ class FakeOp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeResult:
-    """What became of a declared fake."""
+    """The outcome of registering a declared fake."""
 
     #: whether it was registered
     applied: bool

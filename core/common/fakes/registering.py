@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from core.common.fakes.declaration import FakeOp, FakeResult
 from core.common.fakes.rules import Rule
-from core.common.fakes.schema import bound, find_overload, mismatch, mutated
+from core.common.fakes.schema import as_kernel, find_overload, mismatch, mutated
 from core.common.passes.effects import declare_writes
 from core.errors import PluginError
 
@@ -27,7 +27,7 @@ def apply_fakes(declarations: Iterable[FakeOp]) -> tuple[tuple[FakeOp, FakeResul
 
 
 def apply_late(fakes: Iterable[tuple[FakeOp, FakeResult]]) -> tuple[FakeOp, ...]:
-    """Register what `apply_fakes` could not, of libraries that were loaded since; return those registered now.
+    """Register the fakes of libraries that were loaded after `apply_fakes`; return those registered now.
 
     Raises `PluginError` as `apply_fakes` does.
     """
@@ -61,7 +61,7 @@ def _apply(fake: FakeOp) -> FakeResult:
     if fake.rule is None:
         whose = "its library's fake serves" if has_fake(fake.op) else f"op {fake.op} has no fake kernel"
         return FakeResult(applied=has_fake(fake.op), reason=f"{whose}{known}")
-    torch.library.register_fake(fake.op, bound(fake.rule, schema) if isinstance(fake.rule, Rule) else fake.rule)
+    torch.library.register_fake(fake.op, as_kernel(fake.rule, schema) if isinstance(fake.rule, Rule) else fake.rule)
     _APPLIED[fake.op] = str(schema)
     return FakeResult(applied=True, reason=f"registered{known}")
 

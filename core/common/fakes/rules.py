@@ -1,7 +1,7 @@
-"""Shape rules as data: what each result of an op is, said of the op's arguments.
+"""Shape rules as data: each result of an op, described by the op's arguments.
 
-A rule prints as what it says and can be checked against the op's schema before any call (`core.common.fakes.schema`).
-Where data do not suffice, a plain function over fake tensors serves as rule too.
+A rule prints as its description and can be checked against the op's schema before any call
+(`core.common.fakes.schema`). Where data do not suffice, a plain function over fake tensors serves as rule too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Output:
         raise NotImplementedError
 
     def needs(self) -> Iterator[tuple[Key, Need]]:
-        """Yield the arguments that it reads, and as what."""
+        """Yield the arguments that the rule reads, and how it uses each (a tensor, an int, a dtype)."""
         raise NotImplementedError
 
     @property
     def returns(self) -> Key | None:
-        """The argument that the result is, None for one with memory of its own (or of another result)."""
+        """The argument that is returned as the result; None for a result in new memory (or in another result's)."""
         return None
 
 
@@ -137,7 +137,7 @@ class Rule:
         return tuple(made)
 
     def needs(self) -> Iterator[tuple[Key, Need]]:
-        """Yield the arguments that it reads, and as what."""
+        """Yield the arguments that the rule reads, and how it uses each (a tensor, an int, a dtype)."""
         for output in self.outputs:
             yield from output.needs()
 
@@ -175,7 +175,8 @@ def argument(argument: Key) -> Rule:
 
 
 def part(result: int, last: Size | int) -> Rule:
-    """Return the rule "the leading columns of an earlier result", with which it shares memory. result: its number."""
+    """Return the rule "the leading columns of an earlier result", whose memory it shares. result: the number of the
+    earlier result."""
     return Rule((_Part(result, sized(last)),))
 
 

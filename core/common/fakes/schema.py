@@ -46,9 +46,9 @@ def mutated(schema: FunctionSchema) -> tuple[str, ...]:
 
 
 def shared(schema: FunctionSchema, num_results: int | None = None) -> frozenset[tuple[int, str]]:
-    """Return which result, by number, may share memory with which argument, as the schema has it.
+    """Return which result, by number, may share memory with which argument, according to the schema.
 
-    num_results: how many tensors a call gave, which lists among the results make more than the schema tells.
+    num_results: how many tensors a call returned; more than the schema has results if one of them is a list.
     """
     numbers = range(len(schema.returns) if num_results is None else num_results)
     found = set()
@@ -69,7 +69,7 @@ def returned(schema: FunctionSchema) -> str:
 
 
 def mismatch(fake: FakeOp, schema: FunctionSchema) -> str:
-    """Say where a declared fake does not fit the op's schema, as "expected; found"; "" where it fits."""
+    """Say where a declared fake does not fit the op's schema, as "expected; found"; "" if it fits."""
     names = [each.name for each in schema.arguments]
     said = (*(fake.writes or ()), *(() if fake.changes else fake.also_writes))
     unknown = [name for name in said if name not in names]
@@ -86,7 +86,7 @@ def mismatch(fake: FakeOp, schema: FunctionSchema) -> str:
 
 
 def _arguments(rule: Rule, schema: FunctionSchema) -> str:
-    """Say which argument that the rule reads the op lacks, or has as something else."""
+    """Name an argument that the rule reads and the op lacks or has with another type."""
     for key, need in rule.needs():
         index = _index(key, schema)
         if index is None:
@@ -99,7 +99,7 @@ def _arguments(rule: Rule, schema: FunctionSchema) -> str:
 
 
 def _results(rule: Rule, schema: FunctionSchema) -> str:
-    """Say where number or aliases of the results differ."""
+    """Say where the number of results or their aliases differ from the schema."""
     odd = [each for each in schema.returns if str(each.real_type) != "Tensor"]
     if odd:
         return f"its rule gives tensors; the op returns {returned(schema)} (write the rule as a function)"
@@ -122,7 +122,7 @@ def _count(number: int) -> str:
 
 
 def _signature(rule: Callable[..., Any], schema: FunctionSchema) -> str:
-    """Say which way of calling the op a function that is its fake does not take."""
+    """Name a way of calling the op that a fake given as a function does not accept."""
     try:
         signature = inspect.signature(rule)
     except (TypeError, ValueError):  # built in
@@ -141,8 +141,8 @@ def _signature(rule: Callable[..., Any], schema: FunctionSchema) -> str:
     return ""
 
 
-def bound(rule: Rule, schema: FunctionSchema) -> Callable[..., Any]:
-    """Return the rule as a kernel: called as the dispatcher calls one, defaults left out."""
+def as_kernel(rule: Rule, schema: FunctionSchema) -> Callable[..., Any]:
+    """Return the rule as a kernel for the dispatcher, which leaves out arguments that equal their defaults."""
     names = [each.name for each in schema.arguments]
     positional = [each.name for each in schema.arguments if not each.kwarg_only]
     defaults = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}

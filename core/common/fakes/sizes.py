@@ -9,7 +9,7 @@ from typing import Any, Literal
 Key = str | int
 """An argument, by its name in the op's schema or by its position."""
 Need = Literal["tensor", "int", "bool", "dtype"]
-"""What a rule takes an argument for. "dtype": one that is a dtype, or a tensor that has one."""
+"""How a rule uses an argument. "dtype": the argument is a dtype, or a tensor whose dtype counts."""
 Values = Mapping[Key, Any]
 """The arguments of a call, each by name and by position."""
 
@@ -24,7 +24,7 @@ class Size:
         raise NotImplementedError
 
     def needs(self) -> Iterator[tuple[Key, Need]]:
-        """Yield the arguments that it reads, and as what."""
+        """Yield the arguments that the size reads, and how it uses each."""
         raise NotImplementedError
 
     def __add__(self, other: Size | int) -> Size:
@@ -144,9 +144,9 @@ def size(argument: Key, dim: int) -> Size:
 
 
 def computed(function: Callable[..., Any], *arguments: tuple[Key, Need]) -> Size:
-    """Return the size that a function computes from some arguments: what arithmetic can't say.
+    """Return a size that a function computes from some arguments, for what arithmetic can't express.
 
-    arguments: name and need of each. The function's name is what is printed.
+    arguments: the name and use of each. The size prints as the function's name.
     """
     return _Computed(function, arguments)
 

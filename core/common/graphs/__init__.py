@@ -1,1 +1,1 @@
-"""What a device captures callables with and replays them: the protocol, and two ready-made backends."""
+"""How a device captures and replays callables: the protocol `GraphBackend`, and ready-made backends."""

@@ -1,6 +1,6 @@
 """Graphs by `torch.accelerator.Graph`, torch's own interface to every accelerator that registers a graph class.
 
-torch has it from 2.13 on, and a device only where its backend registers one, so it is tried before it is used.
+torch has it from 2.13 on, but a device only if its backend registers a graph class. So it is tried before use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AcceleratorGraphs:
         self._stream: torch.Stream | None = None
 
     def new_pool(self) -> Any:
-        """Return no pool: the first graph's own becomes the one of the program."""
+        """Return no pool: the pool of the first graph becomes the program's."""
         return _Pool()
 
     @contextmanager
@@ -72,7 +72,8 @@ class _Pool:
 
 
 def find_fault(device: torch.device) -> str:
-    """Return why `torch.accelerator.Graph` can't be used for a device, or "" if a captured addition replays right."""
+    """Return why `torch.accelerator.Graph` can't be used for a device, or "" if a captured addition replays
+    correctly."""
     if not hasattr(torch.accelerator, "Graph"):
         return f"torch {torch.__version__} has no torch.accelerator.Graph"
     if torch.accelerator.current_accelerator() is None:
@@ -89,6 +90,6 @@ def find_fault(device: torch.device) -> str:
             if y.tolist() != [value + 1] * 4:
                 return f"a captured x + 1 gives {y.tolist()} for x = {value}"
         backend.cleanup()
-    except Exception as error:  # whatever a device's own code raises is the answer
+    except Exception as error:  # whatever the device's code raises is the reason
         return f"{type(error).__name__}: {error}"
     return ""

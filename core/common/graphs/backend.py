@@ -36,7 +36,7 @@ class GraphKey(NamedTuple):
 
 Callback = Callable[[], None]
 BoundCallable = Callable[[], "tuple[torch.Tensor, ...]"]
-"""A lowered callable with all arguments bound: reads its static input buffers, returns a flat tuple of tensors."""
+"""A lowered callable that takes no arguments: it reads its static input buffers and returns a flat tuple of tensors."""
 
 
 class GraphBackend(Protocol):
@@ -59,10 +59,10 @@ class GraphBackend(Protocol):
         inputs are the static buffers `fn` reads, by name: their addresses stay the same for the program's life. The
         outputs live at fixed addresses too and are valid until the next replay of any key: graphs of one pool may use
         each other's memory, so a backend must not hold outputs in a way that keeps the pool from reusing theirs.
-        Warm-up really runs `fn`; `after_warmup` undoes what that wrote, where the runner cares. Called inside
-        `capture_session`; a key captured again replaces its graph. A failed capture must leave the device usable and
-        raise; the runner attaches key and remedy. Where the device holds no more graphs, that is `GraphResourcesError`:
-        what was captured of this key is gone, and every other key stays valid.
+        Warm-up really runs `fn`; `after_warmup` undoes the writes of the warm-up that matter to the runner. Called
+        inside `capture_session`; a key captured again replaces its graph. A failed capture must leave the device usable
+        and raise; the runner attaches key and remedy. Where the device holds no more graphs, that is
+        `GraphResourcesError`: what was captured of this key is gone, and every other key stays valid.
         """
         ...
 
@@ -92,9 +92,9 @@ class SegmentBackend(GraphBackend, Protocol):
     def segment(self, key: GraphKey) -> AbstractContextManager[None]:
         """Record what runs inside the block under `key`, without warm-up; `replay(key)` runs it again and returns ().
 
-        The runner enters and leaves it by hand in the middle of running code, inside `capture_session`. What the block
-        allocates belongs to the graph and lives as long as it. An exception that leaves the block abandons the
-        recording and leaves the device usable.
+        The runner enters and exits this context by hand in the middle of running code, inside `capture_session`. What
+        the block allocates belongs to the graph and lives as long as the graph. An exception inside the block abandons
+        the recording and leaves the device usable.
         """
         ...
 
@@ -102,8 +102,9 @@ class SegmentBackend(GraphBackend, Protocol):
 class UpdateBackend(GraphBackend, Protocol):
     """A backend whose captured ops take host-side arguments, which must be renewed before each replay.
 
-    An argument that is the values of a declared input goes by that input's name: its value is the flat list of them at
-    the bucket's size, padding included, which whoever prepares inputs on the host gives by itself.
+    Where the argument holds the values of a declared input, it is named after that input. Its value is then the flat
+    list of the input's values at the bucket's size, padding included; the code that prepares inputs on the host gives
+    that list itself.
     """
 
     def host_arguments(self, key: GraphKey) -> frozenset[str]:
@@ -119,7 +120,7 @@ GraphBackendFactory = Callable[[], GraphBackend]
 
 
 class CallBackend:
-    """Runs the bound callable at every replay: for devices without graphs, where a compiled program is the graph."""
+    """Runs the callable at every replay: for devices without graphs, where a compiled program is the graph."""
 
     def __init__(self) -> None:
         self._programs: dict[GraphKey, BoundCallable] = {}
@@ -131,7 +132,7 @@ class CallBackend:
     def capture_one(
         self, key: GraphKey, fn: BoundCallable, inputs: Mapping[str, torch.Tensor], after_warmup: Callback
     ) -> tuple[torch.Tensor, ...]:
-        """Run `fn` once, so that whatever compiles lazily has compiled, and keep it."""
+        """Run `fn` once, so that lazy compilation is done, and keep `fn`."""
         outputs = fn()
         after_warmup()
         self._programs[key] = fn

@@ -4,7 +4,7 @@ The rules are those of a hardware graph, so that mistakes which would corrupt re
 
 - recording changes nothing that existed before it;
 - what it allocates holds no usable values until the first replay;
-- it refuses to read values back to the host, and each op that it cannot replay;
+- it refuses reads of values on the host, and every op that it cannot replay;
 - a replay repeats every effect, collectives included, and writes each result to the address that recording gave it.
 
 It sees what goes through torch's dispatcher, and nothing else: compiled kernels that work on raw addresses do not.
@@ -76,7 +76,8 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _refuse_resizing(self, func: Any, before: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
-        """Let `out=` resize only memory from `torch.empty`: a replay copies nothing there that would have to fit."""
+        """Let `out=` resize only memory from `torch.empty`: a replay never copies into that memory, so its size is
+        free."""
         for tensor, (_, shape, stride, offset, nbytes) in before:
             if geometry(tensor)[1:] == (shape, stride, offset, nbytes):
                 continue
@@ -129,16 +130,18 @@ def _refuse_unrecordable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _makes_views(func: Any) -> bool:
-    """Return whether all results of an op are views by its schema: a view stays valid without being made again.
+    """Return whether all results of an op are views by its schema.
 
-    Any other call that seems to do nothing may wait for a collective, check a value or print: a replay repeats it.
+    A replay skips such ops, since a view stays valid. Any other op that seems to do nothing may wait for a collective,
+    check a value or print, so a replay repeats it.
     """
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell the harmless uses of ops that are tagged for their worst case: integer indices, a given output size."""
+    """Return whether a call is harmless although its op is tagged for the worst case: integer indices, a given output
+    size."""
     if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
     if func is torch.ops.aten.repeat_interleave.Tensor:
@@ -176,7 +179,7 @@ def _host_read(op: object) -> CaptureError:
 
 
 class _Active(threading.local):
-    """The recording under way on this thread: torch's modes are one thread's too."""
+    """The recording under way on this thread; torch's modes are per thread too."""
 
     recording: Recording | None = None
 
@@ -191,11 +194,11 @@ def refuse_while_recording(what: str) -> None:
 
 
 class Recording:
-    """Records from its making until `finish` or `abandon`, on the thread that made it.
+    """Records on the thread that made it, from its construction until `finish` or `abandon`.
 
-    Either way nothing that existed before is changed by the recorded run, and the random state of the host and of
-    `device` is given back. The caller turns gradients off: a scope of its own that ended in the middle of running code
-    would upset scopes there. Raises `CaptureError` where this thread records already.
+    Both undo the run's writes to memory that existed before, and restore the random state of the host and of `device`.
+    The caller turns gradients off: a `no_grad` of the recording would end in the middle of running code and upset the
+    scopes there. Raises `CaptureError` where this thread records already.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -231,14 +234,14 @@ class Recording:
             )
         _ACTIVE.recording = None
         leave_modes(self._recorder, self._guard)
-        del self._recorder, self._guard  # the recorder calls back: a circle that would keep the tape's memory
+        del self._recorder, self._guard  # break the cycle that would keep the tape's memory
         with torch.inference_mode():
             self.tape.undo_writes()
         self._restore_random_state()
 
 
 def _random_state(device: torch.device | None) -> Callable[[], None]:
-    """Read the random state of the host, and of the device where it has one; return what gives both back."""
+    """Read the random state of the host, and of the device if it has one; return a function that restores both."""
     host = torch.get_rng_state()
     module: Any = None if device is None else torch.get_device_module(device)
     own = module.get_rng_state(device) if hasattr(module, "get_rng_state") else None

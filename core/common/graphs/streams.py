@@ -16,21 +16,21 @@ from core.common.graphs.weak import release
 from core.errors import CaptureError
 
 FIRST_GRAPH_WARMUPS, LATER_GRAPH_WARMUPS = 3, 1
-"""Runs before a graph is captured. Those before a program's first graph also allocate workspaces of libraries, which a
-capture may not; later ones only choose kernels for their sizes."""
+"""Number of warm-up runs before a graph is captured. The runs before a program's first graph also allocate the
+workspaces of libraries, which must not happen inside a capture; later ones only choose kernels for their sizes."""
 
 _CAPTURING: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
-"""Held while a device captures or is waited for: to wait for all its streams breaks the captures on them, also those of
-other threads."""
+"""Held during a capture and while a device is synchronised: synchronising all streams breaks every capture on them,
+even in other threads."""
 
 
 def capture_lock(device: torch.device) -> threading.RLock:
-    """Return the lock to hold while all streams of a device are waited for, so that no thread's capture breaks."""
+    """Return the lock to hold while a device is synchronised, so that no thread's capture breaks."""
     return _CAPTURING[device]
 
 
 class StreamGraph(Protocol):
-    """A captured stream, as torch's own graph classes have it."""
+    """One captured graph, with the interface of torch's own graph classes."""
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -88,9 +88,9 @@ class _Captured:
 class StreamGraphBackend:
     """Captures each key, or each part of one, into a graph of the device.
 
-    Graphs of one pool reuse each other's memory, that of their outputs too: replays must not overlap in time, and what
-    a replay returned is valid until the next one of any key. Outputs are held weakly (`weak.release`): memory per
-    program is that of its largest graph, not of all together.
+    Graphs of one pool reuse each other's memory, outputs included: replays must not overlap in time, and what a replay
+    returned is valid until the next one of any key. Outputs are held weakly (`weak.release`): memory per program is
+    that of its largest graph, not of all together.
     """
 
     def __init__(self, graphs: StreamGraphs) -> None:
@@ -137,13 +137,14 @@ class StreamGraphBackend:
         try:
             graph = self._device.begin(self._pool)
         except BaseException:
-            self._pool = self._device.new_pool()  # the allocator may record to the old one by now
+            self._pool = self._device.new_pool()  # the allocator may no longer accept the old pool
             raise
         try:
             yield
             self._device.end(graph)
         except BaseException:
-            # The allocator may refuse the old pool from here on: it still records to it, or its last user is gone.
+            # From here on the allocator may refuse the old pool: it may still record into it, or the pool's last user
+            # may be gone.
             pool, self._pool = self._pool, self._device.new_pool()
             self._device.abandon(graph, pool)
             raise
@@ -169,7 +170,7 @@ class StreamGraphBackend:
             # A graph that still runs must not lose its memory; and graphs go before collectives are torn down.
             self._device.synchronize()
             graphs = [captured.graph for captured in self._graphs.values()]
-            # First the outputs: what still refers to one of them keeps the whole pool.
+            # Drop the outputs first: a reference to one of them keeps the whole pool alive.
             self._graphs.clear()
             for graph in graphs:
                 graph.reset()

@@ -27,18 +27,18 @@ class Landing(NamedTuple):
     place: int
     #: The memory to fill.
     storage: torch.UntypedStorage
-    #: What a later result must equal to fit there.
+    #: The layout that a later result must have to fit there.
     geometry: tuple[Any, ...]
 
 
 class Call(NamedTuple):
-    """One recorded call; args and kwargs are its own containers, so that values in them can be replaced."""
+    """One recorded call. It owns the containers args and kwargs, so values in them can be replaced."""
 
     op: Callable[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
     landings: tuple[Landing, ...]
-    #: Its results are complete only after `wait_tensor`, as those of functional collectives.
+    #: Whether results are complete only after `wait_tensor`, as with functional collectives.
     asynchronous: bool = False
 
 
@@ -68,7 +68,8 @@ class Tape:
     def undo_writes(self) -> None:
         """Give every storage that existed before the recording its content back.
 
-        Backwards, since two storages can lie in one memory (`from_numpy` twice): the first content saved is the oldest.
+        In reverse order, since two storages can share memory (`from_numpy` twice): the content saved first is the
+        oldest.
         """
         for storage, content in reversed(self.saved.values()):
             storage.copy_(content)
@@ -80,7 +81,8 @@ class Tape:
         return any(landing.storage._cdata == identity for call in self.calls for landing in call.landings)
 
     def replay(self) -> None:
-        """Run every call again on the captured tensors; in-place results land by themselves, others are copied."""
+        """Run every call again on the captured tensors; in-place ops write where they did; other results are copied
+        there."""
         for op, args, kwargs, landings, asynchronous in self.calls:
             results = op(*args, **kwargs)
             if landings:
@@ -99,7 +101,7 @@ class Tape:
 
 
 def identify(tensor: torch.Tensor) -> int:
-    """Return what tells the storage of a tensor from all others, for as long as somebody holds it."""
+    """Return the identity of a tensor's storage, unique while something holds that storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -110,7 +112,7 @@ def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def poison(tensors: Iterable[torch.Tensor]) -> None:
-    """Fill the whole memory of these tensors with values nobody can mistake for results."""
+    """Fill the whole memory of these tensors with values that can't be mistaken for results."""
     for tensor in tensors:
         dtype = tensor.dtype
         if dtype == torch.bool:

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _TorchFlags:
-    """Keeps torch's process-wide marks that a mode is on: torch leaves them set when two threads' modes end crosswise.
+    """Restores torch's process-wide flags "a mode is on": torch leaves them set if two threads' modes end in crossed
+    order.
 
-    A mark that stayed would make `torch.compile` run eagerly for the rest of the process.
+    A flag left set would make `torch.compile` run eagerly for the rest of the process.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class _TorchFlags:
         self._before: dict[str, bool] = {}
 
     def enter(self) -> None:
-        """Note the marks before the first recording of the process begins."""
+        """Save the flags before the first recording of the process starts."""
         with self._lock:
             if self._num_live == 0:
                 known = vars(_python_dispatch).items()
@@ -33,7 +34,7 @@ class _TorchFlags:
             self._num_live += 1
 
     def leave(self) -> None:
-        """Give the marks back after the last recording has ended."""
+        """Restore the flags after the last recording has ended."""
         with self._lock:
             self._num_live -= 1
             if self._num_live == 0:
@@ -58,7 +59,7 @@ def enter_modes(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> Non
 
 
 def leave_modes(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> None:
-    """Leave both modes, wherever they are by now; those above them stay. Call on the thread that entered them."""
+    """Remove both modes wherever they are in the stack; those above them stay. Call on the thread that entered them."""
     _leave(function, overrides, overrides._get_current_function_mode_stack)
     _leave(dispatch, _python_dispatch, _python_dispatch._get_current_dispatch_mode_stack)
     _TORCH_FLAGS.leave()

@@ -19,7 +19,7 @@ _MAKERS: dict[torch.device, Callable[[Tensor], Tensor]] = {}
 
 
 def weak_by(device: torch.device, make: Callable[[Tensor], Tensor]) -> None:
-    """Have `make` make the weak tensors of a device, index included.
+    """Register `make` as the maker of weak tensors on a device (index included).
 
     For devices whose kernels need storages of a class of their own, where torch's plain storage over an address fails.
     """
@@ -42,16 +42,18 @@ def weak_tensor(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """A tensor let go of. Whether somebody else holds its memory is asked later, by `settle`."""
+    """A tensor to which core gave up its reference. `settle` asks later whether somebody else still holds the
+    memory."""
 
     #: a weak stand-in; the tensor itself where its memory can lie in no graph's pool
     tensor: Tensor
-    #: of the memory; None where `tensor` is the tensor itself
+    #: a weak reference to the storage; None if `tensor` is the tensor itself
     reference: StorageWeakRef | None
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device) -> Loose:
-        """Let go of a tensor. device: of the graphs, index included; tensors elsewhere (on the host) are kept."""
+        """Give up the reference to a tensor. device: where the graphs run, index included; tensors elsewhere (on the
+        host) are kept."""
         # Memory alone does not tell what a conjugated view or a tensor subclass means.
         if not _is_plain(tensor) or tensor.device != device:
             return cls(tensor, None)
@@ -97,12 +99,13 @@ def addresses(tensors: Sequence[Tensor]) -> frozenset[int]:
 
 
 def has_address(tensor: Tensor) -> bool:
-    """Return whether one run of memory holds a tensor: it is neither sparse nor a subclass that wraps others."""
+    """Return whether a tensor lies in one storage: it is neither sparse nor a subclass that wraps others."""
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def overlaps(values: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return each pair of tensors among the values that share memory: both indices, and the bytes between starts."""
+    """Return each pair of tensors among the values that share memory: both indices, and the distance of their starts in
+    bytes."""
     spans = []
     for index, value in enumerate(values):
         if isinstance(value, Tensor) and has_address(value) and value.numel():

@@ -1,4 +1,4 @@
-"""What the declarations of canonical ops share: argument checks, the default compute dtype, tensors for samples."""
+"""Helpers of the declarations of canonical ops: argument checks, the default compute dtype, tensors for samples."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from core.common.ops.declaration import Calls, CanonicalOp
 
 
 class Signature(NamedTuple):
-    """A schema taken apart, each argument and result as it is written there."""
+    """The parts of a schema: each argument and each result in its own spelling."""
 
     positional: Sequence[str]
     keywords: Sequence[str]
@@ -39,9 +39,10 @@ def _each(results: Any) -> tuple[Any, ...]:
 
 
 def followed(first: CanonicalOp, second: CanonicalOp, calls: Calls, seed: int = 0) -> CanonicalOp:
-    """Return the op that gives `second` of the first result of `first`, and behind that the other results of `first`.
+    """Return the op that applies `second` to the first result of `first`; it returns `second`'s results, then the other
+    results of `first`.
 
-    It takes the positional arguments of `first`, then those of `second` that the result does not stand for, and the
+    It takes the positional arguments of `first`, then those of `second` except the intermediate result, and the
     keywords of both, under their own names. The result in between is rounded as `first` rounds it.
     """
     one, two = Signature.of(first), Signature.of(second)
@@ -67,4 +68,5 @@ def followed(first: CanonicalOp, second: CanonicalOp, calls: Calls, seed: int = 
         seed=seed,
         break_point=first.break_point,
         eager=None if first.eager is None else joined(first.eager, second.reference),
+        indices=first.indices,
     )

@@ -44,19 +44,23 @@ class CanonicalOp:
     reference: Callable[..., Any]
     #: returns tensors of the results' shapes, dtypes and strides, for tracing
     fake: Callable[..., Any]
-    #: raises where arguments do not fit together; called before reference, eager and fake, as these are
+    #: raises if arguments do not fit together; called before reference, eager and fake, with the same arguments
     check: Callable[..., None] | None = None
     #: deterministic; weights and caches are never constant
     calls: Calls
-    #: what `calls` draws numbers by
+    #: the generator from which `calls` draws numbers
     seed: int = 0
     #: whether piecewise capture may cut the graph here
     break_point: bool = False
-    #: what runs at a cut where the device has no implementation: may read tensors on the host; None for the reference
+    #: the function that runs at a cut if the device has no implementation; it may read tensors on the host. None for
+    #: the reference
     eager: Callable[..., Any] | None = None
     #: whether the reference is much slower than what models write in its place: a device without an implementation then
     #: gets the op only where the model's own code can be put back
     costly: bool = False
+    #: returns new tensors, by name, for the arguments of a call that index others, with values that a step may have, so
+    #: that the call can be timed; arguments by name. None where no argument indexes another
+    indices: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]] | None = None
 
     @property
     def name(self) -> str:
@@ -87,7 +91,7 @@ class CanonicalOp:
 
     @property
     def is_collective(self) -> bool:
-        """Whether the op is told a group of processes; in a single process it exchanges nothing."""
+        """Whether the op has an argument for a group of processes; in a single process it exchanges nothing."""
         return any(a.name == "group" for a in self.overload._schema.arguments)
 
     def samples(self, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
@@ -127,10 +131,10 @@ def declare(op: CanonicalOp) -> CanonicalOp:
 
 
 def _checked(op: CanonicalOp, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function behind the op's check, both called as the schema has it.
+    """Return the function with the op's check before it, both called by the schema.
 
-    Arguments before the schema's star come by position, in whatever way the caller names them: so a function can hand
-    on those that it has no name for.
+    Arguments before the schema's star are passed by position, however the caller names them. So a function can pass on
+    arguments that it does not name.
     """
     names, check = op.positional, op.check
 

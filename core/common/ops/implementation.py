@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCall:
-    """One call of a canonical op as it stands in a graph."""
+    """One call of a canonical op in a graph."""
 
     #: the op, as `core::attention`
     op: str
@@ -29,16 +29,22 @@ def always(call: OpCall) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpImplementation:
-    """What a device runs for a canonical op, and for which of its calls."""
+    """What a device runs for a canonical op, and for which of its calls.
+
+    An op may have several, in order of preference. Where more than one takes a call, that which is fastest at its sizes
+    runs (`core.compilation.measuring`), and users may ask for one by name.
+    """
 
     #: the op, as `core::attention`
     op: str
-    #: what reports call the implementation
+    #: what users and reports call the implementation; another for each of one op
     name: str
     #: takes the arguments as the op's schema has them, and writes and returns what the op does; traceable where the
     #: device's lowering traces: plain torch ops, or a custom op, also as `torch.library.custom_op` gives it
     fn: Callable[..., Any]
     condition: Condition = always
+    #: why it can't be used on this machine, such as a library that is not installed; "" where it can
+    missing: str = ""
 
     def __post_init__(self) -> None:
         # A node of a graph needs a function with a name. What `custom_op` gives has none, but knows the op it made.

@@ -1,8 +1,8 @@
-"""Lays out the results of references as their ops' fakes say, where a device's own ops lay them out otherwise.
+"""Gives the results of references the strides of their ops' fakes, on devices whose own ops give other strides.
 
 A trace believes fakes, which give what torch's elementwise ops promise: results in the memory order of their inputs.
-Not every device keeps that promise; some give contiguous results for whatever lies in another order. A reference is
-plain torch ops, so there its results would have other strides than the graph that was traced counts on.
+Not every device keeps that promise; some give contiguous results for inputs in any order. A reference consists of torch
+ops, so on such a device its results would not have the strides that a traced graph relies on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def laid_out(reference: Callable[..., Any], fake: Callable[..., Any]) -> Callabl
 
 
 def layouts_of(fake: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Layout]:
-    """Return what a fake says of the results of a call with these arguments: the layout of each, in order."""
+    """Return the layouts of a call's results, in order, according to the fake."""
     return _layouts(fake, tuple(map(_key_of, args)), tuple((name, _key_of(value)) for name, value in kwargs.items()))
 
 
@@ -58,7 +58,7 @@ def _may_differ(values: Sequence[Any]) -> bool:
 
 
 def _key_of(value: Any) -> Any:
-    """Return shape, strides and dtype in the place of a tensor: what the memory of `_layouts` goes by."""
+    """Return shape, strides and dtype in place of a tensor: the key of `_layouts`' cache."""
     return (_key_of, tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,5 @@
-"""`core::sample` and `core::argmax`: the next token of each row of logits, by numbers drawn beforehand or greedily.
+"""`core::sample` and `core::argmax`: the next token of each row of logits, greedily or by random numbers drawn
+beforehand.
 
 Legend of shapes: R rows of logits, V vocabulary.
 

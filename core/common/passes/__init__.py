@@ -1,4 +1,5 @@
-"""What a pass is written with: a fusion imports from here, its ops from `core.common.ops.<family>`, and nothing else.
+"""The public names for writing a pass: a fusion imports from here, its ops from `core.common.ops.<family>`, and nothing
+else.
 
 Two submodules belong to it, `view` (what a node computes, whichever way it is spelled) and `calls` (calls of canonical
 ops). The passes themselves are in the packages beside these modules, and in the order of execution in standard.py;

@@ -1,4 +1,5 @@
-"""The tensors bound to a graph's placeholders, for passes that prepare weights once and bind the result as one more."""
+"""The constants of a graph's placeholders, for passes that prepare weights once and add the result as one more
+constant."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Constants:
-    """What the placeholders of one graph are bound to, by name, and what passes have added to them.
+    """The constants of one graph by placeholder name, and the constants that passes have added.
 
-    values: weights, buffers and other constants; declared inputs are not among them. The holder of the graph binds
-    `added`, in this order, after the placeholders that the graph had. reads_content: whether who asks for
-    a tensor may read what it holds; `contents` has the tensors that were given to such.
+    values: weights, buffers and other constants, without declared inputs. The owner of the graph passes `added`, in
+    this order, after the graph's own placeholders. reads_content: whether the caller of `tensor` may read its content;
+    `contents` holds the tensors whose content may have been read.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -38,22 +39,22 @@ class Constants:
         return tuple(self._added.items())
 
     def value(self, node: object) -> Tensor | None:
-        """Return the tensor that a placeholder is bound to, or None for inputs, sizes and all other nodes."""
+        """Return the constant of a placeholder, or None for inputs, sizes and all other nodes."""
         if not isinstance(node, fx.Node) or node.op != "placeholder":
             return None
         return self._given(self._added.get(node.name, self._values.get(node.name)))
 
     def packing(self, name: str) -> Packing | None:
-        """Return what an added tensor was joined from, where its pass said so."""
+        """Return the parts that an added tensor was joined from, if its pass named them."""
         return self._packings.get(name)
 
     @property
     def sourceless(self) -> tuple[str, ...]:
-        """The added tensors of which nobody knows from what they were made."""
+        """The added tensors whose sources are unknown."""
         return tuple(name for name in self._sourceless if name in self._added)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor bound, each once."""
+        """Return every constant, each once."""
         found = {id(tensor): tensor for tensor in (*self._values.values(), *self._added.values())}
         for tensor in found.values():
             self._given(tensor)
@@ -81,10 +82,10 @@ class Constants:
     ) -> fx.Node:
         """Append a placeholder bound to the tensor and return it.
 
-        like: a node whose fake value is of the tensor's dtype and device; the new one's is made like it. packing: what
-        the tensor was joined from; the graph of a tensor made otherwise can't be cached. sources: of such a tensor, the
-        constants that it was computed from, which then keep their values; None where nobody knows, so that no weight of
-        the program may be loaded anew.
+        like: a node whose fake value has the tensor's dtype and device; the new node's fake value is made like it.
+        packing: the parts that the tensor was joined from; without it the graph can't be cached. sources: the constants
+        that a tensor without packing was computed from, whose values are then fixed; None if unknown, so that no weight
+        of the program may be reloaded.
         """
         if self._last is None or self._last.graph is not graph:
             self._last = graph.find_nodes(op="placeholder")[-1]
@@ -104,6 +105,6 @@ class Constants:
         return node
 
     def forget(self, num_kept: int) -> None:
-        """Forget what was added after the first num_kept tensors: the graph was brought back to what it was then."""
+        """Forget the tensors added after the first num_kept, because the graph was restored to its earlier state."""
         self._added = dict(list(self._added.items())[:num_kept])
         self._last = None

@@ -30,7 +30,7 @@ ANALYSES: Mapping[str, Callable[[fx.GraphModule], Any]] = MappingProxyType({"wri
 
 
 def check_analyses(names: frozenset[str], asked: str) -> None:
-    """Raise `UsageError` where one of the names is no analysis."""
+    """Raise `UsageError` if one of the names is not an analysis."""
     unknown = sorted(names - ANALYSES.keys())
     if unknown:
         raise UsageError(
@@ -70,19 +70,19 @@ class PassContext:
     #: Name and owner of the pass.
     name: str = "pass"
     owner: str = "core"
-    #: Passes that this one is ordered after on purpose, and may build on.
+    #: Passes named in this one's `after`, whose nodes it may rewrite.
     after: frozenset[str] = frozenset()
     guards: Guards = field(default_factory=Guards)
-    #: Those of the declaration.
+    #: The parameters of the declaration.
     params: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
-    #: Those of the device, None for a graph without one.
+    #: The capabilities of the device, None for a graph without one.
     capabilities: Capabilities | None = None
     world_size: int = 1
     #: Least and most tokens that the graph serves, None where unknown.
     tokens: tuple[int, int] | None = None
-    #: For each bucket that the graph serves: what each symbol of its sizes is there. Empty where unknown.
+    #: For each bucket that the graph serves, the value of each symbolic size. Empty if unknown.
     sizes: tuple[Mapping[Any, int], ...] = ()
-    #: The tensors bound to the graph's placeholders, to which a pass may add; None where the caller has not given them.
+    #: The constants of the graph's placeholders, to which a pass may add; None if the caller gave none.
     constants: Constants | None = None
     #: Names of the canonical ops that the device implements; None where unknown: every op may be lifted to then.
     implemented: frozenset[str] | None = None
@@ -102,12 +102,12 @@ class PassContext:
         return self.analyses.get(name)
 
     def served(self, size: Any) -> tuple[int, ...] | None:
-        """Return what a size of the graph is in each bucket, in one order for all sizes; None where that is unknown."""
+        """Return a size's value in each bucket, in the same order for all sizes; None if unknown."""
         if type(size) is int:
             return (size,) * max(1, len(self.sizes))
         symbolic = expression(size)
         found = [symbolic.xreplace(sizes) for sizes in self.sizes] if hasattr(symbolic, "xreplace") else []
-        # What a symbol stands for alone is put in its place as it is, a plain number.
+        # A size that is a single symbol is looked up directly, which gives a plain number.
         plain = all(isinstance(each, int) or each.is_Integer for each in found)
         return tuple(map(int, found)) if found and plain else None
 
@@ -130,7 +130,7 @@ class PassContext:
                 yield from pytree.tree_leaves(value)
 
     def refusal(self) -> str | None:
-        """Return why the pass's guards keep it off this graph, or None if it may run."""
+        """Return why the pass's guards exclude this graph, or None if the pass may run."""
         guards = self.guards
         extra: Mapping[str, object] = getattr(self.capabilities, "extra", {})
         for key, wanted in guards.capabilities.items():

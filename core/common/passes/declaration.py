@@ -33,30 +33,31 @@ LIFTS = (
     *("lift_rms_norm", "fuse_add_rms_norm", "lift_layer_norm", "lift_gated_activation", "lift_rotary"),
     *("fuse_qk_norm_rotary", "lift_attention", "fuse_attention_cache", "lift_moe_route", "lift_grouped_mlp"),
 )
-"""The passes that recognise what a model computes: `Pass.after` of a pass that builds on them. A name that no pass of
-a run has means nothing there."""
+"""The passes that recognise what a model computes, for the `Pass.after` of a pass that builds on them. Names that no
+pass of a run has are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTraits:
-    """What only a few passes have to say of themselves. All but `form` is no part of a pass's identity."""
+    """Declarations that only a few passes need. Only `form` is part of a pass's identity."""
 
     #: Why the pass runs only where it is asked for by name; empty for one that runs by itself.
     on_request: str = ""
-    #: Ops, as "acme::quantize", whose int8 results are codes of a quantisation. What the pass puts in their place may
-    #: quantise values before they are rounded. Verification then counts by how many steps its codes miss those of the
+    #: Ops, as "acme::quantize", whose int8 results are codes of a quantisation. The pass's replacement may quantise
+    #: values before they are rounded. Verification then counts by how many steps its codes differ from those of the
     #: fp64 run.
     codes: tuple[str, ...] = ()
-    #: Whether the pass may read what bound tensors hold, beside where and how they lie. A cached graph then serves
-    #: equal contents only.
+    #: Whether the pass may read the content of constants, not only their memory layout. A cached graph is then reused
+    #: only for equal contents.
     reads_content: bool = True
     #: Analyses to compute before the pass.
     requires: frozenset[str] = frozenset()
     #: Analyses that stay valid although the pass changed the graph.
     preserves: frozenset[str] = frozenset()
-    #: Of stage `functional`: the wrapper of torch that custom ops which write come in.
+    #: Stage `functional` only: which of torch's wrappers holds custom ops that write.
     form: Form = "v2"
-    #: Of stage `functional`: the pass runs last, wherever another pass of its stage runs, named by the caller or not.
+    #: Stage `functional` only: the pass runs last whenever another pass of the stage runs, even if the caller does not
+    #: name it.
     closes: bool = False
 
 
@@ -66,7 +67,7 @@ class Pass:
 
     #: Unique among the passes of a run.
     name: str
-    #: In one sentence, for `core passes`.
+    #: What the pass does, in one sentence for `core passes`.
     does: str = ""
     #: Mechanism `graph`, a fusion: asked about every node. `fuse` checks and rewrites the sites that it returns.
     find: Finder | None = None
@@ -78,21 +79,21 @@ class Pass:
     #: The graph to rewrite. `torch`: as traced. `aten`: of ATen ops. `functional`: of ATen ops that write nothing.
     #: Mechanism `inductor` takes either of the latter two.
     stage: Stage = "torch"
-    #: Names of passes that come later; one that no pass has means nothing.
+    #: Names of passes that must come later; unknown names are ignored.
     before: tuple[str, ...] = ()
-    #: Names of passes that come earlier; one that no pass has means nothing.
+    #: Names of passes that must come earlier; unknown names are ignored.
     after: tuple[str, ...] = ()
-    #: What must hold, else the pass is skipped.
+    #: Conditions for the pass to run; otherwise it is skipped.
     guards: Guards = field(default_factory=Guards)
-    #: What the pass reads as `context.params`.
+    #: Parameters that the pass reads as `context.params`.
     params: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
-    #: Matches owed per graph: a number, or a function of the graph before the pass; None for no promise. A broken
-    #: promise is logged, and an error when strict.
+    #: Matches that the pass promises per graph: a number, or a function of the graph before the pass; None for no
+    #: promise. A broken promise is logged; in strict mode it is an error.
     expect: Expect = None
-    #: Gives modules, new ones at each call, each with its positional inputs in fp32 on the host. The pass owes a match
-    #: in every one. For tests alone, and no part of the identity.
+    #: Returns new modules at each call, each with its positional inputs in fp32 on the host. The pass must match in
+    #: every one. Used by tests only, and no part of the identity.
     examples: Examples | None = None
-    #: Whose pass it is, for errors.
+    #: The owner of the pass (core or a plugin), for errors.
     owner: str = "core"
     traits: PassTraits = field(default_factory=PassTraits)
 

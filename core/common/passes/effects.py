@@ -1,8 +1,8 @@
-"""What graph nodes do besides returning a value: which tensors they write, and whether they may be left out.
+"""Side effects of graph nodes: which tensors they write, and whether an unused node may be removed.
 
-Dynamo graphs hide writes: to `fx`, `cache.index_copy_(…)` and `x.add_(1)` are pure. What is not known here to be
-harmless counts as having an effect. Ops write what their schemas say, and what fakes declare besides
-(`FakeOp.also_writes`), in which case a result may be the written argument itself.
+Dynamo graphs hide writes: to `fx`, `cache.index_copy_(…)` and `x.add_(1)` are pure. A call that is not known to be
+harmless counts as having an effect. Ops write what their schemas say, and also what fakes declare
+(`FakeOp.also_writes`); in that case a result may be the written argument itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _EFFECTS_OF_METHODS = frozenset({"backward", "register_hook", "retain_grad", "re
 
 
 class _Undeclared:
-    """Names of arguments by the schema's text: a library loaded anew has other ops of one name.
+    """Names of written arguments by the text of the op's schema: a library loaded again has other op objects of one
+    name.
 
-    An object, whose content is no part of a pass's identity: it says what ops do in this process, not what a pass does.
+    It is an object so that its content is no part of a pass's identity: it describes ops in this process, not a pass.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ _UNDECLARED = _Undeclared()
 
 
 def declare_writes(op: OpOverload[..., Any], names: Iterable[str]) -> None:
-    """Make known, for this process, that an op writes arguments of these names which its schema calls read only."""
+    """Declare, for this process, that an op writes these arguments although its schema calls them read-only."""
     denied = _UNDECLARED.names.get(str(op._schema), frozenset())
     if denied >= frozenset(names):
         return
@@ -51,7 +52,7 @@ def declare_writes(op: OpOverload[..., Any], names: Iterable[str]) -> None:
 
 @lru_cache(maxsize=4096)
 def denies_writes(target: Any) -> bool:
-    """Tell whether a call writes arguments that its schema calls read only: its results may be these arguments."""
+    """Tell whether a call writes arguments that its schema calls read-only; its results may then be these arguments."""
     return isinstance(target, (OpOverload, OpOverloadPacket)) and any(
         str(schema) in _UNDECLARED.names for schema in _schemas(target)
     )
@@ -125,7 +126,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 def _in_place(name: str) -> bool:
     if name.startswith("__"):
-        # `__iadd__` is the in-place form of `__add__`; `__invert__` and `__index__` are forms of nothing.
+        # `__iadd__` is the in-place form of `__add__`, but `__invert__` and `__index__` only look like such forms.
         return name in ("__setitem__", "__delitem__") or (name.startswith("__i") and hasattr(operator, "__" + name[3:]))
     return name.endswith("_")
 
@@ -191,7 +192,7 @@ def _pure_function(target: Any) -> bool:
         return getattr(builtins, name, None) is target and name not in _EFFECTS_OF_BUILTINS
     if module in ("_operator", "math"):
         return hasattr(math, name) or not _in_place(name)
-    # torch also holds functions that switch modes, seed or log; what aten has an op for computes.
+    # torch also has functions that switch modes, seed or log; a function that aten has an op for only computes.
     return (
         bool(torch._C._jit_get_schemas_for_operator(f"aten::{name}")) and not _in_place(name) and not _is_random(name)
     )

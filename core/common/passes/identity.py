@@ -1,4 +1,4 @@
-"""The identity of a pass: a digest over the code of everything it runs, and over every value that steers it."""
+"""The identity of a pass: a digest of all code that it runs and of every value that influences it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One function, class or object. holder: it, so that its id stays its own. uses: the others that it reads."""
+    """One function, class or object. holder: the object itself, kept alive so that its id is not reused. uses: the
+    others that it reads."""
 
     holder: object
     digest: bytes
@@ -33,9 +34,9 @@ _KNOWN: ContextVar[Known | None] = ContextVar("known", default=None)
 
 @contextmanager
 def describing_once(known: Known) -> Iterator[None]:
-    """Have fingerprints within take what is in `known` as it was described, and add to it what is new.
+    """Let fingerprints in the block reuse the descriptions in `known` and add new ones.
 
-    Passes share most of their helpers. Whatever steers them must not change as long as one `known` is used.
+    Passes share most of their helpers. Values that influence passes must not change while one `known` is in use.
     """
     token = _KNOWN.set(known)
     try:
@@ -150,7 +151,7 @@ def _describe_function(function: types.FunctionType, package: str, out: list[str
     for cell in function.__closure__ or ():
         try:
             _describe(cell.cell_contents, out, uses)
-        except ValueError:  # an empty cell: a name that is bound later
+        except ValueError:  # an empty cell: a name that gets its value later
             out.append("empty")
     for name in names:
         used = function.__globals__.get(name)

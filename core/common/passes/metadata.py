@@ -1,4 +1,4 @@
-"""What a new op gives: its fake values, compared with those of the nodes that it replaces."""
+"""The fake values of a new op, compared with those of the nodes that it replaces."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from core.common.passes.viewed import mapped, through
 from core.common.passes.writes import Writes
 
 Memo = dict[object, Any]
-"""Results of fake runs, and how they are made anew, by `call_key`: the layers of a model are alike."""
+"""Results of fake runs by `call_key`, with the recipes that make them again: the layers of a model are alike."""
 
 ASKS = "asks about a symbolic size"
-"""Begins the reason of a site that was left because the trace does not say what its new op must know."""
+"""First words of the reason why a site stays: the trace does not determine a size that its new op needs."""
 
 
 class Values:
@@ -36,7 +36,7 @@ class Values:
     def compute(self) -> tuple[Mapping[str, Any], Mapping[fx.Node, Any]]:
         """Return the values of the new nodes by name and those of views that change; refuse what differs.
 
-        Where they agree the old values are kept: views of the result go on sharing memory with it.
+        Equal values keep the old object, so that views of the result still share its memory.
         """
         results = self.site.results
         olds = [None if each is None else each.value for each in results]
@@ -57,7 +57,7 @@ class Values:
         pairs = zip(olds, news, strict=True)
         if all(isinstance(old, Tensor) and same_strides(old, new) for old, new in pairs):
             return values | _given(olds), {}
-        if not inlined:  # what is like others belongs to another site
+        if not inlined:  # values alike belong to another site
             values = {"": self._own(self.site.target, args, kwargs)}
         views: dict[fx.Node, Any] = {}
         for result, old, new in zip(results, olds, _members(values[""], len(olds)), strict=True):
@@ -66,7 +66,7 @@ class Values:
         return values, views
 
     def _like_others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a call, or that of another call of its kind: alike but for the memory."""
+        """Return the fake result of a call, made by the recipe of an equal call if there is one."""
         leaves = flat((args, tuple(kwargs.values())))
         return self._known(self.site.target, args, kwargs, leaves)[0]
 
@@ -117,8 +117,8 @@ class Values:
 def fake_values(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Run a callable under the fake mode of its arguments; return its result as "", for a graph each node's by name.
 
-    Raises `NewGuard` where it asks about a symbolic size what the trace does not say: an answer would narrow down the
-    sizes that the graph serves.
+    Raises `NewGuard` if the run needs a fact about a symbolic size that the trace does not know: an answer would narrow
+    the sizes that the graph serves.
     """
     fakes = (leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, FakeTensor))
     mode = next((fake.fake_mode for fake in fakes), None)
@@ -136,7 +136,7 @@ class NewGuard(RuntimeError):
 
 @contextmanager
 def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Raise `NewGuard` on what would add a guard; after the fact with a torch that can't prevent it.
+    """Raise `NewGuard` if a guard would be added; on a torch that can't prevent this, after it was added.
 
     `ShapeEnv.error_on_new_guards` would not do: it raises on guards too that torch itself suppresses.
     """

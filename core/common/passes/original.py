@@ -1,4 +1,4 @@
-"""What a canonical op in a graph was before a pass made it, kept so that a device without the op runs exactly that.
+"""The nodes that a canonical op replaced, kept so that a device without the op runs exactly these.
 
 A lift thereby costs a device nothing at run time and changes no bit of its results where it has no implementation.
 """
@@ -34,10 +34,10 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """The nodes that an op replaced, in order. inputs: what the op takes, in the order of its arguments.
+    """The nodes that an op replaced, in order. inputs: the nodes among the op's arguments, in order.
 
-    results: what each of its outputs is, None for one that nothing reads. literals: the op's other arguments then; one
-    that has changed since makes the original worthless.
+    results: the replaced node of each output, None if nothing reads it. literals: the op's other arguments at that
+    time; the original is void if one has changed since.
     """
 
     records: tuple[_Record, ...]
@@ -49,10 +49,10 @@ class Original:
     def of(
         cls, interior: Sequence[fx.Node], op: fx.Node, inputs: Sequence[Viewed], results: tuple[Viewed | None, ...]
     ) -> Original | None:
-        """Record the interior (in graph order) of a site that becomes `op`; inputs: what it takes.
+        """Record the interior (in graph order) of a site that becomes `op`; inputs: the op's input nodes.
 
-        What the interior reads besides may be placeholders, and sizes computed from any of these. None where it reads
-        more: it could not be put back.
+        Besides these, the interior may read placeholders, and sizes computed from inputs or placeholders. Returns None
+        if it reads anything else, since the interior could then not be put back.
         """
         sizes = missing_sizes(interior, [each.node for each in inputs])
         if sizes is None:
@@ -73,13 +73,13 @@ def missing_sizes(interior: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tup
 def _record(node: fx.Node) -> _Record:
     target, args = node.target, node.args
     if node.op == "call_method" and target == "type_as":
-        # Of the other tensor it reads the dtype alone, and the op does not take that tensor.
+        # This reads only the dtype of the other tensor, which the op does not take.
         target, args = "to", (args[0], value_of(node).dtype)
     return _Record(node, node.op, node.name, target, args, node.kwargs, dict(node.meta))
 
 
 def _is_at_hand(node: fx.Node, known: dict[fx.Node, None], sizes: dict[fx.Node, None]) -> bool:
-    """Tell whether a source of the interior can be had when it is put back; collect the sizes to compute for it."""
+    """Tell whether a source of the interior is available when it is put back; collect the sizes to compute for it."""
     if node in known or node in sizes or node.op == "placeholder":
         return True
     if not isinstance(value_of(node), torch.SymInt):
@@ -91,9 +91,9 @@ def _is_at_hand(node: fx.Node, known: dict[fx.Node, None], sizes: dict[fx.Node, 
 
 
 def restore(node: fx.Node) -> list[fx.Node] | None:
-    """Put back what the op at this node replaced, in its place, and return the new nodes; None where it can't be.
+    """Replace the op at this node by the nodes that it replaced, and return these; None if that is impossible.
 
-    Results of an op with several outputs are those of the `getitem` nodes that read them.
+    The results of an op with several outputs are the `getitem` nodes that read them.
     """
     original: Original | None = node.meta.get(ORIGINAL)
     if original is None or original.literals != _literals(node):
@@ -101,7 +101,7 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
     current = node_arguments(node.args, node.kwargs)
     outputs = _outputs(node, original.results)
     inputs = list(zip(original.inputs, current, strict=True))
-    # What the op takes as it is needs no view to be had again.
+    # An input that the op takes directly needs no view to be undone.
     copies = {seen.node: now for seen, now in sorted(inputs, key=lambda each: not each[0].steps)}
     if outputs is None or not _find_placeholders(original, node.graph, copies):
         return None
@@ -130,7 +130,7 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _erase_views(node: fx.Node, steps: Sequence[Step]) -> None:
-    """Erase the views by which the op saw an input, as far as nothing else reads them."""
+    """Erase the views of an input that only the op read."""
     for step in reversed(steps):
         if node.users or not step.is_made(node):
             return
@@ -140,7 +140,7 @@ def _erase_views(node: fx.Node, steps: Sequence[Step]) -> None:
 
 
 def _give_back(output: fx.Node, result: Viewed, describe_view: Callable[[fx.Node, Any], None]) -> None:
-    """Let what was made of an op's output read the old node again, and all else that reads it the old node's view."""
+    """Let the readers of an op's output read the original node again (or its view)."""
     for end in ends(output, result.way_back):
         end.replace_all_uses_with(result.node)
         while end is not output and not end.users:
@@ -152,7 +152,7 @@ def _give_back(output: fx.Node, result: Viewed, describe_view: Callable[[fx.Node
 
 
 def _find_placeholders(original: Original, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> bool:
-    """Find the placeholders that the original reads beside the op's arguments, by name: the graph may be a copy."""
+    """Find, by name, the placeholders that the original reads besides the op's arguments: the graph may be a copy."""
     made = {record.node for record in original.records}
     sources = (node for record in original.records for node in node_arguments(record.args, record.kwargs))
     free = {node.name: node for node in sources if node not in made and node not in copies}
@@ -163,7 +163,7 @@ def _find_placeholders(original: Original, graph: fx.Graph, copies: dict[fx.Node
 
 
 def _outputs(node: fx.Node, results: Sequence[Viewed | None]) -> list[tuple[fx.Node, Viewed]] | None:
-    """Return the nodes that stand for outputs of the op, each with what it was; None where one is read otherwise."""
+    """Return the nodes of the op's outputs, each with its original; None if an output is read in another way."""
     if len(results) == 1:
         return [(node, results[0])] if results[0] is not None else None
     found: list[tuple[fx.Node, Viewed]] = []
@@ -184,6 +184,6 @@ def node_arguments(args: Any, kwargs: Any) -> list[fx.Node]:
 
 
 def _literals(node: fx.Node) -> str:
-    """Return the op and its arguments as text, all nodes alike."""
+    """Return the op and its arguments as text, with one placeholder word for every node."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: "<node>")
     return f"{node.target} {args} {sorted(kwargs.items())}"

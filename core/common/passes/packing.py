@@ -1,7 +1,7 @@
-"""Laying weights end to end in one tensor, of which they then are views: state_dict, reload and ties go on working.
+"""Lays weights end to end in one tensor and makes them views of it: state_dict, reload and ties keep working.
 
-A weight keeps its identity and its values; only where they lie changes. Weights that lie end to end already are left
-where they are, so that a second graph of the same model binds the same memory.
+A weight keeps its identity and its values; only its address changes. Weights that lie end to end already are left where
+they are, so that a second graph of the same model binds the same memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Packing:
         return tuple(self.present[0].shape[1:])
 
     def packed(self) -> Tensor | None:
-        """Return the whole if the parts lie end to end in one storage already, with zeros in the gaps; else None."""
+        """Return the joined tensor if the parts already lie end to end in one storage, with zeros in the gaps; else
+        None."""
         first = self.present[0]
         if any(memory(part) != memory(first) or not part.is_contiguous() for part in self.present):
             return None
@@ -56,7 +57,7 @@ class Packing:
         return None if any(bool(gap.any()) for gap in gaps) else whole
 
     def pack(self) -> Tensor:
-        """Return the whole, of which the parts are views from now on; the memory that they had is free for others."""
+        """Return the joined tensor, of which the parts are views from now on; their old memory is freed."""
         known = self.packed()
         if known is not None:
             return known
@@ -78,7 +79,7 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 class Owners:
-    """Which of a graph's constants lie in which storage: memory that others look at must stay where it is."""
+    """Which constants share a storage: memory that other objects refer to must stay where it is."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._count = Counter(memory(tensor) for tensor in tensors if _is_plain(tensor))
@@ -97,7 +98,7 @@ class Owners:
         for part in packing.present:
             if part.untyped_storage().nbytes() != part.nbytes:
                 return "one is part of a larger tensor that is laid out otherwise"
-            # One for the tensor and one for the storage object that is asked.
+            # One reference from the tensor and one from the storage object used to ask.
             uses = torch._C._storage_Use_Count(memory(part))
             if self._count[memory(part)] > 1 or uses > 2:
                 return "one shares its memory with another tensor, which would keep the old memory"
@@ -113,7 +114,7 @@ def _unfit(tensor: Tensor) -> str:
         return f"one is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor"
     if not tensor.is_contiguous():
         return "one is not contiguous"
-    # On some devices every tensor says so: then it means nothing.
+    # On some devices this holds for every tensor and then says nothing.
     if tensor.is_shared() and not torch.empty(1, device=tensor.device).is_shared():
         return "one lies in memory that it shares with other processes"
     if tensor.requires_grad and torch.is_grad_enabled():

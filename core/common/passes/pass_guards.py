@@ -1,4 +1,4 @@
-"""When a pass runs: at which stage, on which form of graph, and what must hold there."""
+"""Conditions under which a pass runs: stage, form of graph, and guards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guards:
-    """What must hold for a pass to run; asked once per graph, and a refused pass reports the reason."""
+    """Conditions for a pass to run, checked once per graph; a pass that is not run reports the reason."""
 
     #: A graph without a value of one of these dtypes is skipped, and `fuse` leaves sites of other dtypes alone.
     dtypes: frozenset[torch.dtype] | None = None
@@ -26,20 +26,20 @@ class Guards:
     min_rank: int = 0
     #: Keys of `Capabilities.extra`, with the value that each must have.
     capabilities: Mapping[str, Scalar] = field(default_factory=lambda: MappingProxyType({}))
-    #: Least and most processes, both included; None for no upper end.
+    #: Least and most processes, both included; None for no upper limit.
     world_size: tuple[int, int | None] = (1, None)
     #: Least and most tokens that the graph serves, likewise. Skipped where the caller does not say how many it serves.
     tokens: tuple[int, int | None] | None = None
-    #: The pass reads the tensors bound to the graph's placeholders. Skipped where the caller does not give them.
+    #: Whether the pass reads the constants of the graph's placeholders. Skipped where the caller does not give them.
     constants: bool = False
     #: Canonical ops, all of which the device must implement. Skipped where the caller does not say what it implements.
     implements: frozenset[str] = frozenset()
-    #: Tells in which stream or scope each node of a graph runs; empty for a graph that has but one. `fuse` leaves a
-    #: site alone that lies in several.
+    #: Returns the stream or scope of each node of a graph; empty for a graph with only one. `fuse` skips a site that
+    #: spans several.
     scopes: Callable[[fx.Graph], Mapping[fx.Node, object]] | None = None
 
     def refuses_value(self, value: object) -> str | None:
-        """Return why a site of this value is none for the pass, or None; values that are no tensors are not judged."""
+        """Return why the pass must skip a site of this value, or None; values other than tensors are not checked."""
         dtype, rank = getattr(value, "dtype", None), getattr(value, "ndim", None)
         if dtype is None or rank is None:
             return None

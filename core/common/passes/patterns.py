@@ -1,4 +1,4 @@
-"""The patterns that a pass may be declared by: for `torch.fx`'s matcher, and for Inductor's."""
+"""Patterns by which a pass may be declared: for the matcher of `torch.fx` and for Inductor's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A pattern and what replaces it, both functions of the same parameters, traced by `torch.fx`.
+    """A pattern and its replacement, both functions of the same parameters, traced by `torch.fx`.
 
-    Spelling counts: calls, methods, operand order.
+    The match is literal: calls, methods and operand order count.
     """
 
     pattern: Callable[..., Any]
     replacement: Callable[..., Any]
     #: Parameters that stand for a number or dtype in the graph; all others stand for nodes.
     literals: tuple[str, ...] = ()
-    #: Gets what each parameter matched: nodes as nodes, literals as values. Returns why the match must stay, or None.
+    #: Takes the match of each parameter (a node or a literal). Returns why the match must not be replaced, or None.
     check: Callable[[Mapping[str, Any]], str | None] | None = None
 
 
@@ -32,7 +32,7 @@ class InductorReplacement:
 
     examples: gives the inputs to trace search with, called under a fake mode, scalars left out. scalars: parameters of
     search that stand for numbers, each with an odd value that appears nowhere else in the pattern; one pattern then
-    matches every value. check: gets the match and returns why it must stay, or None.
+    matches every value. check: takes the match and returns why it must not be replaced, or None.
     """
 
     search: Callable[..., Any]

@@ -11,9 +11,9 @@ class NearMiss:
 
     #: The path of its module, or the name of its node.
     site: str
-    #: What failed.
+    #: The condition that failed.
     reason: str
-    #: Where it failed.
+    #: The node at which it failed.
     node: str = ""
     #: The pass that made the node, where this one wanted to replace it without being ordered after that pass.
     claimant: str = ""

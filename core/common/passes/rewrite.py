@@ -1,4 +1,4 @@
-"""What every fusion needs, in one place: find sites, refuse the unsafe ones with a reason, rewrite the others.
+"""The driver of every fusion: find sites, refuse unsafe ones with a reason, rewrite the others.
 
 A pass hands `fuse` a finder, which is asked for every node and answers with a `Site`, a `NearMiss` or None. All sites
 are found and judged on the graph as the pass found it (core/common/passes/safety.py); only then is anything changed.
@@ -60,7 +60,7 @@ def apply_sites(context: PassContext, sites: Iterable[Site], misses: Iterable[Ne
 
 
 def _autocast(graph: fx.Graph) -> Mapping[fx.Node, tuple[object, ...]]:
-    """Return the arguments of the autocast regions around each node, outermost first; nothing where there are none."""
+    """Return the arguments of the autocast regions around each node, outermost first; empty without autocast."""
     if not any(_is_switch(node) for node in graph.nodes):
         return {}
     found: dict[fx.Node, tuple[object, ...]] = {}
@@ -79,11 +79,11 @@ def _is_switch(node: fx.Node, *names: str) -> bool:
 
 
 def _split(site: Site, modes: Mapping[fx.Node, object], scopes: Mapping[fx.Node, object]) -> NearMiss | None:
-    """Refuse a site of which a part runs elsewhere, or under another autocast: the op would run in one place."""
+    """Refuse a site whose nodes run in several streams or under different autocast: the op runs in only one."""
     found = ((modes, "computes under another autocast"), (scopes, "runs in another stream or scope"))
     for places, differs in found:
         for node in site.nodes if places else ():
-            reads_member = places is scopes and node.target is operator.getitem  # which runs nothing
+            reads_member = places is scopes and node.target is operator.getitem  # a node that runs nothing
             if places[node] != places[site.anchor] and not reads_member:
                 return near_miss(site.anchor, f"{node.name} {differs} than {site.anchor.name}")
     return None
@@ -112,9 +112,9 @@ def _claim(context: PassContext, node: fx.Node, site: Site, owners: dict[fx.Node
 
 
 class _Rewriter:
-    """Puts the new ops of one pass into its graph, in the order of their places.
+    """Inserts the new ops of one pass into its graph, in graph order.
 
-    new: what stands in the place of a node by now. views: those made of nodes, by node and steps; sites share them.
+    new: replaced node -> its replacement. views: views made so far, by node and steps; sites share them.
     """
 
     def __init__(self, context: PassContext) -> None:
@@ -174,11 +174,11 @@ class _Rewriter:
         return members
 
     def _replace(self, site: Site, old: Viewed, new: fx.Node, made: Made) -> None:
-        if new.meta.get(MADE_BY) is made:  # not so where the replacement gives one of its inputs
+        if new.meta.get(MADE_BY) is made:  # false if the replacement returns one of its inputs
             new.meta[MADE_BY] = replace(made, replaced=(old.node.name,))
         self._new[old.node] = new
         inside = site.nodes
-        # Nodes of the site itself keep the old value: they go, or stay as they were.
+        # Nodes of the site itself keep reading the old value: they are erased, or stay unchanged.
         old.node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
 
 

@@ -28,7 +28,7 @@ class Plan:
     site: Site
     #: The node before which the new op goes.
     before: fx.Node
-    #: Places of that node and of the first replaced one, by which sites are put in order.
+    #: Positions of that node and of the first replaced node, by which sites are sorted.
     position: tuple[int, int]
     #: Fake values of the new nodes by name.
     values: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Plan:
 
 
 def plan_site(context: PassContext, site: Site, memo: Memo) -> Plan | NearMiss:
-    """Return how to rewrite the site, or the near-miss that says why it must stay."""
+    """Return the plan of the rewrite, or a near-miss with the reason why the site must stay."""
     order: Mapping[fx.Node, int] = context.analysis("order")
     writes: Writes = context.analysis("writes")
     checked = _Checked(context, site, order, writes, memo)
@@ -52,7 +52,7 @@ def plan_site(context: PassContext, site: Site, memo: Memo) -> Plan | NearMiss:
 
 
 def _check_form(context: PassContext, site: Site, inputs: tuple[fx.Node, ...]) -> None:
-    """Raise where the finder itself is wrong: such a site says nothing about the graph."""
+    """Raise if the site shows a mistake of the finder, which says nothing about the graph."""
     wrong = ""
     first = next(iter(site.replaced), None)
     if first is not site.anchor:
@@ -160,7 +160,7 @@ class _Checked:
                     raise Refused(node, f"the write of {node.name} would be lost")
 
     def _is_seen(self, key: object, writer: fx.Node) -> bool:
-        """Tell whether a write is seen by more than the results of the site: by the caller or by a later read."""
+        """Tell whether the caller or a later read, and not only the site's results, sees a write."""
         for holder in self.writes.holders.get(key, ()):
             if holder.op in ("placeholder", "get_attr"):
                 return True

@@ -1,4 +1,4 @@
-"""Where a fusion fits: the site, its name for readers, and the mark on the nodes that a pass made."""
+"""A site where a fusion fits, its name in reports, and the mark on nodes that a pass made."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MADE_BY = "core_pass"
 """Key of `node.meta` under which a node that a pass made holds its `Made`."""
 
-# Dynamo writes L['model'].layers.0: the local variable it came from, and how it got there (a closure, a private
-# attribute of a wrapper), say nothing to a reader.
+# Dynamo writes L['model'].layers.0. Leave out the local variable and the way to it (a closure, a private attribute of a
+# wrapper), which tell a reader nothing.
 _ORIGIN = re.compile(
     r"^(?:G\['__import_[^']*'\]\.\w+|[LG]\['[^']*'\])"
     r"(?:\.__closure__\[\d+\]\.cell_contents|\._(?!modules|parameters|buffers)\w+)*"
@@ -32,8 +32,8 @@ _INDEXED = re.compile(r"(?:\b_modules)?\['?([^'\]]+)'?\]")
 class Site:
     """One place where a fusion fits.
 
-    An argument or an output may be a `Viewed` of a node, where the op lays its dimensions out otherwise than the graph.
-    The views are made with the op.
+    An argument or an output may be a `Viewed` of a node, if the op has another order of dimensions than the graph. The
+    views are made with the op.
     """
 
     #: The first node whose value the new op gives.
@@ -43,16 +43,16 @@ class Site:
     #: Arguments of the new call; they may hold nodes.
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    #: The nodes that the op stands for, the anchor included; those that are used elsewhere too stay.
+    #: The nodes that the op replaces, the anchor included; a node that is also used elsewhere stays.
     interior: tuple[fx.Node, ...] = ()
-    #: Of an op with several results: the node that each one replaces, None where nothing reads it.
+    #: For an op with several results: the node that each result replaces, None if nothing reads it.
     outputs: tuple[fx.Node | Viewed | None, ...] = ()
-    #: Inputs into which the interior writes what the first result is; who reads them later reads that result.
+    #: Inputs into which the interior writes the value of the first result; later readers of them read that result.
     overwritten: tuple[fx.Node, ...] = ()
 
     @property
     def results(self) -> tuple[Viewed | None, ...]:
-        """What each output of the op is, None where nothing reads it; the anchor unless `outputs` says otherwise."""
+        """The node that each output of the op replaces, None if nothing reads it; the anchor by default."""
         return tuple(None if each is None else viewed(each) for each in self.outputs or (self.anchor,))
 
     @property
@@ -62,7 +62,7 @@ class Site:
 
     @property
     def nodes(self) -> dict[fx.Node, None]:
-        """All nodes that the op stands for, each once."""
+        """All nodes that the op replaces, each once."""
         return dict.fromkeys((*self.interior, *self.replaced))
 
     @property
@@ -77,7 +77,7 @@ class Site:
 
     @property
     def sources(self) -> tuple[Viewed, ...]:
-        """What the op takes: the nodes among the arguments, and the views of nodes."""
+        """The nodes, and views of nodes, among the op's arguments."""
         return sources_of(self.args, self.kwargs)
 
 
@@ -100,7 +100,7 @@ class Made:
 
 
 def other_maker(context: PassContext, node: fx.Node) -> str:
-    """Return which pass made a node that this pass may not claim: one that it is not ordered after; or nothing."""
+    """Return the pass that made a node if this pass is not ordered after it and so may not claim the node; else ""."""
     made: Made | None = node.meta.get(MADE_BY)
     if made is None or made.pass_name == context.name or made.pass_name in context.after:
         return ""
@@ -111,7 +111,7 @@ Finder = Callable[["PassContext", fx.Node], Site | NearMiss | None]
 
 
 def later_readers(site: Site, order: Mapping[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield who reads what the site overwrites, after that, and which node it reads."""
+    """Yield each later reader of the memory that the site overwrites, with the node that it reads."""
     for node in site.overwritten:
         yield from ((user, node) for user in node.users if order.get(user, -1) > order[site.anchor])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import core.common.ops.canonical  # noqa: F401  # uuids of passes reach the registry of ops: it is whole from here on
+import core.common.ops.canonical  # noqa: F401  # declares all ops, on which uuids depend
 from core.common.passes.attention.cache import FUSE_ATTENTION_CACHE
 from core.common.passes.attention.lift import LIFT_ATTENTION
 from core.common.passes.attention.quantize import FUSE_ATTENTION_QUANTIZE

@@ -19,7 +19,7 @@ from core.common.node_meta import value_of
 from core.common.passes.values.sizes import same_sizes
 
 Operand = Any
-"""A node, a Python number, or another literal of the graph."""
+"""An operand: a node, a Python number, or another literal of the graph."""
 
 
 def _spellings() -> dict[Any, str]:
@@ -108,7 +108,7 @@ def same_shape(first: Operand, second: Operand) -> bool:
 
 
 def kind(node: Operand) -> str:
-    """Return what the node computes ("mul", "cast", "rsqrt", …), or "" if the view has no word for it."""
+    """Return what the node computes ("mul", "cast", "rsqrt", …), or "" if the view has no name for it."""
     if not isinstance(node, fx.Node):
         return ""
     if node.op == "call_function":
@@ -169,7 +169,7 @@ def without_exact_casts(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
 
 
 def before_casts(node: fx.Node, ends: Collection[fx.Node]) -> fx.Node:
-    """Return what casts that keep every value are applied to, looking no further than one of `ends`.
+    """Return the source of a chain of casts that keep every value, looking no further back than one of `ends`.
 
     A cast that reads its dtype off another tensor (`type_as`) is not looked through.
     """
@@ -244,7 +244,7 @@ def plus_number(node: Operand) -> tuple[fx.Node, float] | None:
 
 
 def times_number(node: Operand, known: str = "") -> tuple[fx.Node, float] | None:
-    """Return (x, number) if the node is x * number in either order. known: its kind, where the caller knows better."""
+    """Return (x, number) if the node is x * number in either order. known: the node's kind, if the caller knows it."""
     return _with_number(node) if (known or kind(node)) == "mul" else None
 
 
@@ -275,7 +275,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 def between(end: fx.Node, *inputs: Operand) -> tuple[fx.Node, ...]:
     """Return the nodes from which `end` is computed, `end` included, back to the inputs, which are left out.
 
-    Only for a matcher that has seen that all ways back from `end` arrive at these inputs.
+    For matchers that have checked that every path back from `end` ends at these inputs.
     """
     found: dict[fx.Node, None] = {}
     stack = [end]
@@ -283,7 +283,7 @@ def between(end: fx.Node, *inputs: Operand) -> tuple[fx.Node, ...]:
         node = stack.pop()
         if node not in found and node not in inputs:
             found[node] = None
-            # What a cast reads besides is asked for its dtype alone, and sizes are no part of what is computed.
+            # A cast's second tensor only gives its dtype, and sizes are no part of the computed value.
             sources = node.all_input_nodes if kind(node) != "cast" else node.all_input_nodes[:1]
             stack += [source for source in sources if not isinstance(value_of(source), (torch.SymInt, int))]
     return tuple(found)

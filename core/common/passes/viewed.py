@@ -1,7 +1,7 @@
-"""Nodes seen through views that lose nothing, and the way back: for ops that lay dimensions out as models do not.
+"""Nodes seen through lossless views, and the inverse views: for ops whose order of dimensions differs from the models'.
 
-A site says what its op takes, or gives, as such a view of a node that the graph has; the views are made with the op.
-They are those of graphs of stage `torch`.
+A site names an argument or a result of its op as such a view of a node in the graph; the views are inserted with the
+op. The views are spelled as in graphs of stage `torch`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Swap:
 
     @property
     def inverse(self) -> Swap:
-        """What undoes it: the same again."""
+        """The inverse view: the same transposition."""
         return self
 
     def make(self, x: fx.Node) -> fx.Node:
@@ -56,7 +56,7 @@ class Index:
 
     @property
     def inverse(self) -> Index:
-        """What undoes it: a dimension for each that it drops, and none for each that it adds."""
+        """The inverse view: adds each dimension that this one drops, and drops each that it adds."""
         return Index(tuple(0 if each is None else None if each == 0 else each for each in self.index))
 
     def make(self, x: fx.Node) -> fx.Node:
@@ -95,29 +95,29 @@ def _reread(value: FakeTensor, dims: Sequence[tuple[Any, Any]]) -> FakeTensor:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """A node seen through views, one after the other; through none it is the node itself."""
+    """A node seen through a chain of views; without views, the node itself."""
 
     node: fx.Node
     steps: tuple[Step, ...] = ()
 
     @property
     def way_back(self) -> tuple[Step, ...]:
-        """The steps by which the view is the node again."""
+        """The steps that lead from the view back to the node."""
         return tuple(step.inverse for step in reversed(self.steps))
 
     @property
     def value(self) -> Any:
-        """The fake value of the view, None where it is unknown; it lies in the memory of the node's."""
+        """The fake value of the view, None if unknown; it shares memory with the node's fake value."""
         return through(value_of(self.node), self.steps)
 
 
 def viewed(item: fx.Node | Viewed) -> Viewed:
-    """Return a node as a view of it through no steps; a view as it is."""
+    """Return a node as a `Viewed` without steps, and a `Viewed` unchanged."""
     return item if isinstance(item, Viewed) else Viewed(item)
 
 
 def through(value: Any, steps: Sequence[Step]) -> Any:
-    """Return a fake value seen through views; None for what is none."""
+    """Return a fake value seen through views; None if there is no value."""
     for step in steps:
         value = step.of(value) if isinstance(value, FakeTensor) else None
     return value
@@ -135,7 +135,7 @@ def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Viewed
 
 
 def mapped(args: tuple[Any, ...], kwargs: Mapping[str, Any], make: Callable[[Viewed], Any]) -> Call:
-    """Return a call's arguments with what `make` gives in the place of each node, and of each view among them."""
+    """Return a call's arguments with each node and each view replaced by the result of `make`."""
 
     def each(leaf: Any) -> Any:
         return make(viewed(leaf)) if isinstance(leaf, (fx.Node, Viewed)) else leaf
@@ -145,9 +145,9 @@ def mapped(args: tuple[Any, ...], kwargs: Mapping[str, Any], make: Callable[[Vie
 
 
 def insert(seen: Viewed, describe: Callable[[fx.Node, Any], object]) -> fx.Node:
-    """Return a node that is the view, made where the graph inserts now; what would only undo a view is not made.
+    """Return a node for the view, inserted at the graph's present insertion point.
 
-    describe: gets each new node with its fake value.
+    A step that only undoes another view is skipped. describe: called with each new node and its fake value.
     """
     node = seen.node
     for step in seen.steps:
@@ -160,7 +160,7 @@ def insert(seen: Viewed, describe: Callable[[fx.Node, Any], object]) -> fx.Node:
 
 
 def _undone(node: fx.Node, step: Step) -> fx.Node | None:
-    """Return what a node is a view of, where the step would only give that again."""
+    """Return the input of a view if the step would undo that view, else None."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not step.inverse.is_made(node):
         return None
@@ -170,7 +170,7 @@ def _undone(node: fx.Node, step: Step) -> fx.Node | None:
 
 
 def ends(node: fx.Node, steps: Sequence[Step]) -> Iterator[fx.Node]:
-    """Yield the nodes of the graph that see this one through the steps; through none, itself."""
+    """Yield the nodes of the graph that view this one through the steps; without steps, the node itself."""
     if not steps:
         yield node
         return

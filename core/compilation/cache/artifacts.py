@@ -1,7 +1,7 @@
-"""What lowerings keep of graphs that they compiled: files on disk, found again for an equal graph with equal examples.
+"""Artefacts: files that lowerings keep of compiled graphs, found again for an equal graph with equal examples.
 
-An artefact is code that is run, so it is read only from folders that nobody else may write to, and only if every byte
-is as written (store.py says the same of entries). Its name is a digest of all that its files depend on.
+An artefact is executable code. So it is read only from folders that nobody else may write to, and only if every byte is
+as written (as store.py does for entries). Its name is a digest of all that its files depend on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Loaded = TypeVar("_Loaded")
 _FORMAT = 1
 _CHECKSUMS, _FACTORS = "checksums.json", "factors.json"
 _GROUPS = ("versions", "source", "device", "torch", "implementations")
-"""Of the factors of a program, those that what is compiled of a finished graph depends on."""
+"""The program's factors on which code compiled from a finished graph depends."""
 _OF_TORCH = frozenset({"aten", "prims", "prim", "quantized", "mkldnn", "onednn", "mkl", "c10d", "_c10d_functional"})
 _OF_CORE = "core"
 
@@ -74,14 +74,14 @@ class GraphArtifacts:
                 (made / _FACTORS).write_text(text, encoding="utf-8")
                 _seal(made)
                 log.info("compile cache: wrote %s", self.folders.put(made, name, check))
-            except (OSError, Untrusted) as reason:  # it is loaded: what can't be kept of it is no reason to lose it
+            except (OSError, Untrusted) as reason:  # the artefact is loaded; failing to keep it must not lose it
                 log.warning("compile cache: what was compiled of a graph can't be kept: %s", reason)
             return loaded
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what says of two graphs that they compute the same of inputs that look the same."""
+        """Return a text that is equal for graphs that compute the same from inputs with the same metadata."""
         nodes = list(self.graph.graph.nodes)
         for node in nodes:
             _refuse_unknown_code(node.target, self.packages)
@@ -109,7 +109,7 @@ def _find(folders: WholeFolders, name: str, load: Callable[[Path], _Loaded]) -> 
         if path.exists():
             raise
         return None
-    except Exception as error:  # whatever an artefact holds, the way without it is open
+    except Exception as error:  # whatever is wrong with an artefact, it can be made again
         reason = str(error) if isinstance(error, Damaged) else f"it can't be loaded: {type(error).__name__}: {error}"
         log.warning("compile cache: artefact %s is not used and made anew: %s", name[:12], reason)
         folders.remove(path)
@@ -146,7 +146,7 @@ def check(folder: Path) -> None:
         raise Damaged(f"its checksums can't be read ({type(error).__name__}: {error})") from None
     if wrong:
         raise Damaged(f"{wrong[0]} is not what was written: its checksum differs")
-    # A name tells what its factors are, and moves between folders of caches as little as these.
+    # The name is a digest of its factors and is independent of the cache's folder.
     if hashlib.sha256((folder / _FACTORS).read_bytes()).hexdigest()[:32] != folder.name:
         raise Damaged("it was made for other factors than its name says")
 
@@ -157,7 +157,7 @@ def _digest(path: Path) -> str:
 
 
 def _refuse_unknown_code(target: Any, packages: frozenset[str]) -> None:
-    """Refuse an op that may be taken apart while compiling, by code that is no factor."""
+    """Refuse an op that the compiler may decompose by code that is not among the factors."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         for name in target.overloads():
             _refuse_unknown_code(getattr(target, name), packages)
@@ -172,7 +172,8 @@ def _refuse_unknown_code(target: Any, packages: frozenset[str]) -> None:
 
 
 def _describe(value: Any) -> Any:
-    """Return what may count for compiling of a placeholder's value; raise `Uncacheable` where there is no text."""
+    """Return, as text, what a compiler may use of a placeholder's value; raise `Uncacheable` if there is no such
+    text."""
     if not isinstance(value, Tensor):
         return [type(value).__name__, encode(value)]
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""In which factors two programs differ, told in a few lines: causes first, and what may follow from them as a count."""
+"""Says in a few lines in which factors two programs differ: causes first, possible consequences as a count."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ROOT = re.compile(r"\b(?:phases|modules)\['([^']*)'\]")
 
 
 def shown(expression: str) -> str:
-    """Return an expression for what a trace read as a reader would write it: `main.layers.0.scale`."""
+    """Return an expression of a trace as a reader would write it: `main.layers.0.scale`."""
     return _ROOT.sub(r"\1", _REGISTRY.sub(r".\1", expression))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One factor that differs; None where one of both has none of that name."""
+    """One factor that differs; None if one side has no factor of that name."""
 
     group: str
     name: str
@@ -37,7 +37,7 @@ class Difference:
         return f"{self.group}: {self.change()}"
 
     def change(self) -> str:
-        """Return the factor with what it was, and what it is."""
+        """Return the factor with its old and its new text."""
         return f"{self.name}: {_short(self.was)} -> {_short(self.now)}"
 
 
@@ -54,7 +54,7 @@ Places = Mapping[str, Place]
 
 
 def differences(old: Factors, new: Factors) -> list[Difference]:
-    """Return the factors that differ: groups that others follow from first, in each group by name."""
+    """Return the factors that differ: groups that cause others first, within a group by name."""
     found = []
     for group in sorted({*old, *new}, key=_rank):
         was, now = old.get(group, {}), new.get(group, {})
@@ -68,7 +68,7 @@ def _rank(group: str) -> tuple[int, str]:
 
 
 def explain(found: Iterable[Difference], old: Places, new: Places, *, most: int = _MOST_GROUPS) -> list[str]:
-    """Return one line per group, and at most so many; old, new: where the source of each side lies."""
+    """Return one line per group, up to a limit; old, new: the folders of each side's source."""
     groups = _by_group(found)
     lines = [_line(group, each, old, new) for group, each in groups.items()]
     rest = list(groups.items())[most:]
@@ -77,7 +77,7 @@ def explain(found: Iterable[Difference], old: Places, new: Places, *, most: int 
 
 
 def brief(found: Iterable[Difference], old: Places, new: Places) -> str:
-    """Return the groups that differ: names of versions and sources, a factor alone in its group, else how many."""
+    """Return the groups that differ: versions and sources by name, a single factor by itself, else a count."""
     texts = []
     for group, each in _by_group(found).items():
         names = [item.name for item in each]

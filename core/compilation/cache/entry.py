@@ -16,7 +16,7 @@ from core.compilation.cache.folders import refuse_foreign
 FACTORS, READS, GRAPHS = "factors.json", "reads.json", "graphs.json"
 _CHECKSUMS = "checksums.json"
 _LENGTH = 12
-"""Of the digest of its checksums with which an entry's name begins."""
+"""Number of characters of the checksums' digest that begin an entry's name."""
 _OF_PHASE = {"phase", "mode", "graphs"}
 
 
@@ -29,7 +29,7 @@ class Gone(Damaged):
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> str:
-    """Write the files of an entry, by name, and their checksums; return with what the entry's name has to begin.
+    """Write the files of an entry, by name, and their checksums; return the required first part of the entry's name.
 
     Nobody but the user may read them.
     """
@@ -51,7 +51,7 @@ def read_factors(folder: Path) -> Factors:
 
 
 def read_reads(folder: Path) -> dict[str, Any]:
-    """Return what an entry's trace read: `names` and `values`; raise `Damaged` where it does not say."""
+    """Return what an entry's trace read: `names` and `values`; raise `Damaged` if they are missing."""
     found = _load(folder, READS)
     if not isinstance(found.get("names"), list) or not isinstance(found.get("values"), dict):
         raise Damaged(f"{READS} does not say what its trace read")
@@ -101,7 +101,7 @@ def _load(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _content(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
         raise OSError(f"{path} is no regular file")
     return path.read_bytes()
 

@@ -1,4 +1,4 @@
-"""The factors of one program that are known before anything is read of its model: the key under which entries lie."""
+"""The factors of a program that are known before its model is read; their digest is the key of its entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from core.compilation.request import CompileRequest
 
 _NO_FACTORS = frozenset({"verify", "debug", "eager", "outputs", "reset", "relocate", "examples", "progress", "cache"})
-"""Options that change nothing of a traced graph; with `verify` the cache is not used at all."""
+"""Options that do not change a traced graph; with `verify` the cache is not used at all."""
 _OWN_GROUPS = frozenset({"guards", "bound", "shared"})
 """Options that are factors under a group of their own."""
 _WHOLE = frozenset({"torch", "torchgen", "functorch", "core"}) | sys.stdlib_module_names - {"__main__"}
@@ -47,16 +47,16 @@ def plugin_packages(device: Device) -> frozenset[str]:
 
 
 def runtime_packages(device: Device) -> frozenset[str]:
-    """Return the top package, other than torch, that torch's module for a device is from: it counts by its version.
+    """Return the top package of torch's module for a device, if it is not torch: its version is a factor.
 
-    Such a package puts functions of its own in the place of torch's, and so lies on the way of every model.
+    Such a package replaces functions of torch and so affects every model.
     """
     package = torch.get_device_module(device.torch_device).__name__.partition(".")[0]
     return frozenset({package}) - {"torch"}
 
 
 def compiler_packages(device: Device) -> frozenset[str]:
-    """Return the packages of a device's compilers of kernels: they count by their version."""
+    """Return the packages of a device's kernel compilers, whose versions are factors."""
     return frozenset(compiler.package for compiler in device.kernel_compilers) - {""}
 
 
@@ -97,7 +97,7 @@ def _guards(guards: Mapping[str, Any]) -> str:
 
 
 def _model_name(model: Callable[..., Any]) -> str:
-    """Return the class of the first module that a callable runs, or what the callable is."""
+    """Return the class of the first module that a callable runs, or else the callable's own name."""
     module = next(iter(modules_of(model).values()), None)
     if module is not None:
         return name_of(type(module))
@@ -146,7 +146,7 @@ def source_factors(packages: Iterable[str]) -> dict[str, str]:
 
 
 def torch_factors(device: torch.device) -> dict[str, str]:
-    """Return what of torch's global state a trace can depend on."""
+    """Return the parts of torch's global state that a trace can depend on."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -184,7 +184,7 @@ def _backend_switches() -> str:
 
 
 def _functions() -> str:
-    """Return the functions that somebody has put into torch: a graph calls them by the names of torch's own."""
+    """Return the functions of torch that somebody has replaced: a graph calls them by torch's names."""
     texts, found = Texts(frozenset()), []
     for place in (torch, torch.nn.functional, torch.Tensor):
         for name, value in vars(place).items():
@@ -201,7 +201,7 @@ def _rank() -> str:
 
 
 def pass_factors(passes: Sequence[Pass], packages: frozenset[str]) -> dict[str, str]:
-    """Return the identity of each pass in order: its uuid, or where it is whose source counts as a whole, its name.
+    """Return the identity of each pass in order: its uuid, or its name if its package's source is a factor as a whole.
 
     A uuid goes through all code that a pass reaches, which takes milliseconds each.
     """
@@ -219,10 +219,13 @@ def _pass(declared: Pass, packages: frozenset[str]) -> str:
 
 
 def implementation_factor(implementation: OpImplementation, packages: frozenset[str]) -> str:
-    """Return the identity of an op's implementation: its name, and its code where that is of no whole package."""
+    """Return the identity of an op's implementation: its name, and its code unless its package is a factor as a
+    whole."""
     fn, condition = implementation.fn, implementation.condition
-    if all(_is_plain(each, packages) for each in (fn, condition)):
-        return f"{implementation.name} {name_of(fn)} if {name_of(condition)}"
+    # Of an op of torch a fingerprint has no more than the name. Its kernels are code of the package that declares it.
+    named = isinstance(fn, torch._ops.OpOverload)
+    if (named or _is_plain(fn, packages)) and _is_plain(condition, packages):
+        return f"{implementation.name} {fn if named else name_of(fn)} if {name_of(condition)}"
     return f"{implementation.name} {fingerprint(fn, condition)}"
 
 

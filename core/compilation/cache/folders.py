@@ -1,4 +1,4 @@
-"""The user's folder for caches: where it lies, who may write there, and how much is in it."""
+"""The user's folder for caches: its path, who may write there, and its size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 
 class Untrusted(Exception):
-    """A folder that is not to be used: somebody else may have written what is in it, or its name is no good."""
+    """A folder that must not be used: somebody else may have written its files, or its name is unsuitable."""
 
 
 def default_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Return where a user's caches lie by the custom of the system: XDG on Linux."""
     values = os.environ if environ is None else environ
     home = Path(values.get("HOME") or os.path.expanduser("~"))
-    shared = Path(values.get("XDG_CACHE_HOME", ""))  # counts only where it is absolute, by its specification
-    if not home.is_absolute():  # a user whom the system does not know: no folder of whichever place this runs in
+    shared = Path(values.get("XDG_CACHE_HOME", ""))  # the XDG specification ignores a relative path
+    if not home.is_absolute():  # the system does not know the user: no folder rather than a relative one
         return Path(tempfile.gettempdir()) / f"core-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     if sys.platform == "win32":
         base = Path(values.get("LOCALAPPDATA") or home / "AppData" / "Local")
@@ -41,7 +41,7 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only its user may use, where there is none; those above it as the user's other folders."""
+    """Make a folder for its user alone unless it exists; missing parents get the user's default permissions."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True, mode=0o700)
 

@@ -1,7 +1,7 @@
-"""A finished graph as readable JSON, and back: nodes, what its placeholders are bound to, its conditions.
+"""A finished graph as readable JSON, and back: its nodes, the tensors of its placeholders, its conditions.
 
 Tensors are never stored but named by the path that leads to them, and joined weights by what they are joined from; only
-small literals of the traced code itself are written out. What has no exact form here raises `Uncacheable`.
+small literals of the traced code itself are written out. Anything without an exact form raises `Uncacheable`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from core.compilation.trace.traced import (
 )
 
 MAX_LITERAL_BYTES = 1 << 16
-"""Of a tensor that the traced code itself spells out."""
+"""Largest size of a tensor literal in the traced code, in bytes."""
 PathOf = Callable[[Tensor], "str | None"]
 
 
@@ -137,7 +137,7 @@ def _encode_attributes(traced: TracedGraph, path_of: PathOf) -> dict[str, Any]:
 
 
 def encode_attributes_whole(module: fx.GraphModule) -> dict[str, Any]:
-    """Return the tensors that a graph holds with their content; raise `Uncacheable` for what is large or no tensor."""
+    """Return the tensors that a graph stores by content; raise `Uncacheable` for large ones and for other objects."""
     found: dict[str, Any] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target), None)

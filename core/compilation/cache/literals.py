@@ -1,4 +1,4 @@
-"""Arguments and targets of graph nodes as JSON that reads back as the very same objects, or not at all."""
+"""Arguments and targets of graph nodes as JSON that reads back as the same objects or is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _encode_nested(value: Any) -> Any:
 
 
 def decode(text: Any, nodes: Mapping[str, fx.Node]) -> Any:
-    """Return what `encode` wrote; nodes: those made so far, by their stored names."""
+    """Return the argument that `encode` wrote; nodes: the nodes made so far, by their stored names."""
     if isinstance(text, list):
         return [decode(item, nodes) for item in text]
     if not isinstance(text, dict):
@@ -108,7 +108,7 @@ class Targets:
         self._names: dict[int, tuple[Any, str]] = {}
 
     def name(self, target: Any) -> str:
-        """Return a name that leads to this very object; raise `Uncacheable` where none does."""
+        """Return a name that resolves to exactly this object; raise `Uncacheable` if there is none."""
         known = self._names.get(id(target))
         if known is None:
             known = self._names[id(target)] = (target, self._name(target))
@@ -139,7 +139,8 @@ class Targets:
         return names + [f"function {place}" for place in (own, *(f"{place}:{short}" for place in _PLACES))]
 
     def find(self, name: str) -> Any:
-        """Return what a name leads to; raise `ValueError` for one that may not be called, KeyError and the like."""
+        """Return the object of a name; raise `ValueError` if a graph may not call it, KeyError and the like if it is
+        missing."""
         kind, _, rest = name.partition(" ")
         if kind == "op":
             packet, _, overload = rest.rpartition(".")

@@ -1,4 +1,4 @@
-"""The compile cache of one program: the graphs that its entry gives, and the entry that a compile leaves."""
+"""The compile cache of one program: loads the graphs of its entry, and writes an entry after a compile."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("core.cache")
 _MOST_IN_REASON, _MOST_LINES, _MOST_TRIED = 3, 24, 16
 MAX_CONTENT_BYTES = 1 << 20
-"""Of all tensors of which one graph's passes have read the content: more would cost a start what the cache saves."""
+"""Limit on the bytes whose content the passes of one graph may read: digests of more would cost what the cache
+saves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedGraph:
-    """A graph as a phase runs it, with its account. breaks: at how many places a piecewise mode cuts it.
+    """A graph as a phase runs it, with its account. breaks: the number of places where a piecewise mode cuts it.
 
-    contents: tensors of which a pass may have read the content. sourceless: names of the tensors that passes bound and
-    of which nobody knows from what they were made.
+    contents: tensors whose content a pass may have read. sourceless: names of the tensors that passes added with
+    unknown sources.
     """
 
     traced: TracedGraph
@@ -57,13 +58,13 @@ class CachedGraph:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the graph is bound to."""
+        """The constants of the graph."""
         found = (slot.value for slot in self.traced.slots if isinstance(slot, ConstantSlot))
         return tuple(value for value in found if isinstance(value, Tensor))
 
 
 class ProgramCache:
-    """The entry of one program. Tells what it did by `report`; nothing that fails here fails the compile."""
+    """The entry of one program. `report` says what it did; a failure here never fails the compile."""
 
     def __init__(self, request: CompileRequest, passes: Sequence[Pass]) -> None:
         """Look for the program's entry. passes: those that may run, in order."""
@@ -84,7 +85,7 @@ class ProgramCache:
             self._look()
         except Untrusted as refusal:
             self._refuse(str(refusal))
-        except Exception as error:  # what a model holds may fail in any way when it is looked at
+        except Exception as error:  # reading a model's objects may raise anything
             self._refuse(f"the model can't be read: {type(error).__name__}: {error}")
 
     def load(self, phase: str, mode: Mode) -> list[CachedGraph] | None:
@@ -104,9 +105,9 @@ class ProgramCache:
             self._refuse(f"what the trace read can't be read again: {type(error).__name__}: {error}")
 
     def artifacts(self, graph: fx.GraphModule, values: tuple[Any, ...]) -> Artifacts:
-        """Return where a lowering keeps what it makes of a finished graph; nowhere if the cache is not used.
+        """Return where a lowering keeps its artefacts of a finished graph; nowhere if the cache is not used.
 
-        graph: changed by nobody as long as the lowering runs. values: of its placeholders.
+        graph: must not change while the lowering runs. values: of its placeholders.
         """
         if self.report.state == "refused":
             return UNKEPT
@@ -120,14 +121,14 @@ class ProgramCache:
         )
 
     def save(self) -> None:
-        """Write the entry, if anything was made; say why where it can't be."""
+        """Write the entry if anything was made; log the reason if that fails."""
         if not self._made or self.report.state in ("refused", "off"):
             return
         try:
             path = self._write()
         except Uncacheable as reason:
             self._refuse(str(reason))
-        except Exception as error:  # the program is made: what can't be kept of it is no reason to lose it
+        except Exception as error:  # the program is made; failing to keep it must not lose it
             self._refuse(f"the entry can't be written: {type(error).__name__}: {error}")
         else:
             log.info("compile cache: wrote %s", path)
@@ -138,7 +139,7 @@ class ProgramCache:
         self.report = replace(self.report, state="refused", reason=reason)
 
     def _look(self) -> None:
-        """Take the first entry under the program's key of which nothing that its trace read has changed."""
+        """Take the first entry under the program's key for which everything that its trace read is unchanged."""
         nearest: tuple[str, list[Difference]] | None = None
         damaged = ""
         for name in self._store.candidates(key_of(self._factors), most=_MOST_TRIED):
@@ -153,7 +154,7 @@ class ProgramCache:
                 raise
             except Gone:
                 continue
-            except Exception as error:  # whatever an entry holds, the way without it is open
+            except Exception as error:  # whatever is wrong with an entry, the program can be compiled
                 damaged = self._discard(name, error)
                 continue
             self._used = reads
@@ -164,15 +165,15 @@ class ProgramCache:
         self._explain_miss(nearest or (None if damaged else self._nearest()), damaged)
 
     def _nearest(self) -> tuple[str, list[Difference]] | None:
-        """Return the entry of the same model with the fewest other factors, and all that is unlike it."""
+        """Return the entry of the same model with the fewest differing factors, and the differences."""
         found = self._store.nearest(self._factors)
         if found is None:
             return None
         name, unlike = found
-        with suppress(Exception):  # it is told of, not used
+        with suppress(Exception):  # the entry is reported, not used
             reads = self._store.reads(name)
             live = self._read(reads["values"], reads["names"], strict=False)
-            # What there is not may be of a phase that this program has not.
+            # A missing value may belong to a phase that this program does not have.
             unlike += [each for each in _changed(reads["values"], live.values) if each.now != ABSENT]
         return name, unlike
 
@@ -257,7 +258,7 @@ class ProgramCache:
         if failed:
             raise Uncacheable(f"passes were undone: {', '.join(failed)}")
         text = graphs.encode_graph(made.traced, self._targets, reading.path_of)
-        # Through JSON, as a later process reads it.
+        # Convert through JSON, to compare what a later process would read.
         again = graphs.decode_graph(json.loads(json.dumps(text)), self._targets, reading.tensors)
         if _without_places(graphs.encode_graph(again, self._targets, reading.path_of)) != _without_places(text):
             raise Uncacheable(f"the graph of {made.report.phase} does not read back as itself")

@@ -1,4 +1,4 @@
-"""What a trace read, as expressions, and their values in this process as text.
+"""The Python values that a trace read: their expressions, and their values in this process as text.
 
 The expressions are Dynamo's, over two names: `phases`, the callables of the program, and `modules`, those of Python.
 They are interpreted here, never handed to `eval`.
@@ -29,20 +29,21 @@ from core.compilation.trace.model_tensors import content_digest
 from core.compilation.trace.reads import Reads
 
 ABSENT = "(absent)"
-"""The text of what there is not: a variable of the environment, a builtin, and what an expression does not lead to."""
+"""The text of a missing value: an unset environment variable, a missing builtin, an expression that resolves to
+nothing."""
 _MODEL = "L['model']"
 _GIVEN = re.compile(r"L\['(inputs|constants)'\]|\.environ\._data\b")
-"""What is counted otherwise: inputs and guards by the request, the environment by variable."""
+"""Sources that other factors cover: inputs and guards by the request, the environment by variable."""
 _HOOKS = re.compile(r"(.*)\.\w*_hooks\w*")
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _VALUES = (*ATOMS, tuple, frozenset)
-"""Kinds of values that may be one object or two by chance."""
+"""Types whose equal values may or may not be one object, by chance."""
 
 
 def expressions_of(reads: Reads, phase: str, *, hands_through: bool) -> Iterator[str]:
-    """Yield the expressions of all that a trace read; raise `Uncacheable` for what has none.
+    """Yield the expressions of everything that a trace read; raise `Uncacheable` for a value without one.
 
-    hands_through: whether the model returns constants, which Dynamo reads without a word.
+    hands_through: whether the model returns constants, which Dynamo reads without a guard.
     """
     for what in reads.unknown:
         raise Uncacheable(f"the model reads {what}")
@@ -60,12 +61,12 @@ def expressions_of(reads: Reads, phase: str, *, hands_through: bool) -> Iterator
 
 
 def content_of(path: str) -> str:
-    """Return the expression for what the tensor at a path holds."""
+    """Return the expression for the content of the tensor at a path."""
     return f"content({path})"
 
 
 def content_path(expression: str) -> str:
-    """Return the path of the tensor of whose content an expression tells; "" for any other."""
+    """Return the path of the tensor whose content an expression names; "" for any other expression."""
     found = re.fullmatch(r"content\((.+)\)", expression)
     return found[1] if found else ""
 
@@ -79,14 +80,14 @@ def _placed(source: str, phase: str) -> str:
 
 
 class Reading:
-    """One reading of live values. Holds every object that it has met."""
+    """One reading of live values. Keeps every object that it has met alive."""
 
     def __init__(self, phases: Mapping[str, Any], names: frozenset[str], layouts: Layouts) -> None:
         """phases: the callables of the program. names: see `Texts`. layouts: of tensors that passes may have moved."""
         self.texts = Texts(names)
         #: Texts by expression.
         self.values: dict[str, str] = {}
-        #: Those met, by expression.
+        #: Objects met so far, by expression.
         self.tensors: dict[str, Tensor] = {}
         self._phases = phases
         self._layouts = layouts
@@ -100,7 +101,7 @@ class Reading:
         return expression if value is tensor else None
 
     def read(self, expressions: Iterable[str], *, strict: bool = True) -> dict[str, str]:
-        """Read expressions in an order of their own, so that equal values have the same texts; return all texts so far.
+        """Read expressions in a fixed order, so that equal values have equal texts; return all texts so far.
 
         Raises `Uncacheable` for a value without a text; where not strict, its text is the reason why it has none.
         """
@@ -114,9 +115,9 @@ class Reading:
         return self.values
 
     def _text(self, expression: str) -> str:
-        """Return the value of an expression as text, and with which one before it is the same object.
+        """Return the value of an expression as text, and the earlier expression of the same object, if any.
 
-        Raises `Uncacheable` for a value without a text; what there is not is `ABSENT`.
+        Raises `Uncacheable` for a value without a text; a missing value is `ABSENT`.
         """
         try:
             value = self._value(ast.parse(expression, mode="eval").body)
@@ -186,7 +187,7 @@ class Reading:
 
 
 def _ranked(hooks: Mapping[Any, Any], owner: Any) -> dict[int, Any]:
-    """Return hooks by their rank among all of their owner: their own numbers count all hooks of the process."""
+    """Return hooks numbered within their owner: their own ids count all hooks of the process."""
     held = [each for name, each in vars(owner).items() if "hooks" in name and isinstance(each, dict)]
     ranks = {number: rank for rank, number in enumerate(sorted({number for each in held for number in each}))}
     return {ranks[number]: hook for number, hook in hooks.items()}
@@ -205,7 +206,7 @@ class Layouts:
                         self._known[id(value)] = (value, tensor_text(value), value.untyped_storage()._cdata)
 
     def of(self, tensor: Tensor) -> tuple[str, tuple[str, int]]:
-        """Return the text of a tensor, and what tells its memory from that of others."""
+        """Return the text of a tensor, and a key of its memory."""
         known, text, memory = self._known.get(id(tensor), (None, "", 0))
         if known is tensor:
             return text, ("then", memory)
@@ -213,7 +214,7 @@ class Layouts:
 
 
 class _Fact(str):
-    """A text that is its own."""
+    """A text that prints as it is."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The account of a graph as JSON, and back: what passes did to it when it was made, and what its ops became."""
+"""The report of a graph as JSON, and back: what passes did to it, and which implementations its ops got."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from core.common.graphs.backend import GraphKey
 from core.common.passes.results import NearMiss
 from core.compilation.cache.literals import decode, encode
 from core.compilation.implementations import OpChoice
+from core.compilation.measuring import MeasuredChoice
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.pass_report import PassReport
 
@@ -24,6 +25,7 @@ def encode_report(report: TraceReport) -> dict[str, Any]:
         "buckets": [encode_key(key) for key in report.buckets],
         "passes": [asdict(each) for each in report.passes],
         "ops": [asdict(each) for each in report.ops],
+        "measured": [asdict(each) | {"bucket": encode_key(each.bucket)} for each in report.measured],
     }
 
 
@@ -38,12 +40,22 @@ def decode_report(text: Mapping[str, Any], known: Collection[GraphKey]) -> Trace
         trace_s=0.0,
         passes_s=0.0,
         passes=tuple(_pass(each) for each in text["passes"]),
-        ops=tuple(OpChoice(**{**each, "refused": tuple(map(tuple, each["refused"]))}) for each in text["ops"]),
+        ops=tuple(map(_choice, text["ops"])),
+        measured=tuple(map(_measured, text["measured"])),
         buckets=keys,
         reason=text["reason"],
         trace_of=text["trace_of"],
         cached=True,
     )
+
+
+def _choice(text: Mapping[str, Any]) -> OpChoice:
+    return OpChoice(**{**text, "refused": tuple(map(tuple, text["refused"])), "others": tuple(text["others"])})
+
+
+def _measured(text: Mapping[str, Any]) -> MeasuredChoice:
+    lists = {"nodes": tuple(text["nodes"]), "times_us": tuple(map(tuple, text["times_us"]))}
+    return MeasuredChoice(**{**text, **lists, "bucket": decode_key(text["bucket"])})
 
 
 def _pass(text: Mapping[str, Any]) -> PassReport:

@@ -20,7 +20,7 @@ _NAMES = {"Equality": "Eq", "Unequality": "Ne", "StrictLessThan": "Lt", "LessTha
 
 @dataclass(frozen=True, slots=True)
 class StoredGuard:
-    """A condition on sizes; expr: a relation that must come out true."""
+    """A condition on sizes; expr: a relation that must hold."""
 
     expr: Any
 
@@ -34,7 +34,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True)
 class StoredShapes:
-    """What is left of a trace's shape environment: all that is asked of it after the passes."""
+    """The parts of a trace's shape environment that are needed after the passes."""
 
     guards: tuple[StoredGuard, ...]
     var_to_range: Mapping[Any, StoredRange]
@@ -130,7 +130,7 @@ def _stored_size(size: Any) -> int | StoredSize:
 
 
 def encode_symbol(symbol: Any, traced: TracedGraph) -> dict[str, Any]:
-    """Return a symbol of a graph with what is assumed of it, the input it is a size of, and its range."""
+    """Return a symbol of a graph with its assumptions, the input whose size it is, and its range."""
     slot, bounds = traced.symbols[symbol], traced.shape_env.var_to_range.get(symbol)
     upper: Any = None if bounds is None else bounds.upper
     bounded = isinstance(upper, int) or getattr(upper, "is_Integer", False)
@@ -149,7 +149,8 @@ def _assumptions(symbol: Any) -> dict[str, Any]:
 
 
 def encode_conditions(traced: TracedGraph, symbols: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions that a trace has on its sizes; raise `Uncacheable` for one on a size of no input."""
+    """Return the conditions of a trace on its sizes; raise `Uncacheable` for a condition on a size that no input
+    has."""
     if traced.shape_env is None:
         return {"guards": [], "replacements": {}}
     known = set(symbols.values())

@@ -1,6 +1,6 @@
 """The folder of the compile cache: entries written at once or not at all, and read only if every byte is as written.
 
-An entry is a folder whose name begins with a digest of all that it holds, and ends with one of its factors.
+An entry is a folder whose name begins with a digest of its content and ends with a digest of its factors.
 """
 
 from __future__ import annotations
@@ -50,32 +50,33 @@ if TYPE_CHECKING:
 log = logging.getLogger("core.cache")
 FORMAT = 2
 _KERNELS = "kernels"
-"""Folder of what compilers of kernels keep, each in a folder of its name."""
+"""Folder for the files of kernel compilers, with one subfolder per compiler."""
 _LOWERED = "lowered"
-"""Among these, the folder of what lowerings keep of graphs."""
+"""The subfolder for the artefacts of lowerings."""
 SOURCE = "source"
-"""In the graphs of an entry: where the source of each package lay that counts as a whole. No factor."""
+"""A field in an entry's graphs: the folder of each package that is a factor as a whole. The folder itself is no
+factor."""
 _STORE = "graphs-"
-"""Begins the names of folders of entries, one for each format."""
+"""First part of the names of entry folders; one per format version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One entry as it lies there."""
+    """One entry on disk."""
 
     name: str
     path: Path
     num_bytes: int
-    #: Since it was written.
+    #: Seconds since the entry was written.
     age_s: float
     model: str = ""
     device: str = ""
-    #: Why it can't be used, "" if it can.
+    #: Why the entry can't be used, "" if it can.
     problem: str = ""
 
 
 class Store:
-    """The entries below one folder, and beside them what compilers of kernels keep where `keep_kernels` was asked."""
+    """The entries below one folder, and beside them the files of kernel compilers after `keep_kernels`."""
 
     def __init__(self, folder: Path) -> None:
         self.kernels = folder / _KERNELS
@@ -103,11 +104,11 @@ class Store:
         return read_graphs(self.folder / name)
 
     def summary(self, name: str) -> Summary:
-        """Return what an entry was made for, in short; raise `Damaged` where it can't be read."""
+        """Return the summary of an entry; raise `Damaged` if it can't be read."""
         return summarize(self.factors(name), read_graphs(self.folder / name))
 
     def places(self, name: str) -> Places:
-        """Return where the source lay that made an entry; nothing where the entry does not say, or can't be read."""
+        """Return the folders of the source that made an entry; empty if the entry does not say or can't be read."""
         try:
             noted = read_graphs(self.folder / name).get(SOURCE, {})
             return {package: Place(each["folder"], each["files"]) for package, each in noted.items()}
@@ -134,7 +135,7 @@ class Store:
             shutil.rmtree(made, ignore_errors=True)
 
     def discard(self, name: str) -> None:
-        """Put an entry that can't be used out of the way, so that another may be written."""
+        """Move an unusable entry away, so that another may be written."""
         self._whole.remove(self.folder / name)
 
     def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[Difference]] | None:
@@ -158,10 +159,10 @@ class Store:
         return sorted(map(self._entry, paths), key=lambda entry: entry.age_s)
 
     def keep_kernels(self, compilers: Iterable[KernelCompiler]) -> None:
-        """Have compilers of kernels keep theirs here too in this process, where the environment names no other place.
+        """Let kernel compilers of this process keep their files here too, unless the environment names another folder.
 
-        What lies there is run: where others may write to a folder, or this user can't, its compiler keeps to its own,
-        and the log says so in one line per reason.
+        These files are executable. If others may write to a folder, or this user can't, its compiler keeps its own
+        default folder; the log says so once per reason.
         """
         refused: dict[str, list[str]] = {}
         for compiler in compilers:
@@ -188,9 +189,9 @@ class Store:
         return {path.name: size_of(path) for path in sorted(subfolders(self.kernels))}
 
     def clear(self) -> tuple[int, int]:
-        """Remove all entries, kernels, and whatever was left half-written; return how many entries, and bytes.
+        """Remove all entries, kernels and half-written folders; return the number of entries, and of bytes.
 
-        Who reads an entry meanwhile finds it whole or not at all. Raises `UsageError` for who may not remove them.
+        A concurrent reader finds an entry whole or not at all. Raises `UsageError` if this user may not remove them.
         """
         count = num_bytes = 0
         base = self.folder.parent
@@ -230,12 +231,12 @@ class Store:
 
 
 def key_of(factors: Factors) -> str:
-    """Return the digest of a program's factors, with which the names of its entries end."""
+    """Return the digest of a program's factors, the last part of the names of its entries."""
     return hashlib.sha256(as_json(factors).encode()).hexdigest()[:32]
 
 
 def _checked(path: Path) -> Factors:
-    """Return the factors of an entry of which every file is as written; raise `Damaged`."""
+    """Return the factors of an entry; raise `Damaged` unless every file is as written."""
     read_graphs(path)
     read_reads(path)
     return read_factors(path)

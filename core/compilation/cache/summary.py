@@ -1,4 +1,4 @@
-"""What an entry of the compile cache was made for, in short: what tells entries of a model apart. Imports no torch."""
+"""Summary of an entry of the compile cache: what distinguishes entries of one model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-# As core/compilation/cache/values.py notes a tensor; one that lies in the memory of another counts there.
+# The form in which core/compilation/cache/values.py writes a tensor; one that shares memory with another counts once.
 _TENSOR = re.compile(r"(\w+) (\w+)\[([\d, ]*)\] on (?!.*, in the memory of )")
 _CACHE = (".key_cache", ".value_cache")  # of `core::attention`'s paged cache
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "float8_e4m3fn": "fp8"}
@@ -53,7 +53,7 @@ class Summary:
         return asdict(self)
 
     def lines(self) -> tuple[str, str]:
-        """Return what is computed with, and how it was compiled, as one line each."""
+        """Return one line on dtypes and sizes, and one on how the program was compiled."""
         weights = f"weights {_amount(self.weights)}" if self.weights else ""
         cache = f"kv cache {_amount(self.cache)}" if self.cache else ""
         made = "; ".join(map(str, self.phases))

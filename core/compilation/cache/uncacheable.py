@@ -1,7 +1,7 @@
-"""The reason why something is not cached; told, and never worked around."""
+"""The error that says why something is not cached; it is reported, never worked around."""
 
 from __future__ import annotations
 
 
 class Uncacheable(Exception):
-    """Something of a program that can't be written down as it is; the text says what."""
+    """A part of a program has no exact text; the message says which."""

@@ -1,7 +1,7 @@
-"""Live values as text: what a trace can depend on of each, so that the texts of two starts tell whether it changed.
+"""Live values as text: whatever a trace can depend on, so that comparing two starts' texts shows any change.
 
-A text is shallow. What stands in an object or a container has a text of its own where a trace has read it. Code counts
-by what it does: a function by its bytecode, defaults and closure, a class by its members whose names the trace used.
+A text is shallow. An attribute or an element has its own text if a trace has read it. Code counts by what it does: a
+function by its bytecode, defaults and closure, a class by its members whose names the trace used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BY_TEXT = (
     *(types.UnionType, types.GenericAlias, re.Pattern, torch._ops._Ops),
 )
 _STATELESS = (object, types.CellType, weakref.ref)
-"""Classes of objects that are nothing but themselves, or lead to others, which have texts of their own."""
+"""Classes whose objects have no state of their own, or only refer to objects that have texts of their own."""
 _MAPPINGS, _SEQUENCES, _SETS = (dict, types.MappingProxyType), (tuple, list, deque), (set, frozenset)
 _FROZEN = (*ATOMS, tuple, frozenset)
 _LONGEST = 400
@@ -49,7 +49,7 @@ _ALL = frozenset({"__dict__", "vars"})
 """Names by which code asks for all attributes of an object."""
 _CALLED = frozenset({"forward", "_call_impl", "_wrapped_call_impl"})
 _OF_MODULES = ("__init__", "__setstate__")
-"""What makes a module, which none does that is traced; Dynamo wraps those of nn.Module once it has traced anything."""
+"""Members that construct a module, which no traced code calls; Dynamo wraps those of nn.Module once it has traced."""
 _MAKING = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__", "__class_getitem__"})
 
 
@@ -89,7 +89,7 @@ def text_digest(text: str) -> str:
 
 
 def tensor_text(tensor: Tensor) -> str:
-    """Return what a graph sees of a tensor: class, dtype, shape, device and layout, but not its values."""
+    """Return the metadata of a tensor that a graph depends on: class, dtype, shape, device and layout."""
     dense = tensor.is_contiguous() and tensor.storage_offset() == 0
     layout = "" if dense else f", strides {list(tensor.stride())} from {tensor.storage_offset()}"
     grad = ", requires grad" if tensor.requires_grad else ""
@@ -98,10 +98,11 @@ def tensor_text(tensor: Tensor) -> str:
 
 
 class Texts:
-    """Texts of values, the same for equal values in every process; keeps in `codes` whose code they tell."""
+    """Texts of values, the same for equal values in every process. `codes` collects the functions whose code the texts
+    hold."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        """names: of members that count of a class."""
+        """names: the members of a class that count."""
         self.codes: set[types.CodeType] = set()
         self._names = names
         self._known: dict[int, tuple[Any, str]] = {}
@@ -132,7 +133,7 @@ class Texts:
     def _code_text(self, value: types.FunctionType | type) -> str:
         known = self._known.get(id(value))
         if known is None:
-            self._known[id(value)] = (value, name_of(value))  # where its own code leads back to it
+            self._known[id(value)] = (value, name_of(value))  # for a function that refers to itself
             describe = self._code_of_class if isinstance(value, type) else self._code_of_function
             known = self._known[id(value)] = (value, f"{name_of(value)}{describe(value)}")  # type: ignore[arg-type]
         return known[1]
@@ -143,7 +144,7 @@ class Texts:
         for cell in function.__closure__ or ():
             try:
                 given.append(cell.cell_contents)
-            except ValueError:  # a name that is bound later
+            except ValueError:  # a name that gets its value later
                 given.append(None)
         return _code(" ".join((digest_of(function.__code__), *map(self._held, given))))
 
@@ -173,7 +174,8 @@ class Texts:
         return self._held(member)
 
     def _held(self, value: Any) -> str:
-        """Return the text of what code holds: of what has no text, its class; of objects, their plain attributes."""
+        """Return the text of a value inside code: an object's plain attributes, or the class of a value without a
+        text."""
         try:
             text = self._text(value)
         except Uncacheable:
@@ -197,7 +199,7 @@ class Texts:
         return f"{self._kind(kind)} of {len(value)}{most}: {', '.join(held)}"
 
     def _keys(self, mapping: Mapping[Any, Any]) -> Iterable[str]:
-        # What a subclass makes of them may load what nobody asked for.
+        # A subclass's attribute access might import modules.
         known = next((kind for kind in (OrderedDict, dict) if isinstance(mapping, kind)), None)
         for key in known.keys(mapping) if known is not None else mapping:  # type: ignore[arg-type]
             if type(key) in ATOMS:
@@ -239,7 +241,7 @@ class Texts:
         return self._attributed(value)
 
     def _attributed(self, value: Any) -> str:
-        """Return the text of an object: its class, and which attributes of its own come before those of the class."""
+        """Return the text of an object: its class, and which of its own attributes shadow those of the class."""
         kind, own = type(value), getattr(value, "__dict__", ())
         falls = hasattr(kind, "__getattr__") and not isinstance(value, nn.Module)
         first = [name for name in self._names.intersection(own) if falls or hasattr(kind, name)]
@@ -248,7 +250,7 @@ class Texts:
 
 
 def _is_called_unseen(name: str, member: Any) -> bool:
-    """Tell whether Python calls a member of a class without its name in the code that makes it do so."""
+    """Tell whether Python calls a member of a class implicitly, without its name in the code."""
     dunder = name.startswith("__") and name.endswith("__") and name not in _MAKING
     return dunder and isinstance(member, (types.FunctionType, property, staticmethod, classmethod))
 
@@ -268,7 +270,8 @@ def _code(text: str) -> str:
 
 
 def _shows_all(value: Any) -> bool:
-    """Tell whether an object's state is in its attributes, which have texts of their own; of C's objects, it is not."""
+    """Tell whether an object's state lies in its attributes, which have their own texts; objects of C types hide
+    theirs."""
     slots = sum(len((names,) if isinstance(names, str) else names) for names in _slots(type(value)))
     if not slots and not hasattr(value, "__dict__"):
         return False
@@ -276,7 +279,7 @@ def _shows_all(value: Any) -> bool:
 
 
 _POINTERS = 2
-"""At most so many pointers does an object have beside its slots: to its attributes, and to its weak references."""
+"""Most pointers that an object has besides its slots: to its `__dict__` and to its weak references."""
 
 
 def _slots(kind: type) -> Iterable[Any]:

@@ -1,7 +1,7 @@
 """Folders that are written at once or not at all.
 
-No lock is taken: a writer makes the folder under another name and renames it, and who removes one renames it first. Of
-two writers one is first, and both go on.
+There is no lock: a writer makes the folder under another name and renames it, and a remover renames a folder first. Of
+two concurrent writers one wins, and both continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STALE_S = 3600.0
 
 
 class WholeFolders:
-    """The folders in one folder, which lies below the base of all that is kept."""
+    """The folders inside one folder, which lies below the base folder of the cache."""
 
     def __init__(self, folder: Path, base: Path) -> None:
         self.folder = folder
@@ -49,7 +49,8 @@ class WholeFolders:
         return [path.name for path in subfolders(self.folder) if not is_temporary(path)]
 
     def put(self, made: Path, name: str, check: Callable[[Path], object]) -> Path:
-        """Give a folder that `aside` made its name, unless another lies there that `check` does not find `Damaged`."""
+        """Rename a folder made by `aside` to its final name, unless an undamaged one (by `check`) already has that
+        name."""
         path = self.folder / name
         for _ in range(3):
             try:
@@ -58,7 +59,7 @@ class WholeFolders:
             except OSError:
                 if not path.exists():
                     raise
-            # Another process's for the same is as good, unless it is damaged.
+            # Another process's folder for the same content is as good, unless it is damaged.
             try:
                 check(path)
                 return path
@@ -67,7 +68,7 @@ class WholeFolders:
         raise OSError(f"{path} can't be replaced")
 
     def remove(self, path: Path) -> bool:
-        """Remove a folder, for readers at one moment; tell whether it was there to be removed."""
+        """Remove a folder atomically for readers; return whether it existed."""
         try:
             aside = self.aside()
         except OSError:
@@ -81,7 +82,7 @@ class WholeFolders:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _remove_stale(self) -> None:
-        """Remove what a writer left that did not live to rename it."""
+        """Remove the folders of writers that died before renaming them."""
         for path in filter(is_temporary, subfolders(self.folder)):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_S:

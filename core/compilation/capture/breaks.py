@@ -36,13 +36,13 @@ _state = _State()
 
 
 def current_breaker() -> Breaker | None:
-    """Return who has the break points that this thread reaches; None where they are plain calls."""
+    """Return the breaker that handles this thread's break points; None if they are plain calls."""
     return _state.breaker
 
 
 @contextmanager
 def breaking(breaker: Breaker | None) -> Iterator[None]:
-    """Let `breaker` have the break points that this thread reaches inside the block; None makes them plain calls."""
+    """Let `breaker` handle this thread's break points inside the block; None makes them plain calls."""
     before, _state.breaker = _state.breaker, breaker
     try:
         yield
@@ -105,7 +105,7 @@ class BreakingForward:
     """A module's forward as a break point."""
 
     def __init__(self, path: str, forward: Callable[..., Any], own: Any) -> None:
-        """own: the attribute `forward` of the module itself, if it had one."""
+        """own: the instance attribute `forward` of the module, if it had one."""
         self.path, self.forward, self.own = path, forward, own
         self.num_users = 0
 
@@ -113,7 +113,7 @@ class BreakingForward:
         return call_break(self.path, self.forward, args, kwargs)
 
 
-# Two threads may capture one model: who ends first must not take the other's break points away.
+# Two threads may capture one model: the first to finish must not remove the other's break points.
 _install_lock = threading.Lock()
 
 
@@ -148,7 +148,7 @@ def modules_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
 
 
 def models_of(function: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Return the models that `modules_of` finds the modules of, by prefix: "" for the only one."""
+    """Return the models whose modules `modules_of` returns, by prefix; "" if there is only one."""
     models: dict[str, nn.Module] = {}
     _collect(function, "", models, depth=3)
     return {"": next(iter(models.values()))} if len({id(model) for model in models.values()}) == 1 else models
@@ -168,7 +168,7 @@ def _collect(value: Any, name: str, models: dict[str, nn.Module], *, depth: int)
     for cell_name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False):
         try:
             held[cell_name] = cell.cell_contents
-        except ValueError:  # a cell that is not filled yet
+        except ValueError:  # a closure cell without a value yet
             continue
     for inner, each in held.items():
         _collect(each, inner, models, depth=depth - 1)

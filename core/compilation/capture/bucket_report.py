@@ -18,9 +18,9 @@ class BucketReport:
     lower_s: float = 0.0
     #: Seconds that the capture took, warm-up included.
     capture_s: float
-    #: Memory of the device that the capture took.
+    #: Device memory that the capture took, in bytes.
     num_bytes: int
-    #: 1, or how many parts it was captured in.
+    #: Number of parts that were captured; 1 for a whole graph.
     num_graphs: int = 1
-    #: What runs eagerly between the parts, in order.
+    #: Names of the eager calls between the parts, in order.
     eager: tuple[str, ...] = ()

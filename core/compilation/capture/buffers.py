@@ -1,4 +1,4 @@
-"""The static buffers that captured graphs read, and host memory laid out alike that fills them by one copy."""
+"""The static buffers that captured graphs read, and host memory of the same layout that fills them by one copy."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from core.compilation.capture.turns import Turns
 
 _ALIGNMENT = 256
-"""Bytes; what allocators of devices give, and more than any kernel's widest access."""
+"""Alignment in bytes: that of device allocators, and more than any kernel's widest access."""
 
 
 class StaticBuffers:
     """One flat storage per phase and input, as large as the phase's largest bucket needs it.
 
     Every bucket of a phase reads a contiguous view of the phase's storages, so only the bucket being run has valid
-    content. Addresses never change. The storages of a phase lie in one run of memory, the largest last: what is short
-    in all its buckets (decode: one token of each sequence) lies close together, however long it is in another phase.
+    content. Addresses never change. The storages of a phase lie in one run of memory, the largest last: inputs that are
+    short in every bucket (decode: one token per sequence) lie close together, however long they are in another phase.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StaticBuffers:
     def views(self, key: GraphKey, memory: Tensor | None = None) -> dict[str, Tensor]:
         """Return the buffers of one bucket by input name, each contiguous and of the bucket's shape.
 
-        memory: other memory, laid out alike, to view in place of the buffers' own; bound inputs are not in it.
+        memory: other memory of the same layout to view instead of the buffers'; it has no bound inputs.
         """
         sizes = self._table.sizes(key)
         found = {} if memory is not None else dict(self.bound)
@@ -78,7 +78,7 @@ class StaticBuffers:
         return {name: found[name] for name in self._names if name in found}
 
     def span(self, key: GraphKey, without: Collection[str] = ()) -> slice:
-        """Return the run of bytes that holds all inputs of a bucket but those in `without`."""
+        """Return the range of bytes that holds all inputs of a bucket except those in `without`."""
         sizes = self._table.sizes(key)
         offsets = self._offsets[key.phase]
         start = min(offsets.values(), default=0)
@@ -94,8 +94,8 @@ class Staging:
     """Host memory in which a step's inputs are prepared, and moved to the device by a single copy; see
     `Program.staging`.
 
-    There are several mirrors of the static buffers in turn, so that one can be written while the copy of another may
-    still be under way: with n of them, what was given to `replay` must have arrived before n - 1 further replays.
+    Several mirrors of the static buffers are used in turn, so that one can be written while another is still being
+    copied. With n mirrors, the copy of one `replay` must have finished before n - 1 further replays.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Staging:
         self._turns = turns
         self._host_arguments = host_arguments
         self._mirrors = [self._mirror(pinned) for _ in range(mirrors)]
-        # Asked for at each step, and always the same.
+        # Needed at each step, and constant.
         self._views = [cache(partial(buffers.views, memory=mirror)) for mirror in self._mirrors]
         self._device_views = cache(buffers.views)
         self._span = cache(buffers.span)
@@ -141,9 +141,9 @@ class Staging:
     ) -> Any:
         """Copy the current mirror to the device, replay the bucket, and turn to the next mirror; wait for nothing.
 
-        - feed: tensors of the device that take the place of the mirror's, each no longer than the bucket's along the
-          first dimension; outputs of the replay before may be given.
-        - kept: inputs whose buffers hold the right content already; some of them may be copied all the same.
+        - feed: tensors on the device that replace the mirror's, each no longer than the bucket's along the first
+          dimension; outputs of the replay before may be given.
+        - kept: inputs whose buffers already hold the right content; some of them may still be copied.
         - step: as of `Program.replay`; without one, host-side arguments that are inputs get the mirror's values.
 
         Returns what `Program.replay` does.

@@ -1,4 +1,4 @@
-"""Whether a capture failed at a read by the host, which no graph can hold: told from the error, whatever the device."""
+"""Recognises, from the error, a capture that failed because the host read a tensor, which no graph can hold."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _REFUSED = re.compile(r"\bcaptur(?:e|ing)\b")
-"""A word by which runtimes refuse calls while they capture; in names of their functions it is part of a longer word."""
+"""A word in the errors by which runtimes refuse calls during a capture; in their functions' names it is part of a
+longer word."""
 _READS = re.compile(r"\.(?:item|tolist|cpu|numpy|nonzero)\([^()]*\)$|^(?:bool|int|float)\(")
 _CONDITIONS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT")
 """Instructions that ask an object for its truth, by the start of their names."""
 
 
 def is_host_read(error: BaseException) -> bool:
-    """Tell whether an error arose where the host asked a tensor for its values: a call, or a condition on it.
+    """Tell whether an error arose where the host reads a tensor's values: in a call, or in a condition on it.
 
-    True also where a runtime says itself that it refuses a call while capturing. Of several errors the first counts:
-    a capture that is ended after an error fails once more, with a text of its own.
+    Also True if a runtime itself says that it refuses a call while capturing. Of chained errors the first counts:
+    ending a capture after an error raises another error.
     """
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
@@ -40,6 +41,6 @@ def is_host_read(error: BaseException) -> bool:
     line, place = linecache.getline(code.co_filename, last.tb_lineno), at.positions
     within = place.lineno == place.end_lineno
     call = line.encode()[place.col_offset : place.end_col_offset].decode(errors="replace") if within else line
-    # From Python 3.13 on, a comparison that is a condition asks for the truth of what it gives, in one instruction.
+    # From Python 3.13 on, one instruction both compares and takes the truth value of the result.
     asks = at.opname.startswith(_CONDITIONS) or at.argrepr.startswith("bool(")
     return asks or bool(_READS.search(call.strip()))

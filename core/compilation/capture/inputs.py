@@ -24,8 +24,8 @@ Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]
 - edge: the last real row
 - keep: whatever was there
 - copy: there are none, since the input must fill its bucket exactly
-- bound: there are none, since nothing is copied: the input is one tensor of the caller's (a cache), given at compile,
-  which graphs read and may write where it is
+- bound: there are none, since nothing is copied: graphs read and write the caller's own tensor (a cache), which is
+  given at compile
 """
 
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
@@ -91,7 +91,7 @@ class InputSpec:
         return tuple(dict.fromkeys(_parse(d)[0] for d in self.shape if isinstance(d, str)))
 
     def offset(self, dim: int) -> int:
-        """Return the number that dimension `dim` adds to a bucket dimension; 0 where it adds or names none."""
+        """Return the number that dimension `dim` adds to a bucket dimension (1 for "seqs + 1"), else 0."""
         declared = self.shape[dim]
         return _parse(declared)[1] if isinstance(declared, str) else 0
 
@@ -100,7 +100,8 @@ class InputSpec:
         return tuple(d if isinstance(d, int) else sizes[_parse(d)[0]] + _parse(d)[1] for d in self.shape)
 
     def measure(self, name: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
-        """Read bucket dimensions off an actual shape into `sizes`; raise `UsageError` where it contradicts them."""
+        """Add the bucket dimensions that an actual shape implies to `sizes`; raise `UsageError` if two of them
+        disagree."""
         fits = len(shape) == len(self.shape)
         for declared, actual in zip(self.shape, shape, strict=False):
             if isinstance(declared, int):
@@ -130,7 +131,7 @@ class InputSpec:
 
 
 def _holds(dtype: torch.dtype, value: int | float) -> bool:
-    """Return whether a dtype has this number; a floating one may round it."""
+    """Return whether a dtype can hold this number; a floating dtype may round it."""
     if value == 0:
         return True
     special = value != value or abs(value) == inf
@@ -168,7 +169,7 @@ class BucketTable:
         buckets: Buckets | None,
         guards: GuardValues | Mapping[str, GuardValues] | None = None,
     ) -> BucketTable:
-        """Check what the caller gave and bring it into one form; None means one bucket without dimensions."""
+        """Check the caller's buckets and normalise them. `buckets=None` means one bucket without dimensions."""
         for name, spec in inputs.items():
             if name in RESERVED:
                 raise UsageError(
@@ -244,5 +245,6 @@ class BucketTable:
         return replace(self, phases=phases)
 
     def check_guards(self, phase: str, guards: Mapping[str, Hashable]) -> KeyGuards:
-        """Return the guards of a call as a key holds them; raise `UsageError` unless they are the phase's."""
+        """Return the guards of a call in the form of a key; raise `UsageError` unless they are those declared for the
+        phase."""
         return check_call(phase, self.guards.get(phase, {}), guards)

@@ -34,7 +34,7 @@ def mark_breaks(graph: fx.GraphModule, names: Iterable[str]) -> int:
 
 
 def op_names(graph: fx.GraphModule) -> dict[str, str]:
-    """Return the names of all that a graph calls and could be cut at, each with its shortest spelling.
+    """Return the names of everything that a graph calls and could be cut at, each with its shortest spelling.
 
     An op is "ns::op" or "ns::op.overload"; a function or method of torch is called what fx writes in generated code, or
     where it is public, such as "torch.tanh", "torch.nn.functional.gelu" or "torch.Tensor.tanh".
@@ -44,7 +44,7 @@ def op_names(graph: fx.GraphModule) -> dict[str, str]:
 
 
 def _spellings(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of what a node calls, the shortest first; () for what is no op of torch."""
+    """Return the names of the op that a node calls, the shortest first; () if it calls no op of torch."""
     target: Any = node.target
     if node.op == "call_method":
         return (f"torch.Tensor.{target}",)
@@ -58,12 +58,12 @@ def _spellings(node: fx.Node) -> tuple[str, ...]:
         return (name,)
     try:
         name = _get_qualified_name(target)
-    except (AttributeError, RuntimeError):  # a callable object, or one of no module
+    except (AttributeError, RuntimeError):  # a callable object, or a function without a module
         return ()
     if not name.startswith("torch."):
         return ()
     short = target.__name__
-    if getattr(nn.functional, short, None) is target:  # fx has it where it is defined, which may be torch._C._nn
+    if getattr(nn.functional, short, None) is target:  # fx names the defining module, which may be torch._C._nn
         return tuple(dict.fromkeys((f"torch.nn.functional.{short}", name)))
     return (name,)
 
@@ -89,9 +89,9 @@ class PieceLowering:
 
 
 def lower_pieces(graph: fx.GraphModule, values: tuple[Any, ...], pieces: PieceLowering) -> FlatCallable:
-    """Cut `graph`, which is consumed, at its marked nodes and lower what lies between; return the whole as a callable.
+    """Cut `graph`, which is consumed, at its marked nodes, and lower the pieces between; return one callable.
 
-    values: of its placeholders; the graph runs once on them, so that each piece is lowered for what it really gets.
+    values: of its placeholders; the graph runs once on them, so that each piece is lowered for its real inputs.
     """
     split = _split(graph)
     runner = _Lowerer(split, pieces)
@@ -105,11 +105,11 @@ def lower_pieces(graph: fx.GraphModule, values: tuple[Any, ...], pieces: PieceLo
 
 
 def _split(graph: fx.GraphModule) -> fx.GraphModule:
-    """Split into submodules in the order of execution: every marked node is one, and all between two are one.
+    """Split into submodules in the order of execution: one per marked node, and one for the nodes between two.
 
-    A node with several results takes along what picks them, so that tensors and sizes only go from piece to piece.
+    A node with several results keeps its `getitem` nodes in its piece, so that only tensors and sizes cross pieces.
     """
-    # What picks one of several results moves behind the node that gives them.
+    # Move each `getitem` directly behind the node whose results it picks.
     for node in filter(_picks, list(graph.graph.nodes)):
         node.args[0].append(node)
     partition, after_break = 0, False
@@ -173,7 +173,7 @@ def _eager_piece(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _graph_piece(lowered: FlatCallable, *, single: bool) -> Callable[..., Any]:
-    # Plain functions: fx writes the calls of these, and of no bound method.
+    # Plain functions, since fx can write calls of functions but not of bound methods.
     def first(*args: Any) -> Any:
         return lowered(*args)[0]
 
@@ -202,13 +202,13 @@ def _signature(graph: fx.GraphModule, examples: tuple[Any, ...]) -> str:
         arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _Name(numbers[each]))
         lines.append(f"{node.op} {target} {arguments}")
     lines += [_describe(example) for example in examples]
-    # A write to one is seen in the other, so that the order of reads and writes matters.
+    # Inputs that share memory: a write to one shows in the other, so the order of reads and writes matters.
     lines += [f"%{one} {distance} %{other}" for one, other, distance in overlaps(examples)]
     return "\n".join(lines)
 
 
 class _Name(str):
-    """A node's number where its name would stand."""
+    """Prints a node's number in place of its name."""
 
     __slots__ = ()
     __repr__ = str.__str__

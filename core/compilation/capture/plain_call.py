@@ -1,4 +1,4 @@
-"""Callables that are captured as they are, with no trace: their outputs are known from having run them."""
+"""Callables that are captured without a trace: the shapes of their outputs are known from running them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OutputDims = tuple["str | int | None", ...]
 
 
 class UntracedCall:
-    """A callable bound to static inputs and guards; knows the structure of what it returned last."""
+    """A callable with fixed static inputs and guards; knows the structure of its last result."""
 
     def __init__(
         self,
@@ -32,10 +32,11 @@ class UntracedCall:
         padded: bool = False,
         first: Callable[..., Any] | None = None,
     ) -> None:
-        """Bind the callable.
+        """Fix the callable's arguments.
 
         - writable: inputs that the callable may write into, since their memory is the caller's own.
-        - padded: calls may have other sizes than the capture, so a number among the results may be wrong for them.
+        - padded: calls may have other sizes than the capture, so a plain number among the results may be wrong for
+          them.
         - first: called in the callable's place the first time, to watch what a run does.
         """
         self._padded = padded
@@ -147,7 +148,7 @@ class ObservedCropper:
             declared = self._declared[index][dim]
             spec = InputSpec((declared,), torch.bool) if isinstance(declared, str) else None
             return slice(None) if spec is None else slice(spec.resolve(real)[0])
-        # All buckets of this phase and these guards count, as far as their outputs have as many dimensions.
+        # Compare all buckets of this phase and these guards whose outputs have equally many dimensions.
         form = [len(shape) for shape in self._shapes[key]]
         same = {k: s for k, s in self._shapes.items() if k.phase == key.phase and k.guards == key.guards}
         seen = {k: s[index][dim] for k, s in same.items() if [len(shape) for shape in s] == form}

@@ -1,4 +1,4 @@
-"""What a call with inputs of given shapes does, decided once: bucket, copies, padding, and where outputs are cut."""
+"""The plan of a call with inputs of given shapes, made once: bucket, copies, padding, and the cut of outputs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Plan(NamedTuple):
     output: OutputTree
     #: Index of the only output, or -1.
     single: int
-    #: The smaller bucket that was dropped, in whose place the key's graph runs.
+    #: The dropped smaller bucket that the key's graph replaces.
     wanted: GraphKey | None = None
 
 
 class Cropper(Protocol):
-    """Knows which part of a bucket's outputs belongs to inputs smaller than the bucket."""
+    """Finds the part of a bucket's outputs that belongs to inputs smaller than the bucket."""
 
     @property
     def reads(self) -> frozenset[str] | None:
         """Names of the inputs that the graph reads; None for all."""
 
     def crops(self, key: GraphKey, buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Crop]:
-        """Return the part of each output; raise `CaptureError` where nothing tells it."""
+        """Return the part of each output; raise `CaptureError` if it can't be determined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class CapturedBucket:
 
 
 class TracedCropper:
-    """Cuts outputs by the symbolic shapes of the trace, and by what the inputs declare these to be.
+    """Cuts outputs by the symbolic shapes of the trace and the declared shapes of the inputs.
 
     Where an input declared `"seqs + 1"` has the symbol s0, a size `s0 - 1` of an output is the bucket dimension itself,
     and its padding lies at the end, as the input's does. A size that adds to a symbol (`s0 + 1`) may have its padding
@@ -85,7 +85,7 @@ class TracedCropper:
         Raises `CaptureError` where the trace fixed a size that is padded, or takes another branch at the real sizes.
         """
         traced = self._traced
-        names = traced.shapes.keys() & inputs.keys()  # a bound input need not be given, and has no size to pad
+        names = traced.shapes.keys() & inputs.keys()  # an input declared "bound" may be left out, and is never padded
         if all(buffers[name].shape == inputs[name].shape for name in names):
             return []
         symbolic = {(slot.name, slot.dim) for slot in traced.symbols.values()}
@@ -156,7 +156,7 @@ def _padding(
         return []
     value = spec.value if spec.padding == "sentinel" else 0
     regions: list[tuple[Tensor, int | float | Tensor]] = []
-    # Later dimensions first: what an earlier dimension repeats then has its own padding already.
+    # Later dimensions first, so that the rows that an earlier dimension repeats are already padded.
     for dim in reversed(range(len(shape))):
         if shape[dim] < buffer.shape[dim]:
             real = buffer[tuple(slice(n) for n in shape[:dim])]

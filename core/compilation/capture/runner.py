@@ -33,7 +33,7 @@ __all__ = ["GraphRunner"]
 
 log = logging.getLogger("core.compilation.program")
 FIRST_PARTS_WARMUPS, LATER_PARTS_WARMUPS = 2, 1
-"""Runs before a capture in parts: of the first key also for what is allocated or compiled once."""
+"""Warm-up runs before a capture in parts; those of the first key also do one-time allocations and compiles."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Entry:
 
 
 class GraphRunner:
-    """Captures bound callables by key and replays them. Used by one thread at a time; runners share nothing.
+    """Captures callables by key and replays them. Used by one thread at a time; runners share nothing.
 
     Outputs of a replay are static: valid until the next replay of any key of this runner.
     """
@@ -90,8 +90,8 @@ class GraphRunner:
         with torch.no_grad(), frozen(), self._backend.capture_session():
             yield
         for entry in self._entries.values():
-            entry.num_replays = 0  # those of the captures and their checks
-        # What warm-ups and eager calls cached for the stream of the captures, no replay will use.
+            entry.num_replays = 0  # compiles of the captures and their checks do not count
+        # Free memory that warm-ups and eager calls cached for the capture stream: no replay uses it.
         self._device.parts.empty_cache()
 
     def capture(
@@ -109,7 +109,7 @@ class GraphRunner:
         inputs: the static tensors it reads, by name. reset: undoes what warm-up and capture wrote to state. Call inside
         `capture_session`. Raises `CaptureError`; the device stays usable, and keys captured before stay valid.
         """
-        # A capture that fails may have replaced some parts of an earlier one, of which the others are then useless.
+        # A failed capture may have replaced some parts of an earlier one; the remaining parts are then useless.
         self._entries.pop(key, None)
         warm: list[int] = []
 
@@ -170,7 +170,7 @@ class GraphRunner:
         return outputs
 
     def fall_back(self, key: GraphKey, reason: str) -> None:
-        """Count an eager run in a replay's place, and log it once; raise `CaptureError` where strict."""
+        """Count an eager run that replaces a replay, and log it once; raise `CaptureError` if strict."""
         if self._strict:
             raise CaptureError(
                 f"replaying {key}", found=reason, remedy="compile where these numbers stand; or without strict"

@@ -1,8 +1,8 @@
-"""Capturing a callable in parts: graphs between the break points it reaches, eager calls at these.
+"""Captures a callable in parts: graphs between the break points that it reaches, eager calls at the break points.
 
 Nothing is traced: the callable runs, and recording ends and begins around each break point. Each graph is replayed as
 soon as it is recorded, so that the eager call after it sees real values. Python outside the break points runs once, at
-capture, and what it decided then stays.
+capture; its decisions are frozen.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class CapturedParts:
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """What one tensor of a break point's result looks like."""
+    """The metadata of one tensor of a break point's result."""
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    #: It lies in memory of the arguments, where the graphs find it.
+    #: Whether it lies in an argument's memory, which the graphs read.
     given: bool
-    #: Its address if it outlived the warm-up, in memory of the function's own; else 0.
+    #: Its address if the function keeps the memory beyond the warm-up (a cache); else 0.
     kept: int = 0
 
     @classmethod
@@ -65,11 +65,11 @@ class _Meta:
 
 
 _Result = tuple[str, tuple[_Meta, ...]]
-"""The name of a break point, and what the tensors looked like that it returned in the warm-up."""
+"""The name of a break point, and the metadata of the tensors that it returned in the warm-up."""
 
 
 class _Warmup:
-    """Runs break points as they are and notes what they return."""
+    """Runs break points eagerly and records the metadata of their results."""
 
     def __init__(self) -> None:
         self._results: list[tuple[str, list[_Meta]]] = []
@@ -117,7 +117,7 @@ class _Capture:
         self._open = segment
 
     def end(self) -> None:
-        """End the part, and run it: what comes next, eager or a graph's capture, reads what it computes."""
+        """End the part and run it, since the next eager call or capture reads its results."""
         assert self._open is not None
         segment, self._open = self._open, None
         segment.__exit__(None, None, None)
@@ -127,12 +127,12 @@ class _Capture:
         self._part += 1
 
     def finish(self, outputs: tuple[Tensor, ...]) -> None:
-        """End the last part and let go of the outputs, which the caller must not hold."""
+        """End the last part and release the outputs; the caller must hold no reference to them."""
         self.end()
         self._outputs = self._loose(outputs)
 
     def settled(self) -> tuple[list[Step], tuple[Tensor, ...]]:
-        """Return steps and outputs with stand-ins for their tensors, weak where the memory is the graphs' own."""
+        """Return steps and outputs with stand-ins for their tensors, weak ones for memory of the graphs' pool."""
         steps = [step if isinstance(step, GraphStep) else step.changed(_settled) for step in self._steps]
         return steps, _settled(self._outputs)
 
@@ -140,7 +140,7 @@ class _Capture:
         return pytree.tree_map_only(Tensor, lambda tensor: Loose.of(tensor, self._device), tree)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave the part that is being recorded, if any, by this error."""
+        """End the part that is being recorded, if any, with this error."""
         segment, self._open = self._open, None
         if segment is not None:
             segment.__exit__(type(error), error, error.__traceback__)
@@ -176,7 +176,7 @@ class _Capture:
                 if target is not None:
                     target.copy_(tensor)
                     leaves[index] = target
-        # Held weakly from now on: graphs of later layers could not use again what the steps hold.
+        # From now on held weakly: graphs of later layers could not reuse memory that the steps hold.
         own_args, own_kwargs = arguments
         self._steps.append(EagerStep(name, fn, own_args, own_kwargs, *self._loose((tuple(targets), kept))))
         self.begin()
@@ -224,7 +224,7 @@ def _settled(tree: Any) -> Any:
 
 
 def _as_now(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return `fn` in the autocast regions that it is called in now: at a replay nothing else opens them."""
+    """Return `fn` wrapped in the present autocast regions: at a replay nothing else enters them."""
     kinds = {"cpu", device.type}
     regions = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
     if not regions:
@@ -246,7 +246,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _checked_leaves(name: str, result: Any, given: Any) -> list[Tensor]:
     """Return the tensors of a break point's result; refuse values that the code after it would freeze."""
-    # Python has one object for all equal small numbers: of these, a returned one need not be the one that was given.
+    # Python shares one object among equal small numbers, so identity does not prove that a returned number is an
+    # argument.
     handed_through = {id(leaf) for leaf in pytree.tree_leaves(given) if not isinstance(leaf, (bool, int, float, str))}
     leaves = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
     other = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and id(leaf) not in handed_through]

@@ -42,7 +42,7 @@ class EagerStep:
     kept: tuple[Tensor | None, ...] = ()
 
     def changed(self, change: Callable[[Any], Any]) -> EagerStep:
-        """Return the step with all its tensors changed."""
+        """Return the step with a function applied to all its tensors."""
         return EagerStep(self.name, self.fn, *change((self.args, self.kwargs, self.targets, self.kept)))
 
 
@@ -68,7 +68,7 @@ def stitch(name: str, steps: Sequence[Step], replay: Callable[[GraphKey], object
 
 
 def _eager_lines(number: int, step: EagerStep, names: dict[str, Any]) -> list[str]:
-    """Return the lines of one eager call, and add what they name to the names."""
+    """Return the lines of one eager call, and add the objects that they name to the namespace."""
     label = re.sub(r"[^0-9A-Za-z]", "_", step.name.rsplit("::")[-1])
     called = f"call_{label}_{number}"
     names[called] = step.fn
@@ -76,7 +76,7 @@ def _eager_lines(number: int, step: EagerStep, names: dict[str, Any]) -> list[st
     keywords = [(key, _name(f"{called}_k{i}", value, names)) for i, (key, value) in enumerate(step.kwargs.items())]
     if all(key.isidentifier() and not iskeyword(key) for key, _ in keywords):
         arguments += [f"{key}={value}" for key, value in keywords]
-    else:  # names that only `**` can pass
+    else:  # argument names that are no identifiers
         arguments.append("**{" + ", ".join(f"{key!r}: {value}" for key, value in keywords) + "}")
     call = f"{called}({', '.join(arguments)})"
     if any(kept is not None for kept in step.kept):
@@ -119,7 +119,7 @@ def land(target: Tensor, result: Any) -> None:
 
 
 def land_all(targets: tuple[Tensor | None, ...], result: Any) -> None:
-    """Copy several eager results, in order of the tree they come in."""
+    """Copy several eager results, in the order of their tree."""
     leaves = leaves_of(result)
     if len(leaves) != len(targets):
         raise _other_structure(len(leaves), len(targets))

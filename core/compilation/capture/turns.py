@@ -1,4 +1,4 @@
-"""Whose turn it is to use a program's static memory: one call at a time, and another is refused or waits."""
+"""Turns at a program's static memory: one call at a time; a concurrent call is refused or waits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Threads = Literal["refuse", "serialize"]
 
 
 class Turns:
-    """Gives out the turns of one program.
+    """Manages the turns of one program. A user reads `begun`, raises `refused()` if `busy()`, enters `lock`, and calls
+    `begin`.
 
-    A user reads `begun`, raises `refused()` where it is `busy()`, enters `lock`, and says so by `begin`. Only a lock's
-    `with` statement is safe from an interrupt (Ctrl-C): between a call of `acquire` and the `try` behind it, one would
-    leave the turn taken for ever.
+    Only a lock's `with` statement is safe from an interrupt (Ctrl-C). An interrupt between `acquire` and a `try` behind
+    it would leave the turn taken for ever.
     """
 
     def __init__(self, threads: Threads, device: Device) -> None:
@@ -32,18 +32,18 @@ class Turns:
         self._device = device
         #: The thread that has a turn or had the last one; known only where calls wait.
         self._thread: Thread | None = None
-        #: Turns that were begun.
+        #: The number of turns begun so far.
         self.begun = 0
-        #: Whether this process was forked while another thread, which it does not have, held the turn.
+        #: Whether this process was forked while another thread held the turn; that thread does not exist here.
         self.orphaned = False
         self.waits = threads == "serialize"
         lock = Lock()
         #: Held during a turn.
         self.lock: Any = RLock() if self.waits else lock
-        # Where calls are refused, these are the lock's own methods: a call pays for little else.
-        #: Whether a whole call has to be refused.
+        # Returns whether a whole call has to be refused. In mode "refuse" this is the lock's own method, to keep calls
+        # cheap.
         self.busy: Callable[[], bool] = self._inside if self.waits else lock.locked
-        #: Whether the use of buffers that the caller writes or reads outside of a turn has to be refused.
+        #: Returns whether the use of buffers outside of a turn (by the caller) has to be refused.
         self.busy_part: Callable[[], bool] = _always if self.waits else lock.locked
         self._own = self.busy, self.busy_part
         self._held = ""
@@ -51,13 +51,13 @@ class Turns:
             _WAITED_FOR.add(self)
 
     def hold(self, reason: str) -> None:
-        """Give no turn but `anyway` from now on, for this reason; "" gives them again."""
+        """Refuse every turn except `anyway` from now on, for this reason; "" lifts the refusal."""
         self._held = reason
         self.busy, self.busy_part = (_always, _always) if reason else self._own
 
     @contextmanager
     def anyway(self) -> Iterator[None]:
-        """Take a whole turn, also where turns are held; raise `UsageError` where there is none."""
+        """Take a whole turn, even while `hold` refuses turns; raise `UsageError` if another call has it."""
         before = self.begun
         if self._own[0]():
             raise self.refused()
@@ -70,7 +70,7 @@ class Turns:
 
         before: what `begun` was when the lock was found free.
         """
-        if self._held:  # since the lock was waited for
+        if self._held:  # a reason may have been set while this thread waited for the lock
             raise self.refused()
         self._begin(before)
 
@@ -78,7 +78,7 @@ class Turns:
         if self.waits:
             thread = current_thread()
             if self._thread is not thread:
-                # Threads may have streams of their own: what the last one began must have read and written its part.
+                # Threads may use different streams: the work queued in the last turn must be finished first.
                 self._device.synchronize()
                 self._thread = thread
         elif self.begun != before:
@@ -122,13 +122,14 @@ class Turns:
             self.lock.release()
 
     def _inside(self) -> bool:
-        # As `threading.Condition` asks it: nothing else tells without a flag, which an interrupt could leave set.
+        # `threading.Condition` asks the same way: any flag of ours could be left set by an interrupt.
         return self.orphaned or bool(self.lock._is_owned())
 
 
 def copied(result: Any, own: Sequence[Tensor]) -> Any:
-    """Return a result with a copy of each tensor that is none of the caller's `own`: of states and weights too."""
-    import torch  # here: what options are allowed is asked before torch is imported
+    """Return a result with a copy of each tensor that is not one of the caller's `own`; states and weights are copied
+    too."""
+    import torch  # imported here: options are checked before torch is imported
     from torch.utils import _pytree as pytree
 
     if isinstance(result, torch.Tensor):

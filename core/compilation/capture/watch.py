@@ -1,4 +1,4 @@
-"""What is watched while graphs are replayed: addresses that they hold, and compiles that should not happen."""
+"""Watches replays: addresses that graphs hold must not change, and nothing should be compiled."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Watched:
     """A tensor whose address a captured graph holds."""
 
     name: str
-    #: Returns the tensor that its owner has now.
+    #: Returns the owner's present tensor.
     current: Callable[[], Tensor | None]
-    #: Where it lay at capture.
+    #: The address at capture.
     address: int
 
     def check(self, key: GraphKey) -> None:
@@ -78,7 +78,7 @@ class CompileWatch:
 
         thread = threading.get_ident()
         if thread in self._watched:
-            yield  # by the block around this one
+            yield  # the enclosing block already counts
             return
 
         def hear(event: Any) -> None:
@@ -91,7 +91,7 @@ class CompileWatch:
             yield
         finally:
             self._watched.discard(thread)
-            with suppress(ValueError):  # gone with all others, where somebody called torch._dynamo.reset()
+            with suppress(ValueError):  # torch._dynamo.reset() has removed it with all others
                 callback_handler.remove_start_callback(hear)
 
     def raise_pending(self) -> None:
@@ -108,7 +108,7 @@ class CompileWatch:
         name = _compiled_function() or f"frame {event.compile_id}"
         log.warning("torch compiled %s while serving: the step waited for it", name)
         self.counts[name] += 1
-        if self._strict:  # an error raised here would reach the caller as one of torch's own
+        if self._strict:  # torch would wrap an error raised here in its own
             self.pending = name
 
 

@@ -1,7 +1,7 @@
-"""Phases whose models count on integers in Python: a graph for each way that these numbers make the model take.
+"""Phases whose models count on Python integers: one graph per control-flow path that depends on these numbers.
 
-Each graph holds under conditions on the numbers (`TracedGraph.counting`). Which ways there are is found beforehand, by
-moving the numbers on as the graphs would, without running them.
+Each graph is valid under conditions on the numbers (`TracedGraph.counting`). The paths are found beforehand by
+advancing the numbers as the graphs would, without running the graphs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from core.compilation.trace.traced import OutputTree, TracedGraph
 
 MAX_WAYS = 4
-"""Graphs for one bucket; a model that goes more ways is run eagerly."""
+"""Most graphs for one bucket; a model with more paths runs eagerly."""
 NUM_AHEAD = 4096
-"""Runs that are looked ahead for another way; a longer way still is found when it comes, and runs eagerly."""
+"""Runs that the search for another path looks ahead; a path that comes later is noticed at run time and runs
+eagerly."""
 
 
 def first_uncovered(countings: Sequence[Counting]) -> Numbers | None:
-    """Return the first values of the counters, from the present ones on, at which none of these traces holds."""
+    """Return the first values of the counters, from the present ones on, for which none of these traces is valid."""
     numbers = {key: value for counting in countings for key, value in counting.present().items()}
     for _ in range(NUM_AHEAD):
         holding = next((counting for counting in countings if counting.holds(numbers)), None)
@@ -41,7 +42,7 @@ def first_uncovered(countings: Sequence[Counting]) -> Numbers | None:
 
 
 class CountedRun:
-    """Runs the graph that holds for the present numbers, and moves these on."""
+    """Runs the graph that is valid for the present numbers, and advances the numbers."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class CountedRun:
         inputs: Mapping[str, Tensor],
         eager: Callable[[], tuple[Tensor, ...]],
     ) -> None:
-        """ways: traces of one bucket, each with what it was lowered to. eager: runs the model where none holds."""
+        """ways: traces of one bucket, each with its lowered callable. eager: runs the model if no trace is valid."""
         self._eager = eager
         self._ways = []
         for traced, lowered in ways:
-            # Aliases keep the memory of tensors, whatever the model's parameters come to point at later.
+            # Aliases keep the memory of tensors alive even if the model's parameters later point elsewhere.
             values = [value.detach() if isinstance(value, Tensor) else value for value in traced.values(inputs)]
             slots = [(i, slot) for i, slot in enumerate(traced.slots) if isinstance(slot, CounterSlot)]
             self._ways.append((traced.counting(inputs), values, slots, lowered))
@@ -73,13 +74,13 @@ class CountedRun:
 
 
 def flat_outputs(tree: OutputTree, result: Any) -> tuple[Tensor, ...]:
-    """Return what a graph of this output structure would have returned, from what the model did."""
+    """Convert the model's result to the flat outputs of a graph with this output structure."""
     leaves = pytree.tree_leaves(result)
     found = {ref.index: leaf for ref, leaf in zip(tree.leaves, leaves, strict=True) if ref.index >= 0}
     return tuple(found[index] for index in sorted(found))
 
 
 def same_structure(one: OutputTree, other: OutputTree) -> bool:
-    """Tell whether two graphs' outputs make the same output of the model."""
+    """Tell whether two graphs' outputs rebuild to the same structure of the model's output."""
     refs = [[(ref.index, ref.name, type(ref.value)) for ref in tree.leaves] for tree in (one, other)]
     return one.spec == other.spec and refs[0] == refs[1]

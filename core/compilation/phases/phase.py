@@ -1,4 +1,4 @@
-"""`Phase`: how the buckets of one phase become graphs, and what all phases of a program share on the way."""
+"""`Phase`: turns the buckets of one phase into graphs; and the state that all phases of a compile share."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runnable:
-    """What is captured under one key."""
+    """The callable that is captured under one key."""
 
     run: BoundCallable
-    #: Everything that it reads.
+    #: All tensors that it reads.
     values: tuple[Any, ...]
     #: Seconds that lowering took.
     lower_s: float
-    #: Gives the structure of the output, once it has run.
+    #: Returns the structure of the output, after the callable has run.
     output: Callable[[], OutputTree]
     cropper: Cropper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """What the phases of one program share."""
+    """State that the phases of one program share."""
 
     request: CompileRequest
     account: Account
@@ -57,7 +57,7 @@ class Stages:
     tracer: Tracer
     rewriter: Rewriter
     pieces: PieceLowering
-    #: None where the compile cache is off.
+    #: None if the compile cache is off.
     cache: ProgramCache | None
 
 
@@ -69,16 +69,16 @@ class Phase(Protocol):
 
     @property
     def graphs(self) -> Sequence[CachedGraph]:
-        """Those that were traced for it."""
+        """The graphs that were traced for the phase."""
 
     def prepare(self) -> tuple[GraphKey, ...]:
-        """Do what comes before any capture, and return the keys to capture.
+        """Prepare the phase for its captures, and return the keys to capture.
 
         Raises `TraceError` where the phase can't run in its mode.
         """
 
     def runnable(self, key: GraphKey) -> Runnable:
-        """Return what is to be captured under a key, bound to its static inputs."""
+        """Return the callable to capture under a key, with its static inputs."""
 
     def capture(self, key: GraphKey, record: Record) -> Captured:
         """Capture what runs under a key by `record(in_parts=…)`, and return its static outputs and what it cost.
@@ -87,11 +87,11 @@ class Phase(Protocol):
         """
 
     def check(self, key: GraphKey, runnable: Runnable) -> None:
-        """Raise `CaptureError` where replays of a captured key do something else than what was captured."""
+        """Raise `CaptureError` if replays of a captured key differ from the callable."""
 
 
-def bound(lowered: FlatCallable, values: tuple[Any, ...]) -> BoundCallable:
-    """Return what runs a lowered graph on these values, without autograd."""
+def with_values(lowered: FlatCallable, values: tuple[Any, ...]) -> BoundCallable:
+    """Return a callable that runs a lowered graph on these values, without autograd."""
     if isinstance(lowered, Bindable):
         return lowered.bind(*values)
 

@@ -1,4 +1,4 @@
-"""What the code of functions and classes names, for the search of the Python state that a callable reaches."""
+"""The names that the code of functions and classes uses, for the search of Python state that a callable reaches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_dunder(name: str) -> bool:
 def package_of(value: Any) -> str:
     """Return the top package in which a function's code, or a class, was written; wrappers copy other names.
 
-    Modules that log count as one of the standard library's: no result depends on them.
+    Logging libraries count as part of the standard library: no result depends on them.
     """
     found = value.__globals__.get("__name__") if isinstance(value, types.FunctionType) else value.__module__
     module = str(found or "")
@@ -39,7 +39,7 @@ def unwrapped(member: Any) -> list[types.FunctionType]:
 
 
 def names_of(function: types.FunctionType) -> tuple[str, ...]:
-    """Return the names that a function uses, of globals and of attributes alike, and texts that may be such."""
+    """Return the names of globals and attributes that a function uses, and string constants that may be such names."""
     return _names_in(function.__code__)
 
 
@@ -47,8 +47,8 @@ def names_of(function: types.FunctionType) -> tuple[str, ...]:
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
     consts = (const for each in _nested(code) for const in each.co_consts)
     texts = (const for const in consts if isinstance(const, str))  # getattr(x, "name")
-    # What is no identifier no source can name: tools that rewrite code (pytest's assertions) put it in, and reach
-    # through it all that they hold.
+    # Names that are no identifiers don't come from source. Tools that rewrite code (pytest's assertions) insert them,
+    # and the search would follow them into the tools' own state.
     return tuple(sorted(name for name in {*texts, *bytecode(code)[1]} if name.isidentifier()))
 
 

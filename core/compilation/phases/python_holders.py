@@ -1,4 +1,4 @@
-"""What can hold Python state, one kind each: how its content is read, told from what it was, and put back."""
+"""The kinds of objects that hold Python state: how to read their content, compare it, and restore it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Content = dict[Any, Any]
 
 
 class Holder:
-    """An object whose content may change, and the content that it had, by name, key or index."""
+    """An object whose content may change, and its former content, by name, key or index."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Holder:
         *,
         ordered: bool = False,
     ) -> None:
-        """label: makes the path of an entry. read: returns the content now. write: makes it this content.
+        """label: makes the path of an entry. read: returns the present content. write: restores content.
 
-        ordered: entries that stand in another order are a change.
+        ordered: whether another order of entries counts as a change.
         """
         self._label, self._read, self._write, self._ordered = label, read, write, ordered
         self._saved = read()
@@ -44,7 +44,7 @@ class Holder:
         return [(self._label(key), value) for key, value in self._saved.items()]
 
     def changes(self) -> Iterator[str]:
-        """Yield the paths of entries that are other objects now, or came, or went."""
+        """Yield the paths of entries that were replaced, added or removed."""
         now, saved = self._read(), self._saved
         if now.keys() == saved.keys():
             yield from (self._label(key) for key, value in saved.items() if not _is_same(value, now[key]))
@@ -58,16 +58,16 @@ class Holder:
 
     @property
     def changed(self) -> bool:
-        """Tell whether anything differs from what it was."""
+        """Tell whether anything has changed."""
         return next(self.changes(), None) is not None
 
     def restore(self) -> None:
-        """Give the object the content that it had."""
+        """Restore the object's former content."""
         self._write(self._saved)
 
     @classmethod
     def of_attributes(cls, path: str, owner: Any) -> Holder:
-        """Hold what is in the `__dict__` of an object, but for break points set there from outside."""
+        """Hold the `__dict__` of an object, without break points that were set there from outside."""
 
         def read() -> Content:
             return {name: held for name, held in vars(owner).items() if not isinstance(held, BreakingForward)}
@@ -130,7 +130,7 @@ class Holder:
 
 
 def holder_of(path: str, value: Any) -> Holder | None:
-    """Return what watches the content of a container, a generator of random numbers or an array; None for others."""
+    """Return the holder of a container, a random number generator or an array; None for other objects."""
     if isinstance(value, dict):
         return Holder(
             lambda key: f"{path}[{key!r}]", lambda: _items(value), lambda old: _fill(value, old), ordered=True
@@ -142,7 +142,7 @@ def holder_of(path: str, value: Any) -> Holder | None:
             lambda item: f"{path}[{item!r}]", lambda: dict.fromkeys(value), lambda old: _refill_set(value, old)
         )
     if isinstance(value, ContextVar):
-        # One that was never set can't be made so again.
+        # A state that was never set can't be unset again.
         return Holder(
             lambda _: path, lambda: {"": value.get(MISSING)}, lambda old: old[""] is MISSING or value.set(old[""])
         )
@@ -154,7 +154,7 @@ def holder_of(path: str, value: Any) -> Holder | None:
 
 
 def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """Return how to read and write the content of an object that has a state of its own inside."""
+    """Return functions that read and write the internal state of an object."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, bytearray):

@@ -1,4 +1,4 @@
-"""Python state that a callable reaches, compared with and put back to what it was: for captures without a trace.
+"""Snapshots the Python state that a callable reaches, to compare and restore it: for captures without a trace.
 
 A capture records what the device does. What Python does on the way (`self.count += 1`) happens in the warm-ups and
 while recording, and in no replay. So everything that the callable holds or names is listed before a run, and compared
@@ -28,12 +28,12 @@ from core.errors import CaptureError
 
 _LEAVES = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator, types.CodeType)
 _LIBRARIES = frozenset({"transformers", "tokenizers", "safetensors", "huggingface_hub"})
-"""Packages whose functions and classes are not searched, besides torch, numpy and Python's own; their objects are."""
+"""Packages, besides torch, numpy and Python's own, whose functions and classes are not searched; their objects are."""
 _UNSEARCHED = frozenset(
     {"logging", "threading", "_thread", "warnings", "weakref", "re", "io", "_io", "concurrent", "multiprocessing"}
 )
 _SEARCHED = (nn.Module, dict, list, set, collections.deque, threading.local)
-"""What is searched of whatever package its class is."""
+"""Types whose objects are searched, whatever package their class is from."""
 
 
 class StateWatch:
@@ -53,7 +53,7 @@ class StateWatch:
             raise _refused(self._state.iterator, "an iterator, which every run moves on and nothing can put back")
         try:
             changed, result = self._observed(self._state, arguments, at_breaks=known is None)
-            if changed and known is not None:  # break points may have done it, of which no notice was taken
+            if changed and known is not None:  # a break point may have made the change, which is allowed
                 self._state.restore()
                 changed, result = self._observed(self._state, arguments, at_breaks=True)
         except BaseException:
@@ -101,18 +101,18 @@ class PythonState:
         self._excused: list[Holder] = []
         self._seen: dict[int, Any] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
-        #: an iterator that the callable reaches: nobody can tell where one stands, nor move it back
+        #: an iterator that the callable reaches: its position can be neither read nor restored
         self.iterator = ""
         self._add_root(function)
         while self._waiting:
             self._visit(*self._waiting.popleft())
 
     def change(self) -> str:
-        """Return the path of something that differs now; "" where nothing does."""
+        """Return the path of one thing that differs now, or ""."""
         return next((place for holder in self._holders for place in holder.changes()), "")
 
     def excuse(self) -> None:
-        """Let what differs now change as it likes from here on."""
+        """Stop watching everything that differs now."""
         changed = [holder for holder in self._holders if holder.changed]
         self._excused += changed
         self._holders = [holder for holder in self._holders if holder not in changed] if changed else self._holders
@@ -126,7 +126,7 @@ class PythonState:
     def _add_root(self, function: Callable[..., Any]) -> None:
         owner = getattr(function, "__self__", function)
         if not isinstance(owner, (nn.Module, types.FunctionType)) and hasattr(owner, "__dict__"):
-            self._see("", owner)  # of whatever package its class is
+            self._see("", owner)  # whatever package its class is from
             self._keep(Holder.of_attributes("", owner))
         self._waiting.append(("", function))
         self._waiting.append(("random", random._inst))

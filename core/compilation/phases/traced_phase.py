@@ -1,4 +1,4 @@
-"""A phase that is traced: its graph is rewritten, its ops get implementations, and each bucket is lowered and bound."""
+"""A phase that is traced: its graph is rewritten, its ops get implementations, and each bucket is lowered."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from core.common.lowering import UNKEPT, FlatCallable, LoweringRequest
 from core.common.ops.declaration import declared_ops
 from core.compilation.arguments import check_breaks
 from core.compilation.cache.program_cache import CachedGraph
-from core.compilation.capture.pieces import lower_pieces, mark_breaks, op_names
+from core.compilation.capture.pieces import mark_breaks, op_names
 from core.compilation.capture.plan import TracedCropper
-from core.compilation.implementations import choose_implementations
+from core.compilation.implementations import choose_implementations, unmet
+from core.compilation.phases.bucket_lowering import BucketLowering
 from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovered, flat_outputs, same_structure
-from core.compilation.phases.phase import Runnable, bound
+from core.compilation.phases.phase import Runnable, with_values
 from core.compilation.report import TraceReport
-from core.compilation.shared_trace import copy_graph
 from core.compilation.trace.counters import put_back
-from core.errors import CaptureError, CoreError, LoweringError, TraceError
+from core.errors import CaptureError, LoweringError, TraceError
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
@@ -37,7 +36,7 @@ log = logging.getLogger("core.compilation.compile")
 
 
 class TracedPhase:
-    """A `Phase` whose keys run traced graphs; one graph serves all of them where its conditions hold."""
+    """A `Phase` whose keys run traced graphs; one graph serves every key that meets its conditions."""
 
     def __init__(self, name: str, mode: Mode, stages: Stages) -> None:
         self.name = name
@@ -46,7 +45,7 @@ class TracedPhase:
         self._request = stages.request
         self._made: list[CachedGraph] = []
         self._serving: dict[GraphKey, CachedGraph] = {}
-        self._lowered: dict[int, FlatCallable] = {}
+        self._lowering = BucketLowering(stages)
         #: of a model that counts on integers in Python: the graphs of a key, of which each serves some of their values
         self._ways: dict[GraphKey, list[CachedGraph]] = {}
 
@@ -82,10 +81,10 @@ class TracedPhase:
         # Aliases keep the memory that a captured graph reads, whatever the model's parameters come to point at later.
         values = tuple(v.detach() if isinstance(v, Tensor) else v for v in traced.values(inputs))
         with _blaming(self._serving[key].report.passes):
-            lowered = self._lowered.get(id(traced)) or self._lower(key, traced, values)
+            lowered = self._lowering.lower(key, self._serving[key], values)
 
         return Runnable(
-            run=bound(lowered, values),
+            run=with_values(lowered, values),
             values=values,
             lower_s=time.perf_counter() - start,
             output=lambda: traced.output,
@@ -93,12 +92,12 @@ class TracedPhase:
         )
 
     def _bind_counted(self, key: GraphKey, inputs: Mapping[str, Tensor], start: float) -> Runnable:
-        """Bind all graphs of a key, of which each run takes the one that holds for the present numbers."""
+        """Return a callable over all graphs of a key; each run takes the one that is valid for the present numbers."""
         ways = []
         for graph in self._ways[key]:
             values = graph.traced.values(inputs)
             with _blaming(graph.report.passes):
-                lowered = self._lowered.get(id(graph.traced)) or self._lower(key, graph.traced, values)
+                lowered = self._lowering.lower(key, graph, values)
             ways.append((graph.traced, lowered))
         traced = ways[0][0]
 
@@ -128,7 +127,7 @@ class TracedPhase:
         made = self._trace({} if self._may_count() else None, names)
         if any(graph.traced.counters for graph in made):
             made = self._all_ways(made, names)
-        if self.mode == "piecewise":  # the default names may well be in no graph
+        if self.mode == "piecewise":  # the default names need not occur in a graph
             known: dict[str, str] = {}
             for graph in made:
                 known |= op_names(graph.traced.module) | {choice.op: choice.op for choice in graph.report.ops}
@@ -140,14 +139,14 @@ class TracedPhase:
         return [self._rewrite(each, break_names) for each in served]
 
     def _may_count(self) -> bool:
-        """Tell whether integers in Python may be read at each run: a device's graph would keep the first values."""
+        """Tell whether runs may read Python integers: a device's captured graph would freeze them."""
         lowerings = self._request.device.lowerings
         return self.mode == "compile" and lowerings.resolve(self._request.options.lowering)[0] in lowerings.any_size
 
     def _all_ways(self, made: list[CachedGraph], break_names: tuple[str, ...]) -> list[CachedGraph]:
-        """Return the graphs with those for other values of the counters, as far as these can be foreseen.
+        """Return the graphs, plus those for other values of the counters that can be foreseen.
 
-        Raises `TraceError` where there is no end to them.
+        Raises `TraceError` if too many graphs would be needed.
         """
         counters = {c.source: (c.owner, c.name) for graph in made for c in graph.traced.counters}
         with put_back([counter for graph in made for counter in graph.traced.counters]):
@@ -196,8 +195,13 @@ class TracedPhase:
         sizes = [traced.sizes(self._stages.buffers.views(key)) for key in served]
         examples = self._served_examples(traced, served)
         rewritten = self._stages.rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)
+        options, implementations = self._request.options, self._request.device.ops
+        providers = options.providers or {}
         with _blaming(rewritten.passes):
-            ops = choose_implementations(rewritten.traced.module, self._request.device.ops, mark=break_names)
+            module = rewritten.traced.module
+            ops = choose_implementations(module, implementations, mark=break_names, providers=providers)
+        for note in unmet(ops, providers):
+            self._stages.account.note(note)
         num_breaks = mark_breaks(rewritten.traced.module, break_names) if break_names else 0
         report = TraceReport(
             phase=self.name,
@@ -207,6 +211,7 @@ class TracedPhase:
             aten_s=rewritten.aten_s,
             passes=rewritten.passes,
             ops=ops,
+            measured=self._lowering.measure(rewritten.traced, ops, served) if options.measure else (),
             buckets=served,
             reason=given.reason,
             trace_of=given.trace_of,
@@ -220,7 +225,7 @@ class TracedPhase:
         )
 
     def _served_examples(self, traced: TracedGraph, served: tuple[GraphKey, ...]) -> list[tuple[Any, ...]]:
-        """Return placeholder values of the examples, filled up to a bucket where the graph serves no other size."""
+        """Return placeholder values of the examples, padded to a bucket if the graph serves only that size."""
         request, found = self._request, []
         for given in request.examples.get(self.name, ()):
             example = {**request.bound, **given}
@@ -245,31 +250,6 @@ class TracedPhase:
             return None
         sizes = [table.sizes(key)["tokens"] for key in served]
         return min(sizes), max(sizes)
-
-    def _lower(self, key: GraphKey, traced: TracedGraph, values: tuple[Any, ...]) -> FlatCallable:
-        lowerings = self._request.device.lowerings
-        name, lowering = lowerings.resolve(self._request.options.lowering)
-        graph = copy_graph(traced.module)
-        try:
-            if self._serving[key].breaks:
-                lowered = lower_pieces(graph, values, self._stages.pieces)
-            else:
-                cache, note = self._stages.cache, self._stages.account.note
-                artifacts = UNKEPT if cache is None else cache.artifacts(traced.module, values)
-                lowered = lowering(LoweringRequest(graph=graph, example_inputs=values, artifacts=artifacts, note=note))
-        except CoreError:
-            raise
-        except Exception as error:
-            raise LoweringError(
-                f"lowering {key} by {name!r}",
-                found=f"{type(error).__name__}: {error}",
-                remedy="use lowering 'inline' to go on without this compiler"
-                if "inline" in {*lowerings.available} - {name}
-                else f"run {key.phase} with mode 'off' to see whether it runs eagerly: no compiler is at fault",
-            ) from error
-        if name in lowerings.any_size:
-            self._lowered[id(traced)] = lowered
-        return lowered
 
 
 @contextmanager

@@ -43,13 +43,13 @@ class ServedTrace:
 
 @dataclass(kw_only=True, slots=True)
 class _Kept:
-    """A trace, as Dynamo made it, for all sizes of the phases that share it."""
+    """Dynamo's trace for all sizes of the phases that share it."""
 
     #: The guards' values that it was made with.
     constants: tuple[object, ...]
-    #: None where the model has no trace for all sizes.
+    #: None if the model has no trace for all sizes.
     traced: TracedGraph | None
-    #: Whether other phases may take it.
+    #: Whether other phases may use the trace.
     usable: bool
     #: The first phase that it served, whose report accounts for it.
     phase: str = ""
@@ -120,7 +120,7 @@ class Tracer:
         return kept
 
     def _constants(self, shared: SharedTrace, model: Model, guards: Mapping[str, object]) -> tuple[object, ...]:
-        """Return what the model is called with for each guard that any of the sharing phases has, and its type."""
+        """Return, for each guard of the sharing phases, the value that the model is called with, and its type."""
         parameters = inspect.signature(model).parameters
         names = sorted({name for phase in shared.values for name in self._table.guards.get(phase, ())})
         defaults = {name: parameters[name].default for name in names if name in parameters}

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from core.device import Mode
 
 MAX_FOUND = 16
-"""Break points that are found by trial; a model that needs more is better described by hand."""
+"""Most break points that are found by trial; for a model that needs more, set them by hand."""
 NUM_CHECKS = 2
-"""Input sets made up where no examples are given."""
+"""Number of random input sets if no examples are given."""
 _EAGER = "options=core.CompileOptions(eager={})"
 
 
@@ -59,7 +59,7 @@ class UntracedPhase:
         held = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
 
         def output() -> Any:
-            assert call.output is not None  # asked after the capture has run it
+            assert call.output is not None  # read only after the capture has run the callable
             return call.output
 
         values = (*views.values(), *(tensor.detach() for tensor in held if tensor is not None))
@@ -77,7 +77,7 @@ class UntracedPhase:
                     outputs, cost = record(in_parts=self.mode == "segmented")
                 break
             except GraphResourcesError:
-                raise  # no module is to blame
+                raise  # no module caused it
             except CaptureError as error:
                 self._break_further(error, modules)
         self._cropper.observe(key, outputs)
@@ -108,7 +108,7 @@ class UntracedPhase:
         the inputs take another way.
         """
         host_arguments = self._stages.runner.host_arguments(key)
-        if host_arguments:  # their values for other inputs are the caller's to know
+        if host_arguments:  # only the caller knows their values for other inputs
             names = ", ".join(sorted(host_arguments))
             self._unchecked(f"{names} come from the host", "compare a few replays yourself")
             return
@@ -174,7 +174,7 @@ class UntracedPhase:
             return found
         floating = {n: v for n, v in views.items() if v.is_floating_point() and inputs[n].padding != "bound"}
         generator = torch.Generator().manual_seed(0)
-        # Which integers are valid (tokens, positions, lengths) is not for core to guess: they keep their zeros.
+        # core can't guess which integers are valid (tokens, positions, lengths), so these inputs keep their zeros.
         return [
             {name: torch.randn(view.shape, generator=generator).to(view) for name, view in floating.items()}
             for _ in range(NUM_CHECKS if floating else 0)
@@ -182,7 +182,7 @@ class UntracedPhase:
 
 
 def _alike(path: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Return patterns for a module and the modules like it in other layers, which can't be captured either."""
+    """Return patterns for a module and its counterparts in other layers, which can't be captured either."""
     if not path:
         return ()
     pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

@@ -1,9 +1,8 @@
 """From a Dynamo graph to a graph of ATen ops, canonical and other custom ops kept whole, in-place writes kept in place.
 
 Not functionalised unless passes ask for it: a functional graph copies whole caches at every write until a later pass
-proves that it need not, and the analyses here (core/common/passes/writes.py) handle writes as they are. Nothing is
-decomposed further than torch's own composite ops are, so that what no pass takes runs on the kernels it would run on in
-eager mode.
+proves that it need not, and the analyses here (core/common/passes/writes.py) handle writes as they are. Only torch's
+composite ops are decomposed, so that nodes no pass takes run on the same kernels as in eager mode.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from core.common.passes.sites import MADE_BY
 from core.compilation.rewrite.functional import functionalized, wrapping
 from core.errors import TraceError
 
-# What passes leave on nodes; torch keeps module paths and stack traces by itself.
+# Metadata that passes put on nodes; torch itself keeps module paths and stack traces.
 _MARKS = (MADE_BY,)
 
 
@@ -42,11 +41,12 @@ def to_aten(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def to_functional(module: fx.GraphModule, form: Form = "v2") -> fx.GraphModule:
-    """Return the same in ATen ops that write nothing: each update gives a new value, copied into its input at the end.
+    """Return the same in ATen ops that write nothing: an update returns a new value, copied into its input at the end.
 
-    As AOTAutograd does. form: which wrapper, `auto_functionalized` (v1) or `auto_functionalized_v2`, custom ops that
-    write get. Nodes that were in-place calls are marked by `WAS_IN_PLACE`. `reinplace` is the way back. Raises
-    `TraceError` too for an op that cannot be functionalised, and for inputs that share written memory.
+    This is the form that AOTAutograd makes. form: which wrapper, `auto_functionalized` (v1) or
+    `auto_functionalized_v2`, custom ops that write get. Nodes that were in-place calls are marked by `WAS_IN_PLACE`.
+    `reinplace` is the way back. Raises `TraceError` too for an op that cannot be functionalised, and for inputs that
+    share written memory.
     """
     with wrapping(form):
         return _to_aten(module, form)
@@ -89,7 +89,7 @@ def _to_aten(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs the graph under the tracer and carries the passes' marks over to the nodes that each node becomes."""
+    """Runs the graph under the tracer and copies the passes' marks from each node to the nodes made of it."""
 
     def __init__(self, module: fx.GraphModule, attributes: dict[str, Any], *, functional: bool) -> None:
         super().__init__(module)
@@ -134,7 +134,7 @@ def _rebound(
     taken = {node.name for node in graph.graph.nodes}
     for node, name in zip(placeholders, names, strict=False):
         if node.name != name:
-            if name in taken:  # some other node's, which then needs another one
+            if name in taken:  # taken by another node, which is renamed
                 other = next(each for each in graph.graph.nodes if each.name == name)
                 other._rename(f"{name}_")
             node._rename(name)

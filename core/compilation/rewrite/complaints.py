@@ -1,4 +1,4 @@
-"""What the pass manager complains of, each naming the pass and its owner."""
+"""The errors of the pass manager, each naming the pass and its owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def conflict(report: PassReport, miss: NearMiss) -> PassError:
 
 
 def broken_promise(report: PassReport) -> PassError:
-    """Return the error for a pass that did not match as often as it owes."""
+    """Return the error for a pass that did not match as often as promised."""
     misses = "; ".join(f"{m.site}: {m.reason}" for m in report.near_misses) or "no near-miss reported"
     return PassError(
         f"pass {report.name!r} of {report.owner}, which owes {report.expected} matches",
@@ -54,7 +54,7 @@ def unverified(report: PassReport, reason: str) -> PassError:
 
 
 def left_undecided(report: PassReport, misses: Sequence[NearMiss]) -> PassError:
-    """Return the complaint about sites that no model is to blame for: a trace or the fake of an op is."""
+    """Return the error about sites skipped because of a trace or of the fake of an op, not because of the model."""
     first = misses[0]
     return PassError(
         f"pass {report.name!r} of {report.owner}, which matched {report.matched}",

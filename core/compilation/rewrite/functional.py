@@ -1,8 +1,7 @@
-"""Functionalisation: running a graph so that what is traced writes nothing but, at the very end, its inputs.
+"""Functionalisation: runs a graph so that its trace writes nothing except, at the very end, its inputs.
 
-torch's own (`FunctionalTensorMode`), as AOTAutograd uses it. What AOTAutograd leaves to its run-time wrappers is done
-here in the graph, since nothing wraps ours: an output that lies in the memory of a written input is given as a view of
-that input.
+torch's own (`FunctionalTensorMode`), as AOTAutograd uses it. AOTAutograd leaves one thing to its run-time wrappers that
+the graph does here: an output in the memory of a written input is returned as a view of that input.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def functionalized(run: Callable[..., Any], names: Sequence[str]) -> Callable[..
 
 
 def _twin(value: Any, earlier: Sequence[Any]) -> int | None:
-    """Return which earlier argument is the very same tensor: same memory, read the same way."""
+    """Return the earlier argument that is the same tensor: same memory and same layout."""
     if not isinstance(value, Tensor):
         return None
     for index, other in enumerate(earlier):
@@ -79,7 +78,7 @@ def _is_written(value: Any, earlier: Sequence[Any]) -> bool:
 
 
 def _refuse_alias(index: int, args: Sequence[Any], names: Sequence[str]) -> None:
-    """Raise where another argument shows a part of what is written: a functional graph would not show it."""
+    """Raise if another argument overlaps the written memory: a functional graph would not update it."""
     written = args[index]
     area = Area.of(written)
     for other, name in zip(args, names, strict=True):

@@ -1,6 +1,6 @@
 """The mechanism `replace_pattern`: patterns of `torch.fx`'s matcher, found and replaced as any site is.
 
-Scalars are matched as values and read: a parameter of the pattern that is listed in `literals` stands for any number.
+A parameter of the pattern that is listed in `literals` matches any number.
 """
 
 from __future__ import annotations
@@ -59,21 +59,22 @@ def _replace(context: PassContext, pattern: Replacement) -> PassResult:
     with _MATCHING:
         matches = matcher.match(context.graph)
     for match in matches:
-        bound = dict(zip(names, match.placeholder_nodes, strict=True))
-        reason = _literals(pattern, bound) or (pattern.check(bound) if pattern.check is not None else None)
+        matched = dict(zip(names, match.placeholder_nodes, strict=True))
+        reason = _literals(pattern, matched) or (pattern.check(matched) if pattern.check is not None else None)
         if reason:
             misses.append(near_miss(match.returning_nodes[0], reason))
         else:
-            sites.append(_site(match, new, tuple(bound[name] for name in _parameters(pattern.replacement))))
+            sites.append(_site(match, new, tuple(matched[name] for name in _parameters(pattern.replacement))))
     return apply_sites(context, sites, misses)
 
 
 _MATCHING = threading.Lock()
-"""Held while a pattern's graph, which all threads share, is spelled like the graph it is compared with."""
+"""Held while a pattern's graph, which threads share, is rewritten to the spelling of the graph it is matched
+against."""
 
 
 class _Matcher(SubgraphMatcher):
-    """Takes keywords left at their defaults for equal to keywords left out.
+    """Treats keywords at their defaults as equal to omitted keywords.
 
     A pattern traced by fx writes `relu(x, inplace=False)` for `relu(x)`, and Dynamo writes what the model wrote.
     """
@@ -108,8 +109,8 @@ def _defaults(target: Any) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def _literals(pattern: Replacement, bound: Mapping[str, Any]) -> str | None:
-    for name, value in bound.items():
+def _literals(pattern: Replacement, matched: Mapping[str, Any]) -> str | None:
+    for name, value in matched.items():
         if (name in pattern.literals) != isinstance(value, Literal):
             kind = "a number" if name in pattern.literals else "a tensor"
             return f"{name} is {value!r}, the pattern wants {kind} there"

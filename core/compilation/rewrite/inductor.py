@@ -1,4 +1,4 @@
-"""Passes inside Inductor: declared passes as the one that Inductor runs on a graph before it lowers it."""
+"""Passes inside Inductor: declared passes as the single custom pass that Inductor runs before lowering a graph."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InductorPass(CustomGraphPass):
         self.reports = self._manager.run(module, "functional", form=form) + self._manager.run(module, "aten")
 
     def uuid(self) -> str:
-        """Return what Inductor's cache tells these passes apart by."""
+        """Return the key by which Inductor's cache distinguishes these passes."""
         uuids = (*self._manager.uuids("functional"), *self._manager.uuids("aten"))
         return hashlib.sha256("".join(uuids).encode()).hexdigest()
 

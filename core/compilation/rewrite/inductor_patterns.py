@@ -69,7 +69,7 @@ class _Patterns:
         self.matcher = PatternMatcherPass(pass_name=f"core_{declared.name}")
 
     def __eq__(self, other: object) -> bool:
-        # For the cache of registered patterns: its other key, the uuid, tells passes apart.
+        # The cache of registered patterns needs this name; its other key, the uuid, distinguishes passes.
         return isinstance(other, _Patterns)
 
     def __hash__(self) -> int:
@@ -109,7 +109,7 @@ class _Patterns:
 
     @contextmanager
     def recording(self, context: PassContext) -> Iterator[_Record]:
-        """Collect the matches of what is applied inside."""
+        """Collect the matches of patterns applied in the block."""
         self._record = _Record(context)
         try:
             yield self._record
@@ -117,7 +117,7 @@ class _Patterns:
             self._record = None
 
     def _recorded(self, check: Callable[[Match], str | None] | None) -> Callable[[Match], bool]:
-        """Return the check for Inductor: it says yes or no; we keep where and why."""
+        """Return the check for Inductor, which wants yes or no; places and reasons are kept here."""
 
         def extra_check(match: Match) -> bool:
             record = self._record

@@ -95,13 +95,13 @@ class PassManager:
     ) -> tuple[PassReport, ...]:
         """Rewrite `graph` in place by every pass of the stage and report each.
 
-        form: of a functional graph; passes for another one are left out. refused: why the graph could not be brought to
-        the stage; its passes are then skipped with that reason, or it is raised where strict.
+        form: of a functional graph; passes for another form are left out. refused: why the graph could not be converted
+        to the stage; its passes are then skipped with that reason, which is raised if strict.
         tokens: least and most tokens that the graph serves. sizes: what its symbols are in each bucket. constants: the
-        tensors bound to its placeholders; the graph gets one more placeholder for each that a pass adds there. check:
+        the constants of its placeholders; the graph gets one more placeholder for each that a pass adds there. check:
         judges each pass that matched.
         observe: is told of each pass that changed the graph and was not undone. Raises `PassError` naming the pass and
-        its owner when strict; otherwise what a failing pass did is undone.
+        its owner when strict; otherwise a failing pass is undone.
         """
         run = Run(graph, stage, tokens, tuple(sizes), constants, check, observe, Analyses(graph), [])
         passes = [
@@ -131,7 +131,7 @@ class PassManager:
 
     @property
     def running(self) -> tuple[Pass, ...]:
-        """The passes that may run: all but those on request, or unprofitable, that nobody has asked for by name."""
+        """The passes that may run: all, except those on request or unprofitable that were not asked for by name."""
         return tuple(declared for declared in self.passes if declared.name not in self._unprofitable)
 
     def uuids(self, stage: Stage | None = None) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ class PassManager:
         return report
 
     def _apply(self, declared: Pass, context: PassContext, before: Snapshot, num_constants: int) -> PassResult:
-        """Run the pass, then lint, clean and invalidate; raise where the graph is not what a pass may leave."""
+        """Run the pass, then lint, clean and invalidate; raise if the graph is invalid afterwards."""
         result = apply_pass(declared, context)
         if not isinstance(result, PassResult):
             raise TypeError(f"it returned {result!r}, not a PassResult")
@@ -211,14 +211,14 @@ class PassManager:
         context.graph.lint()
         removed = remove_dead(context.graph)
         assert context.analyses is not None
-        # Removing dead nodes changes positions and nothing else that an analysis tells.
+        # Of the analyses, removing dead nodes only affects positions.
         context.analyses.invalidate(declared.traits.preserves - ({"order"} if removed else set()))
         return result
 
     def _check(self, report: PassReport, run: Run, before: Snapshot, *, changed: bool) -> PassReport:
-        """Judge what the pass did: its promise, nodes that two passes claim, and its numbers if asked to.
+        """Check the promise of the pass, nodes claimed by two passes, and its numbers if asked to.
 
-        Return its report with what verification found.
+        Return its report with the result of verification.
         """
         claimed = [miss for miss in report.near_misses if miss.claimant]
         if claimed:

@@ -63,7 +63,7 @@ def choose(
     wanted = known if only is None else (*only, *enable)
     chosen = [declared for declared in passes if declared.name in wanted or declared.traits.closes]
     chosen = [declared for declared in chosen if declared.name not in disable]
-    # What closes a stage runs where the stage does; where nothing else is in it, only if it was asked for.
+    # A pass that closes a stage runs if the stage runs; if it is the only one, it runs on request.
     stages = {
         declared.stage for declared in chosen if not declared.traits.closes or declared.name in (*(only or ()), *enable)
     }
@@ -149,7 +149,7 @@ def _direct(passes: Sequence[Pass]) -> dict[str, list[str]]:
 
 
 def _check(declared: Pass, known: Mapping[str, Pass]) -> None:
-    # Here, since it imports torch, which a command line that is refused for its switches need not wait for.
+    # Imported here, since it imports torch: refusing a command line for its switches should not wait for that.
     from core.common.passes.context import check_analyses
 
     check_analyses(declared.traits.requires | declared.traits.preserves, f"pass {declared.name!r} of {declared.owner}")

@@ -1,4 +1,4 @@
-"""What the passes of one run over one graph share, and who is told of what each of them did."""
+"""State that the passes of one run over one graph share, and the types of their observers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Check = Callable[[PassReport, "fx.GraphModule", "fx.GraphModule"], str | None]
 
 Returns why it could not be judged, "" where it was, None to leave that out of the report."""
 Observer = Callable[[PassReport, Snapshot, "fx.GraphModule"], None]
-"""Called with the report of a pass that changed the graph, what the graph was, and what it is; changes nothing."""
+"""Called with the report of a pass that changed the graph, and the graph before and after; changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the passes of one run over one graph share. changed: names of those that changed it so far."""
+    """State that the passes of one run over one graph share. changed: names of those that changed it so far."""
 
     graph: fx.GraphModule
     stage: Stage

@@ -36,7 +36,7 @@ class Snapshot:
             yield node, name, target, args, kwargs
 
     def interface(self, added: Iterable[str] = ()) -> tuple[object, ...]:
-        """Return what the graph was bound by: the names of its placeholders and the number of its outputs.
+        """Return the graph's former signature: the names of its placeholders and the number of its outputs.
 
         added: names of placeholders that were appended since, on purpose.
         """
@@ -82,7 +82,7 @@ def _resolve(found: dict[str, Any], path: str) -> Any:
 
 
 def interface_of(module: fx.GraphModule) -> tuple[object, ...]:
-    """Return what a graph is bound by: the names of its placeholders and the number of its outputs."""
+    """Return a graph's signature: the names of its placeholders and the number of its outputs."""
     return _interface((node.op, node.name, node.args) for node in module.graph.nodes)
 
 

@@ -17,7 +17,7 @@ _FORMS: tuple[Form, ...] = ("v1", "v2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """A graph as the passes of a stage want it. refused: why it cannot have that form; module is then as before."""
+    """A graph in the form of a stage. refused: why it can't have that form; module is then unchanged."""
 
     stage: Stage
     form: Form

@@ -1,6 +1,6 @@
 """Integers in Python that a traced model counts on: symbols of its trace, and the host's work around each replay.
 
-`self.length += 1` on any object: the trace holds for those lengths under which the model takes the same branches. The
+`self.length += 1` on any object: the trace is valid for those lengths with which the model takes the same branches. The
 conditions are asked before a replay, the graph is given the present length where it reads one, and the new length, by
 the expression that Dynamo has for it, is assigned after the replay.
 """
@@ -65,7 +65,7 @@ class Counting:
         return {counter.key: getattr(counter.owner, counter.name) for counter in self._counters}
 
     def holds(self, numbers: Numbers) -> bool:
-        """Tell whether the trace may run where the counters have these values."""
+        """Tell whether the trace is valid for these values of the counters."""
         return bool(self._holds(*(numbers[counter.key] for counter in self._counters)))
 
     def after(self, numbers: Numbers) -> Numbers:
@@ -81,7 +81,7 @@ class Counting:
 
 @contextmanager
 def put_back(counters: Sequence[Counter]) -> Iterator[None]:
-    """Give the counters the values of now at the end of the block."""
+    """Restore the present values of the counters at the end of the block."""
     values = [getattr(counter.owner, counter.name) for counter in counters]
     try:
         yield

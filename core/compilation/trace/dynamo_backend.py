@@ -1,4 +1,4 @@
-"""The Dynamo backend of one trace: keeps the graph that Dynamo made, and says what each placeholder is bound to."""
+"""The Dynamo backend of one trace: keeps the graph that Dynamo made, and says which value each placeholder receives."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Capture:
         for number, (source, (owner, name)) in enumerate(self._counted.items()):
             symbol = self.shape_env.source_to_var.get(source)
             if symbol is None:
-                # The model does not read it. What it writes may still hang on others.
+                # The model does not read this value, but the values that it writes may depend on others.
                 symbol = Symbol(f"unread_{number}", integer=True)
             after = changed[source].after if source in changed else symbol
             yield Counter(source=source, owner=owner, name=name, symbol=symbol, after=after)
@@ -137,7 +137,7 @@ class Capture:
         for source, size in sizes.items():
             match = _SIZE.search(source)
             if match is not None and getattr(size, "is_Symbol", False):
-                # As first given, before replacements: so ties between sizes can be checked.
+                # The original expressions, before replacements, so that equalities between sizes can be checked.
                 self.shape_env = context.fake_mode.shape_env
                 self.symbols.setdefault(size, SizeSlot(name, int(match[1])))
 
@@ -196,7 +196,7 @@ class Capture:
         least = {symbol: max(int(self.shape_env.var_to_range[symbol].lower), 1) for symbol in self.symbols}
         for symbol in self.symbols:
             self.shape_env._update_var_to_range(symbol, ValueRanges(2, int_oo))
-        # What was asked while tracing is kept under this number; with torch 2.11 the answers would outlive the ranges.
+        # torch caches answers about sizes under this number; with torch 2.11 they would outlive the ranges.
         if self.symbols:
             self.shape_env._version_counter += 1
         return least
@@ -247,7 +247,8 @@ def _kept_state(effect: SideEffect) -> TraceError:
 
 
 def _note_squeezes(graph: fx.GraphModule) -> None:
-    """Have each size that is squeezed leave a guard: one of 1 would go, and what the model does next may differ.
+    """Add a guard for each size that is squeezed: a size of 1 would disappear, which may change the model's further
+    course.
 
     Of torch's ops whose outcome depends on a size of 1, these alone leave none.
     """

@@ -1,9 +1,10 @@
 """Flattening: weights that are tensor subclasses become plain tensors in a traced graph; the model stays as it is.
 
 Quantised weights come as classes of their own: torchao's tensors, an engine's parameters with loaders and scales, a
-vendor's. Dynamo traces them as they are, so that the graph is bound to them. Here each is taken apart, and what the
-graph does to it becomes what its class does to its parts: passes, lowerings and captured graphs then see plain tensors
-that lie in the model's own memory. Nothing in the model is replaced, not even while it is traced.
+vendor's. Dynamo traces them as they are, so they are constants of the graph. Here each is split into its inner tensors,
+and the graph's calls on it are replaced by the calls that its class makes on these: passes, lowerings and captured
+graphs then see plain tensors that lie in the model's own memory. Nothing in the model is replaced, not even while it is
+traced.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def register_flattening(
     rebuild: Callable[[Mapping[str, Tensor], Any], Tensor],
     context: Callable[[Any], Any] = lambda tensor: None,
 ) -> None:
-    """Tell how to take a tensor class apart that does not say so itself; once per process, before any trace.
+    """Register how to split a tensor class that does not define this itself; once per process, before any trace.
 
     inner: names of the attributes that hold its tensors, plain or of a class that can be flattened. context: whatever
-    else of a tensor makes it (a dtype, a block size), comparable by `==`. rebuild: makes a tensor of the class from
-    tensors by these names and the context. The class gets torch's own protocol for this (`__tensor_flatten__`), which
+    else `rebuild` needs (a dtype, a block size), comparable by `==`. rebuild: makes a tensor of the class from tensors
+    by these names and the context. The class gets torch's own protocol for this (`__tensor_flatten__`), which
     torch.compile needs as well. Raises `UsageError` where the class has it already, or handles no operation itself.
     """
     asked = f"a rule to flatten {class_name(kind)}"
@@ -72,7 +73,7 @@ def register_flattening(
 def flatten_constants(module: fx.GraphModule, slots: Sequence[Slot], names: Mapping[int, str]) -> tuple[Slot, ...]:
     """Rewrite a Dynamo graph, in place, so that no constant of it is a tensor subclass; return its slots after that.
 
-    slots: what the placeholders are bound to, in order. names: of the model's tensors by identity, for errors. Inner
+    slots: the values of the placeholders, in order. names: of the model's tensors by identity, for errors. Inner
     tensors and plain views share the memory of what they are taken from. Raises `TraceError` for a class without a
     rule, and where such a tensor is an output of the graph.
     """
@@ -100,7 +101,8 @@ def flatten_constants(module: fx.GraphModule, slots: Sequence[Slot], names: Mapp
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A tensor of a class, in parts. like: a fake one of it; parts: by attribute, nodes of the graph or parts again."""
+    """A split tensor of a class. like: a fake tensor of the class; parts: by attribute, nodes of the graph or nested
+    parts."""
 
     like: Tensor
     parts: Mapping[str, Any]
@@ -124,7 +126,7 @@ class _Parts:
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node, fake: Any, real: Any, name: str, bound: dict[fx.Node, Slot]) -> _Parts:
-    """Bind the inner tensors of a constant, each to a placeholder; one that is bound already keeps its own."""
+    """Give each inner tensor of a constant a placeholder; one that already has a placeholder keeps it."""
     attributes, context = fake.__tensor_flatten__()
     parts: dict[str, Any] = {}
     for attribute in attributes:
@@ -148,10 +150,10 @@ def _take_apart(graph: fx.Graph, node: fx.Node, fake: Any, real: Any, name: str,
 
 
 class _Desugared:
-    """Replaces what a graph does to tensors of a class by what the class does to their parts.
+    """Replaces a graph's calls on tensors of a class by the calls that the class makes on their parts.
 
     wrapped: the values that hold such a tensor, by node, as trees of nodes and `_Parts`. Nodes that take none of these
-    stay as Dynamo wrote them, so that passes find in them what they would have found.
+    stay as Dynamo wrote them, so that passes still match them.
     """
 
     def __init__(self, module: fx.GraphModule, wrapped: dict[fx.Node, Any]) -> None:
@@ -177,7 +179,7 @@ class _Desugared:
         self._module.recompile()
 
     def _inline(self, node: fx.Node) -> None:
-        """Put what the class makes of a call in its place."""
+        """Replace a call by the calls that the class makes of it."""
         sources = list(dict.fromkeys(leaf for source in node.all_input_nodes for leaf in self._leaves(source)))
         found: list[Any] = []
 
@@ -220,7 +222,7 @@ class _Desugared:
                 if each.op in ("placeholder", "output"):
                     continue
                 copied = known[each] = self._graph.node_copy(each, known.__getitem__)
-                if each.op == "get_attr":  # a constant that the class spells out
+                if each.op == "get_attr":  # a constant in the class's own code
                     copied.target = f"_flattened_{node.name}_{each.name}"
                     setattr(self._module, copied.target, getattr(traced, str(each.target)))
                 copied.meta = {**origin_of(node), TRACED: value_of(each)}
@@ -233,7 +235,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _opened(value: Any) -> tuple[Any, list[Any]]:
-    """Return a result as a tree of places, with what belongs there: plain values, and the parts of tensors."""
+    """Return the structure of a result, and its leaves: plain values, and the parts of tensors."""
     leaves: list[Any] = []
 
     def place(each: Any) -> Any:
@@ -250,7 +252,7 @@ _PLACE = object()
 
 
 def _closed(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Put nodes into the places of a tree, in order."""
+    """Fill the leaves of a structure with nodes, in order."""
 
     def fill(each: Any) -> Any:
         if isinstance(each, _Parts):

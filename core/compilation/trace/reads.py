@@ -1,8 +1,8 @@
-"""What a trace read of Python: the compile cache reads all of it again before it takes a stored graph.
+"""The Python values that a trace read: the compile cache reads all of them again before it reuses a stored graph.
 
 Dynamo names each value by an expression over the traced function's locals (`L`) and globals (`G`). Its guards leave out
-what it takes for fixed: builtins, absent environment variables, results of functions that it calls while tracing,
-constants that are handed through. So these are noted where Dynamo meets them.
+values that it assumes fixed: builtins, absent environment variables, results of functions that it calls while tracing,
+constants that are handed through. So these are recorded where Dynamo meets them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Reads:
     #: Names of environment variables.
     environment: dict[str, None] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    #: What was read and can't be read again, in words.
+    #: Descriptions of values that were read and can't be read again.
     unknown: dict[str, None] = field(default_factory=dict)
     _guards: tuple[Any, ...] = ()
 
     def taking_guards(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a Dynamo backend that keeps the guards, of which Dynamo lets go when it is done."""
+        """Return a Dynamo backend that keeps the guards, which Dynamo frees when it is done."""
 
         def called(graph: Any, examples: Any) -> Any:
             context: Any = torch._guards.TracingContext.get()
@@ -72,7 +72,7 @@ class Reads:
         """Take in the guards of a trace that is done. space: the globals of the traced function."""
         for guard in self._guards:
             name = _name(guard)
-            if not name:  # torch's global state, which the cache knows by itself
+            if not name:  # torch's global state, which is a separate factor of the cache
                 continue
             kind, attribute = guard.create_fn_name(), _attribute(guard.create_fn)
             if kind == "HASATTR" and attribute is None:  # torch 2.11 guards the attribute, which need not be there
@@ -113,7 +113,7 @@ class Reads:
             return
         owner = getattr(value, "__self__", None)
         if owner is not None and not isinstance(owner, (types.ModuleType, type)):
-            return  # it follows from its arguments and from an object that was read to get there
+            return  # the result follows from its arguments and from an object whose read is recorded
         home = str(getattr(value, "__module__", None) or getattr(value, "__objclass__", object).__module__)
         if home == "builtins" and getattr(value, "__name__", "") in _OF_THE_PROCESS:
             self.refuse(f"{value.__name__}(), which each process answers in its own way")
@@ -138,7 +138,7 @@ class Reads:
 
 @contextmanager
 def recording() -> Iterator[Reads]:
-    """Have Dynamo tell what it reads, for as long as this lasts; one trace of the process at a time."""
+    """Make Dynamo report what it reads inside this context; one trace of the process at a time."""
     from unittest.mock import patch
 
     from torch._dynamo import symbolic_convert
@@ -149,7 +149,7 @@ def recording() -> Iterator[Reads]:
     def noted(note: Callable[..., None], *given: Any) -> None:
         try:
             note(*given)
-        except Exception as error:  # what Dynamo does not answer costs the cache, not the trace
+        except Exception as error:  # a failure here costs the cache, not the trace
             reads.refuse(f"what can't be noted ({type(error).__name__}: {error})")
 
     def build(original: Callable[..., Any], self: Any, value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The Python state that a trace changes, as Dynamo knows it; the one module that reads Dynamo's own bookkeeping.
 
-Dynamo runs a forward on paper. What it assigns to objects that were there before (attributes, items, globals, variables
-of enclosing functions, iterators, generators of random numbers) Dynamo keeps in `OutputGraph.side_effects`, and would
-do to the real objects after the graph has run. Traces are made without that (`SETTINGS`), so a trace changes nothing.
+Dynamo executes a forward symbolically. It records assignments to existing objects (attributes, items, globals,
+variables of enclosing functions, iterators, random number generators) in `OutputGraph.side_effects`, and would apply
+them to the real objects after the graph has run. Traces are made without that (`SETTINGS`), so a trace changes nothing.
 All of this is private to torch: written against 2.11 and 2.13.
 """
 
@@ -41,15 +41,15 @@ class SideEffect:
     line: str = ""
     #: of an integer attribute of an object, which may be a counter: owner, attribute, and Dynamo's name for it
     number: tuple[Any, str, str] | None = None
-    #: what the attribute becomes, an expression of symbols; None for a constant
+    #: the attribute's new value, an expression of symbols; None for a constant
     after: Any = None
 
 
 def side_effects(model: Callable[..., Any], tensors: Mapping[fx.Node, Any]) -> list[SideEffect]:
     """Return what the forward that Dynamo has just traced changes in Python; called by the backend of the trace.
 
-    An assignment that leaves the value as it was is none; nor is one of a tensor to where it was already, written in
-    place by the graph. tensors: what each placeholder of the graph is given.
+    An assignment of the same value does not count, and neither does one of a tensor to its own place after the graph
+    wrote it. tensors: what each placeholder of the graph is given.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -77,7 +77,7 @@ def counter_settings(sources: Iterable[str]) -> Any:
 
 
 class _Changes:
-    """Compares what Dynamo says that objects hold after a call with what they hold now."""
+    """Compares the content of objects after a call, according to Dynamo, with their present content."""
 
     def __init__(self, effects: Any, model: Callable[..., Any], tensors: Mapping[fx.Node, Any]) -> None:
         self._effects = effects
@@ -90,7 +90,7 @@ class _Changes:
         """Yield the changes, in the order in which Dynamo met the objects."""
         for variable, item in self._objects.items():
             if not type(variable.mutation_type).__name__.endswith("MutationExisting"):
-                continue  # made by the forward itself, or nothing that can change
+                continue  # made by the forward itself, or immutable
             if self._effects.is_modified(variable):
                 yield from self._changes(variable, item)
 
@@ -136,9 +136,9 @@ class _Changes:
             return lazy.value is now
         value = value.realize()
         if hasattr(value, "sym_num"):
-            return False  # to ask for its value would make it a constant
+            return False  # asking for its value would make it a constant
         if now is _MISSING:
-            return type(value).__name__ == "DeletedVariable"  # made by the forward, and gone at its end
+            return type(value).__name__ == "DeletedVariable"  # made by the forward, and freed at its end
         if self._objects.get(value, _MISSING) is now:
             return True
         if isinstance(now, torch.Tensor):

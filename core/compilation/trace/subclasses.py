@@ -1,4 +1,4 @@
-"""Classes of tensors: how a tensor of each gets plain, and the errors for those of which nobody knows."""
+"""Tensor classes: how to convert each to plain tensors, and the errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def rule_of(tensor: Tensor) -> str:
-    """Return how a tensor gets plain: it is ("plain"), it is viewed as such, it comes in parts, or nobody knows."""
+    """Return how to make a tensor plain: it already is, by a view, by its inner tensors, or unknown."""
     if type(tensor) in PLAIN:
         return "plain"
     if comes_in_parts(tensor):
@@ -25,7 +25,7 @@ def rule_of(tensor: Tensor) -> str:
 
 
 def comes_in_parts(tensor: Any) -> bool:
-    """Tell whether a tensor says of which others it is made."""
+    """Tell whether a tensor declares its inner tensors."""
     return is_traceable_wrapper_subclass(tensor)
 
 
@@ -35,7 +35,7 @@ def dispatches(kind: type) -> bool:
 
 
 def unknown_class(path: str, tensor: Tensor) -> TraceError:
-    """Return the error for a tensor that nobody knows how to take apart."""
+    """Return the error for a tensor of a class that can't be split."""
     return TraceError(
         f"tracing with {path}, a {class_name(type(tensor))}",
         found=f"{path} is a {class_name(type(tensor))}; this tensor class handles operations itself and does not say "

@@ -1,4 +1,4 @@
-"""What a trace gives: the graph, what each of its placeholders is bound to, and how to rebuild the model's output."""
+"""The result of a trace: the graph, the value of each placeholder, and how to rebuild the model's output."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class TracedGraph:
     counters: tuple[Counter, ...] = ()
 
     def counting(self, inputs: Mapping[str, Tensor]) -> Counting:
-        """Return what is to be asked of the counters before a run on inputs of these shapes, and done after it."""
+        """Return the conditions on the counters before a run on inputs of these shapes, and their updates after it."""
         symbols = {counter.symbol for counter in self.counters}
         env = self.shape_env
         conditions = [guard.expr for guard in env.guards] + [
@@ -158,12 +158,12 @@ class TracedGraph:
         return None
 
     def why_branches_differ(self, inputs: Mapping[str, Any], dims: Collection[Any] = ()) -> str | None:
-        """Return a condition that sends the model another way at these sizes than when traced, None without one.
+        """Return a condition that makes the model take another branch at these sizes than when traced, or None.
 
-        `why_not_for` asks whether the trace may run at these sizes. Here a run at larger sizes stands for them, and
-        padding must not change which branch is taken. dims: expressions that are bucket dimensions themselves, as
-        `s0 - 1` of an input declared `"seqs + 1"`. A condition that a symbol or such an expression is neither 0 nor 1
-        does not count: most conditions of this kind come from ops that ask about their strides.
+        `why_not_for` asks whether the trace may run at these sizes. Here a run at larger (padded) sizes replaces one at
+        these sizes, and must take the same branch. dims: expressions that are bucket dimensions themselves, as `s0 - 1`
+        of an input declared `"seqs + 1"`. A condition that a symbol or such an expression is neither 0 nor 1 does not
+        count: most conditions of this kind come from ops that ask about their strides.
         """
         return self._why_way_differs(self.sizes(inputs), (*dims, *self.symbols))
 
@@ -174,7 +174,7 @@ class TracedGraph:
         counted = {counter.symbol for counter in self.counters}
         for guard in self.shape_env.guards:
             if guard.expr.free_symbols & counted:
-                continue  # asked before each run
+                continue  # checked before each run
             if _is_not_0_or_1(guard.expr, from_two):
                 continue
             if guard.expr.xreplace(sizes) != True:  # noqa: E712  # a sympy relation that stays open is not True

@@ -69,7 +69,7 @@ def trace(
         try:
             result = torch.compile(step, backend=reads.taking_guards(capture.backend), fullgraph=True)(**inputs)
         except Exception as error:
-            # What our own backend raises arrives wrapped by Dynamo.
+            # Dynamo wraps exceptions of our own backend.
             inner = getattr(error, "inner_exception", error)
             if not isinstance(inner, TraceError):
                 inner = refused_class(model_tensors(model), str(error)) or _trace_error(model, error)
@@ -86,12 +86,13 @@ def trace(
     options: Any = {"dynamic": dynamic, "constants": constants, "writable": writable, "least": least}
     try:
         return trace(model, inputs, counted=countable, **options)
-    except TraceError as error:  # the caller wrote a number, so an error about symbols would not help
+    except TraceError as error:  # the caller declared a number, so an error about symbols would not help
         raise error if error.keeps_state else refusal from None
 
 
 def _forget(step: Callable[..., Any], capture: Capture) -> None:
-    """Take from Dynamo what it keeps for good: the compiled code of `step`, and the backend with all it captured."""
+    """Remove what Dynamo would keep for ever: the compiled code of `step`, and the backend with everything it
+    captured."""
     torch._C._dynamo.eval_frame.reset_code(step.__code__)
     vars(capture).clear()
 
@@ -103,7 +104,7 @@ _FROM_ONE = "backed_size_oblivious"
 Without the setting torch takes every symbolic size for 2 or more, and such code leaves no guard."""
 _DYNAMO = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "suppress_errors": False}
 _WASTE = {"guard_nn_modules": False, "run_gc_after_compile": False}
-"""Settings that save work of no use here: guards are never asked, and each capture begins with a collection."""
+"""Settings that avoid useless work: guards are never evaluated, and each capture begins with a collection."""
 
 
 def _settings() -> Any:

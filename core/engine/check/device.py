@@ -1,4 +1,5 @@
-"""Whose fault it is that eager is far from fp64: the device's, where a processor computes the same well enough."""
+"""Decides whether the device is at fault if eager is far from fp64: it is if the processor computes the same well
+enough."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ def device_fault(
 ) -> str:
     """Return what shows that a device computes wrongly, "" where nothing does.
 
-    It does where its eager logits are far from fp64, those of the processor in the same dtype are not, and the device's
-    error is over four times the processor's (T1 with the processor as yardstick, its factors doubled). Where the
-    processor is as far off, or can't run the model, the device is not blamed.
+    A device is at fault if its eager logits are far from fp64, those of the processor in the same dtype are not, and
+    the device's error is over four times the processor's (T1 with the processor as yardstick, its factors doubled).
+    Where the processor is as far off, or can't run the model, the device is not blamed.
 
     - device: its name, for the text.
-    - tokens: those that eager chose, per prompt.
+    - tokens: the tokens that eager chose, per prompt.
     - eager, exact: the logits (len(tokens[i]), vocabulary) on the host, by the device and in fp64.
     - attention: transformers' implementation that eager used.
     """

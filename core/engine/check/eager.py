@@ -1,4 +1,4 @@
-"""What an engine is compared with: eager generation by a model's own forward and cache, and its fp64 logits."""
+"""The reference of an engine: eager generation by the model's own forward and cache, and its fp64 logits."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def fp64_logits(
 
     The model's weights keep the rounding of its dtype; all arithmetic is fp64, casts in the model's code included.
     """
-    with Fp64Mode():  # also here: a plain cast to fp64 drops the imaginary part of complex buffers
+    with Fp64Mode():  # also converted here: a plain cast to fp64 drops the imaginary part of complex buffers
         oracle = copy.deepcopy(model).to("cpu", torch.float64)
     if hasattr(oracle, "set_experts_implementation"):
-        oracle.set_experts_implementation("eager")  # the grouped product of the others has no fp64
+        oracle.set_experts_implementation("eager")  # the other implementations use a grouped product without fp64
     with implementation(oracle, attention), Fp64Mode():
         return forward_logits_of(oracle, prompts, tokens, caching)
 

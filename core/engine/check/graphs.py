@@ -109,7 +109,7 @@ def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] =
             try:
                 found = static_phases(loaded.model, masked=True)
                 return tuple(_trace(p, _other(p)) for p in found if p.name in phases)
-            except Exception:  # the error of the plain form is told; this was an attempt
+            except Exception:  # report the error of the plain form; this was only an attempt
                 pass
             raise
 
@@ -117,7 +117,7 @@ def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] =
 def _static_phases(loaded: LoadedModel, device: Device) -> tuple[CachedPhase, ...]:
     try:
         return static_phases(loaded.model)
-    except Exception as error:  # any model's code runs in there
+    except Exception as error:  # the model's code may raise anything
         text = " ".join(str(error).split())
         raise ModelError(
             f"running {type(loaded.model).__name__} on a static cache on {device.name}",
@@ -135,7 +135,7 @@ def _trace(phase: CachedPhase, other: Mapping[str, Tensor]) -> PhaseGraph:
 
 
 def _other_tokens(phase: CachedPhase) -> Mapping[str, Tensor]:
-    """Return a second set of inputs of a paged step: the same places, other tokens."""
+    """Return a second set of inputs of a paged step: same positions and slots, other tokens."""
     return {**phase.inputs, "input_ids": phase.inputs["input_ids"].flip(0)}
 
 

@@ -1,4 +1,4 @@
-"""The yardstick for checks of a model whose layers round their inputs to codes: how far apart right results may be.
+"""The yardstick for checks of a model whose layers quantise their inputs: how far apart correct results may be.
 
 An input that lies next to the step between two codes may fall to either side by its last bit. So two right computations
 in fp32 that agree to a millionth may still differ by a whole step in some codes. That is rare, and one run of eager
@@ -19,13 +19,13 @@ from core.quantization.layers import QuantizedModule, rounds_inputs
 
 NUM_RUNS = 4
 _ROUNDINGS = 8
-"""Mean error of a layer's input, in roundings of its dtype: it is a sum of hundreds of terms, behind other layers."""
+"""Mean error of a layer's input, in units of its dtype's rounding; each input is a sum of hundreds of terms."""
 
 
 def widens(model: Any, dtype: torch.dtype) -> bool:
     """Tell whether the yardstick of a model that computes in dtype is wider than eager's own error.
 
-    Not in half precision, where steps are taken so often that eager's own error tells.
+    False in half precision: there inputs cross steps so often that eager's own error contains the effect.
     """
     return dtype.itemsize >= 4 and rounds_inputs(model)
 
@@ -33,9 +33,9 @@ def widens(model: Any, dtype: torch.dtype) -> bool:
 def widened(
     model: Any, eager: Sequence[Tensor], exact: Sequence[Tensor], reference: Callable[[], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return logits that are, in each place, as far from the exact ones as any right run may be.
+    """Return logits that are everywhere as far from the exact ones as any correct run may be.
 
-    They are eager's own where its own error is the yardstick (`widens`). reference: computes the fp64 logits anew.
+    These are eager's logits, unless the yardstick is wider (`widens`). reference: computes the fp64 logits anew.
     """
     if not widens(model, eager[0].dtype):
         return list(eager)
@@ -51,7 +51,7 @@ def widened(
 
 @contextmanager
 def _moved(model: nn.Module, *, seed: int, by: float) -> Iterator[None]:
-    """Move the input of each quantised layer, and of copies made of it, by a random part of this size."""
+    """Perturb the input of each quantised layer (and of its copies) by random amounts up to this relative size."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

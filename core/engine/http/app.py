@@ -1,4 +1,4 @@
-"""The endpoints: what each takes, and what it answers."""
+"""The HTTP endpoints: what each takes and what it answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from core.errors import CoreError, ModelError
 
 
 class Service:
-    """What the endpoints share: the engine in its thread, the tokenizer in its own, who is let in, what is counted."""
+    """State that the endpoints share: the engine and the tokenizer, each in its own thread, admission, and metrics."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config = config
@@ -77,7 +77,7 @@ class Service:
         generation = Generation(self.engine, self.admission, self.metrics, http.scope["core.request_id"])
         try:
             if params.logprobs is not None:
-                await self.texts.names((0,))  # refused here where there is no tokenizer, and not in the answer
+                await self.texts.names((0,))  # a model without a tokenizer is refused before the answer starts
             asked = Asked(field, body.grammar[0], max_tokens_field, max_tokens, self.max_model_len)
             await generation.begin(self.texts, prompts, params, body.n, asked)
             shape = await self._shape(body, generation.prompts, prompts)
@@ -196,17 +196,17 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Say whether requests are welcome; 503 asks to send them elsewhere."""
+        """Say whether the server takes requests; 503 asks to send them elsewhere."""
         if service.engine.failure is None and service.admission.draining:
             return ApiError(503, "the server is about to stop", code="stopping").response()
         return await health()
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Return what Prometheus reads."""
+        """Return the metrics in Prometheus' format."""
         try:
             load, stats = await service.engine.call(lambda engine: (load_of(engine), engine.stats()))
-        except CoreError:  # it is dead, or being closed
+        except CoreError:  # the engine is dead or closing
             text = service.metrics.render(None, None)
         else:
             text = service.metrics.render(load, stats)

@@ -19,7 +19,7 @@ class ServerConfig:
     #: Sequences that may wait for a place in the engine; beyond, requests are refused with 429.
     max_queue: int = 256
     max_body_bytes: int = 4 * 2**20
-    #: Requests that are open at once, with those whose body is still being read.
+    #: Requests open at once, including those whose body is still being read.
     max_open: int = 4096
     #: Longest time a client may take to send its body, or to take a piece of its answer.
     client_timeout_s: float = 60.0

@@ -17,7 +17,7 @@ _TYPES: Mapping[int, str] = {
     500: "server_error",
     503: "server_error",
 }
-"""What OpenAI calls a status; `invalid_request_error` where it is not named."""
+"""OpenAI's error type of each status; `invalid_request_error` for all others."""
 
 
 class ApiError(Exception):
@@ -37,7 +37,7 @@ class ApiError(Exception):
         self.message = message
         #: The field of the request that is at fault.
         self.param = param
-        #: One word for programs.
+        #: A one-word code for programs.
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
 
 def of_core(error: CoreError, *, status: int = 400, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return what `core` refuses as an answer in one line."""
+    """Return the answer for an error of `core`, in one line."""
     return ApiError(status, f"{error.asked}: {error.found}; to do: {error.remedy}", param=param, code=code)
 
 

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: the key, the size of the body, its time, and the log."""
+"""The middleware before every endpoint: checks the key and the body's size and time, and writes the log."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Gate:
             self._note(scope, answer)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body, None where the client has gone; raise `ApiError` for who or what is not let in."""
+        """Return the body, None if the client has gone; raise `ApiError` for a wrong key or a refused body."""
         if self._num_open > self._config.max_open:
             raise ApiError(429, f"{self._config.max_open} requests are open already", code="too_many", retry_after_s=1)
         headers = dict(scope["headers"])
@@ -91,8 +91,8 @@ class Gate:
 
     def _note(self, scope: Scope, answer: _Answer) -> None:
         route = scope.get("route")
-        path = route.path if isinstance(route, APIRoute) else "other"  # paths that clients make up are no labels
-        status = answer.status or 499  # the client left before there was any
+        path = route.path if isinstance(route, APIRoute) else "other"  # unknown paths would make endless labels
+        status = answer.status or 499  # the client left before an answer began
         self._metrics.answers.labels(path, str(status)).inc()
         fields = {
             "request_id": answer.request_id,
@@ -123,7 +123,7 @@ class _Answer:
 
 
 def _replayed(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """Return what gives the body once and then what really comes: that the client has gone."""
+    """Return a `receive` that first yields the body that was read, then passes on the client's disconnect."""
     given = False
 
     async def again() -> Message:
@@ -137,5 +137,5 @@ def _replayed(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]
 
 
 def _digest(key: bytes) -> Any:
-    # Of one length, so that a comparison tells nothing of the key's own.
+    # Compare digests of equal length, so that the time of a comparison reveals nothing about the key.
     return hashlib.sha256(key).digest()

@@ -1,4 +1,4 @@
-"""One request's sequences on their way through the engine: let in, followed, counted, ended."""
+"""The sequences of one request in the engine: admitted, followed, counted, ended."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ _NUM_SEEDS = 2**64
 class Choice:
     """One sequence of a request."""
 
-    def __init__(self, index: int, prompt: EncodedPrompt) -> None:
+    def __init__(self, index: int, prompt: EncodedPrompt, number: int) -> None:
         self.index = index
         self.prompt = prompt
-        #: What the engine gave and nobody took yet.
+        #: Its number among the choices of its prompt, from 0.
+        self.number = number
+        #: Outputs of the engine that were not taken yet.
         self.outputs: deque[RequestOutput] = deque()
         self.num_tokens = 0
         #: Characters of the tokens whose probabilities were told.
@@ -61,7 +63,7 @@ class Admission:
         self.idle.set()
 
     def check(self, count: int) -> None:
-        """Let so many sequences in, or raise the `ApiError` that refuses them."""
+        """Admit this many sequences, or raise an `ApiError`."""
         if self._engine.failure is not None:
             raise of_core(self._engine.failure, status=503, code="engine_dead")
         if self.draining:
@@ -97,7 +99,7 @@ class Generation:
     async def begin(
         self, texts: Texts, prompts: Sequence[Prompt], params: SamplingParams, n: int, asked: Asked
     ) -> None:
-        """Encode the prompts and queue n sequences of each; `ApiError` where one can't be served, and none then is."""
+        """Encode the prompts and queue n sequences of each; `ApiError`, with none queued, if one can't be served."""
         count = len(prompts) * n
         self._admission.check(count)
         try:
@@ -107,7 +109,7 @@ class Generation:
             raise
         for prompt in self.prompts:
             for number in range(n):
-                self._submit(prompt, _numbered(params, number, prompt.max_new_tokens))
+                self._submit(prompt, number, _numbered(params, number, prompt.max_new_tokens))
 
     async def take(self) -> list[tuple[Choice, list[RequestOutput]]]:
         """Wait for outputs and return them by choice, nothing once all have ended; `ApiError` where one failed."""
@@ -153,11 +155,17 @@ class Generation:
         }
         log.info("generation", extra={"fields": fields})
 
-    def usage(self) -> dict[str, int]:
-        """Return OpenAI's count of tokens: each prompt once, whatever `n`."""
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's count of tokens: each prompt once, whatever `n`, and as it was found by its first choice."""
         prompt = sum(len(each) for each in self.prompts)
         generated = sum(choice.num_tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        firsts = [choice.completion for choice in self.choices if choice.number == 0 and choice.completion]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in firsts)},
+        }
 
     async def _encoded(
         self, texts: Texts, prompts: Sequence[Prompt], params: SamplingParams, asked: Asked
@@ -174,8 +182,8 @@ class Generation:
         asked.check(encoded)
         return encoded
 
-    def _submit(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
-        choice = Choice(len(self.choices), prompt)
+    def _submit(self, prompt: EncodedPrompt, number: int, params: SamplingParams) -> None:
+        choice = Choice(len(self.choices), prompt, number)
         self.choices.append(choice)
         self._metrics.prompt_tokens.inc(len(prompt))
         try:

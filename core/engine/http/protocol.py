@@ -14,7 +14,7 @@ from core.errors import UsageError
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_BIASES = 1024
-"""Each token of a sequence pays for these, in the thread that all sequences share."""
+"""Limits on fields that cost time at each token, in the thread that all sequences share."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -30,7 +30,7 @@ TokenIds = list[int]
 
 
 class _Body(BaseModel):
-    """An unknown field is refused, null is a field that was not sent, and no value is bent to fit."""
+    """Refuses unknown fields, takes null as "not sent", and never converts a value to fit."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -48,7 +48,7 @@ class _Body(BaseModel):
 
 
 def _asks_nothing(name: str, value: object) -> bool:
-    # By type too: to Python, False is 0.
+    # Compare types too: in Python False equals 0.
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL.get(name, ()))
 
 

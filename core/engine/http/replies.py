@@ -122,7 +122,7 @@ class Reply:
         return {"object": self._shape.whole, **self._head, "choices": choices, "usage": self._generation.usage()}
 
     async def events(self, *, usage: bool) -> AsyncIterator[bytes]:
-        """Yield the chunks as server-sent events, all there is in one piece; a failure is the last event."""
+        """Yield the chunks as server-sent events, joined where several are ready; a failure is the last event."""
         choices = self._generation.choices
         yield b"".join(self._event([first]) for choice in choices if (first := self._first(choice)) is not None)
         try:

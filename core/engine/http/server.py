@@ -44,13 +44,14 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and say where and by what."""
         await super().startup(sockets)
+        config, engine = self.service.config, self.service.engine.engine
+        about = {"model": config.model_name, "key": config.api_key is not None}
+        about |= {"device": engine.device.name, "modes": engine.report().modes}
         for listener in sockets or () if self.started else ():
             host, port = listener.getsockname()[:2]
-            config = self.service.config
-            fields = {"url": f"http://{host}:{port}", "model": config.model_name, "key": config.api_key is not None}
-            log.info("serving", extra={"fields": fields})
+            log.info("serving", extra={"fields": {"url": f"http://{host}:{port}", **about}})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; asked again, stop at once."""

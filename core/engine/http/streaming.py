@@ -15,7 +15,8 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
 
 
 class EventStream(Response):
-    """Sends events as they come, and calls `close` however that ends: all sent, the client gone, or too slow."""
+    """Sends events as they come, and calls `close` at the end in every case: all sent, client gone, or client too
+    slow."""
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], *, timeout_s: float) -> None:
         super().__init__()
@@ -24,7 +25,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end, or until the client has gone."""
         try:
-            with suppress(TimeoutError):  # the connection is closed, for the answer is not complete
+            with suppress(TimeoutError):  # close the connection, since the answer is incomplete
                 await unless_gone(self._write(send), receive)
         finally:
             self._close()
@@ -33,7 +34,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for event in self._events:
             if event:
-                # A client that does not read holds its own connection up, not the engine, and not for ever.
+                # A client that does not read blocks only its own connection, not the engine, and only up to the
+                # time-out.
                 async with asyncio.timeout(self._timeout_s):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,1 +1,1 @@
-"""What a model is found to do before it serves: its attention, its masks, its rounding."""
+"""Inspects a model before it serves: its attention, its masks, its rounding."""

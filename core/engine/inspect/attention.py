@@ -66,12 +66,12 @@ class StepTensors:
     def clear(self) -> None:
         """Forget the step."""
         self.block_table = self.slot_mapping = self.seq_lens = self.query_starts = None
-        self.max_query_len = 0  # as a trace found it: what a forward leaves changed is refused
+        self.max_query_len = 0  # restored before the trace ends: state that a forward changes is refused
 
 
 @dataclass(slots=True, eq=False)
 class LayerState:
-    """What the attention function finds on its module."""
+    """The state that the attention function reads from its module."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -79,7 +79,7 @@ class LayerState:
     window: int
     #: The step being run, shared by all layers.
     step: StepTensors
-    #: Of codes in the cache.
+    #: The scales of codes in the cache.
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -154,7 +154,7 @@ def inspect(model: Any, *, max_len: int, num_tokens: int = 8) -> dict[nn.Module,
 
 
 def _inspect_mask(mask_function: Any, q_length: int, kv_length: int, device: Any = "cpu", **_: Any) -> Tensor:
-    """Stand in for a mask function: prove the mask, and return a marker that the layers hand on to the attention."""
+    """Replaces the mask function: proves the mask, and returns a marker that the layers pass on to attention."""
     recording: _Recording = _recording.current
     marker = torch.zeros((1, 1, q_length, kv_length), dtype=torch.bool, device=device)
     recording.masks[id(marker)] = prove_causal(mask_function, recording.max_len)
@@ -185,7 +185,8 @@ def _inspect_attention(
 def _size_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Stand in for attention where only the memory of a forward counts: a kernel takes little besides its output."""
+    """Replaces attention when only the memory of a forward is measured: a kernel allocates little besides its
+    output."""
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

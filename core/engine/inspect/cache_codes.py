@@ -1,4 +1,4 @@
-"""A key/value cache of codes: its dtype, its scales, and transformers' own cache made to round as it does.
+"""A quantised key/value cache: its dtype, its scales, and a transformers cache that rounds in the same way.
 
 `core::attention` reads all keys and values back from the cache. So a model's own forward, every key and value rounded
 to codes on its way into transformers' cache, is the same function: the engine's checks compare with that.
@@ -47,9 +47,9 @@ def amplification(noise: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A quantised cache as checks need it."""
+    """A quantised cache, as checks need to imitate it."""
 
-    #: Makes caches by which the model's own forward rounds alike.
+    #: Makes caches with which the model's own forward rounds in the same way.
     caching: Caching
     #: Of the codes.
     dtype: torch.dtype
@@ -65,7 +65,7 @@ def judge_rounded(
     """Judge logits that were computed on a cache of codes by criterion T1; all are of the same tokens, in lists.
 
     eagers, exact: eager's and the fp64 ones without codes, whose difference is the yardstick; references: fp64 with
-    codes. Rounding tells more behind codes than before them, by their `amplification`, and T1's bounds grow by that.
+    codes. Codes amplify rounding differences; T1's bounds are multiplied by their `amplification`.
     """
     result, eager, plain, reference = (torch.cat(list(each)).cpu() for each in (results, eagers, exact, references))
     error = eager.double() - plain
@@ -124,8 +124,8 @@ def rounding(
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
     """Set `k_scale` and `v_scale` of each attention module so that the prompts' largest key and value just fit.
 
-    prompts: token ids, in what the model will be asked. Replaces scales that are there. Raises `NotPageable` where the
-    model can't run on a paged cache at all.
+    prompts: token ids like those that the model will get. Replaces scales that are there. Raises `NotPageable` where
+    the model can't run on a paged cache at all.
     """
     layers = inspect(model, max_len=max(map(len, prompts)))
     modules = {_index(module, layer): module for module, layer in layers.items()}

@@ -16,14 +16,14 @@ EXHAUSTIVE = 8192
 """Up to this context every (query, key) pair is compared; beyond, rows are sampled: all keys of those where a rule is
 likely to change."""
 _PIECE = 64
-_HEADS = 2  # a function of the head shows it on any two, and a mask for all heads must not have it
+_HEADS = 2  # two heads suffice to see that a mask depends on the head, which the op can't express
 
 
 def prove_causal(mask_function: MaskFunction, max_len: int) -> tuple[int | None, str]:
     """Return (window, "") if the mask is causal within `window` latest positions (0: all), else (None, reason).
 
     max_len: the longest context that can occur; the proof covers positions 0 … max_len - 1 and two heads. Beyond
-    `EXHAUSTIVE` positions it is none in the strict sense, since only a sample of the rows is compared.
+    `EXHAUSTIVE` positions it is no strict proof, since only a sample of the rows is compared.
     """
     try:
         window = _window(mask_function, max_len)

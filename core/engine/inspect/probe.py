@@ -1,4 +1,4 @@
-"""Compares ways to run a model by their logits on a few tokens: are they one function, up to rounding?"""
+"""Compares ways to run a model by their logits on a few tokens: do they agree up to rounding?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.engine.models.forward import accepted_arguments
 from core.quantization.layers import rounds_inputs
 
 LONG, SHORT = 96, 5
-"""Tokens of the two sequences that share a prefill; far apart, so that what leaks from one changes the other."""
+"""Tokens of the two sequences that share a prefill; far apart, so that a leak between the sequences shows."""
 _BY_LONGEST = ("longrope", "dynamic")
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -23,9 +23,10 @@ Caching = Callable[[], dict[str, Any]]
 
 
 def function_bound(model: Any) -> float:
-    """Return the difference that tells functions apart: far above another order of summation, far below lost state.
+    """Return the difference above which two runs count as different functions: far above rounding, far below lost
+    state.
 
-    Where layers round their inputs to codes, these have as few digits as half precision.
+    Layers that quantise their inputs count as half precision, since codes have as few digits.
     """
     return 1e-3 if _dtype(model).itemsize >= 4 and not rounds_inputs(model) else 0.1
 
@@ -66,8 +67,10 @@ def probe_sequences(model: Any, *, max_model_len: int, max_num_seqs: int) -> lis
 
 
 def relative_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the norm of what is expected."""
-    return float((logits.float() - expected.float()).norm() / expected.float().norm())
+    """Return the norm of the difference over the norm of what is expected; tokens that neither allows are left out."""
+    barred = (logits == expected) & expected.isinf()
+    ours, theirs = (each.float().masked_fill(barred, 0.0) for each in (logits, expected))
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def largest_difference(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -95,9 +98,9 @@ def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = 
 def rounding_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:
     """Return the difference from `expected`, its `own_logits`, up to which a run is the model's function and rounding.
 
-    Three times what the model differs from itself where it computes the same otherwise (with a cache, and with
-    attention spelled out), but a few units of its dtype at least. A run that differs by more than `function_bound` is
-    another function, and no yardstick.
+    It is three times the model's difference from itself when it computes in other ways (with a cache, with eager
+    attention), and at least a few units of its dtype. A run that differs by more than `function_bound` is another
+    function, and no yardstick.
     """
     dtype, most = _dtype(model), function_bound(model)
     half = dtype.itemsize < 4
@@ -143,7 +146,7 @@ def _dtype(model: Any) -> torch.dtype:
 def _difference(run: Any, model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:
     try:
         return largest_difference(run(model, sequences), expected)
-    except Exception:  # models fail in their own ways, and one that does can't be a yardstick
+    except Exception:  # a model may raise anything, and is then no yardstick
         return float("inf")
 
 

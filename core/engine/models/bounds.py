@@ -1,4 +1,5 @@
-"""Bounds of a model before it is built: what its configuration describes, against its checkpoint or the machine."""
+"""Limits on the size of a model before it is built: its configuration against its checkpoint or the machine's
+memory."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from core.engine.models.weights_header import Contents
 from core.errors import ModelError
 
 _SLACK = 10_000_000
-"""Elements of buffers and of layers that checkpoints need not hold."""
+"""Elements of buffers and layers that a checkpoint may lack."""
 _CODES_PER_BYTE = 8
-"""At most, of quantised weights."""
+"""Most elements that one stored byte of a quantised weight holds."""
 _REMEDY = "use the config.json and the weights of one and the same model"
 
 
 class _TooLarge(Exception):
-    """Ends a build that is past its bound."""
+    """Ends a build that exceeds its limit."""
 
 
 def model_class(config: Any) -> Any:
@@ -38,7 +39,7 @@ def model_class(config: Any) -> Any:
 def check_checkpoint_size(asked: str, config: Any, contents: Contents, *, quantized: bool) -> None:
     """Raise `ModelError` where a configuration describes far more weights than the checkpoint holds.
 
-    Without it the missing ones would be made up, in as much memory as they take, to be reported then.
+    Without this check the missing weights would be allocated and initialised before they are reported.
     """
     held = contents.num_bytes * _CODES_PER_BYTE if quantized else contents.num_elements
     # Twice: tied weights are built as two.
@@ -62,7 +63,7 @@ def _is_larger(config: Any, limit: int) -> bool:
             model_class(config)(copy.deepcopy(config))
     except _TooLarge:
         return True
-    except Exception:  # what else is wrong with the configuration, the build proper tells
+    except Exception:  # the real build reports any other fault of the configuration
         return False
     return False
 
@@ -104,6 +105,8 @@ def check_finite(asked: str, model: nn.Module) -> None:
 def _is_finite(value: Tensor) -> bool:
     if not value.is_floating_point() or value.itemsize < 2 or not value.numel():
         return True
-    # Both pass NaN on, take no memory of the weight's size, and read 6 GB/s on one core: 20 times what isfinite does.
+    # Minimum and maximum propagate NaN, allocate nothing of the weight's size, and read 6 GB/s on one core: 20 times
+    # what
+    # isfinite does.
     smallest, largest = torch.aminmax(value.detach())
     return bool(smallest.isfinite() and largest.isfinite())

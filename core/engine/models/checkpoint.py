@@ -28,16 +28,16 @@ _VOCABULARY_FILE = re.compile(r"tokenizer\.json|.*\.model|.*\.tiktoken|tekken\.j
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model folder whose files are present and whole."""
+    """A model folder whose files are present and complete."""
 
     path: Path
-    #: `config.json` as it stands.
+    #: The content of `config.json`.
     config: dict[str, Any]
     #: The safetensors files to read.
     weight_files: tuple[Path, ...]
-    #: What these hold together.
+    #: The tensors in these files.
     contents: Contents
-    #: Whether a file there can make a tokenizer; `tokenizer_config.json` alone cannot.
+    #: Whether the folder has a file from which a tokenizer can be made; `tokenizer_config.json` alone is none.
     has_vocabulary: bool
 
 
@@ -63,7 +63,7 @@ def inspect_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoi
         num_elements=sum(each.num_elements for each in held),
         num_bytes=sum(each.num_bytes for each in held),
     )
-    if layers := too_many_layers(config, contents.num_tensors):  # a layer has a tensor at least
+    if layers := too_many_layers(config, contents.num_tensors):  # every layer has at least one tensor
         raise ModelError(
             asked_for(path),
             found=f"config.json states {layers}, and the weights are {contents.num_tensors} tensors in all",

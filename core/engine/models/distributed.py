@@ -29,17 +29,17 @@ class Processes:
     rank: int
     #: Number of processes.
     size: int
-    #: Its number among those of its host: the index of the device it takes.
+    #: Its number among the processes of its host, which is the index of its device.
     local_rank: int
 
 
 def initialize(backend: str | None = None, *, timeout_s: float = 600.0) -> Processes:
     """Join the default process group of the job that torchrun started, once, and return this process's place in it.
 
-    backend: of torch.distributed ("gloo" on the host); None for what torch takes for the devices there are. timeout_s:
+    backend: of torch.distributed ("gloo" on the host); None for torch's default for the devices at hand. timeout_s:
     after which a collective that others do not join is an error. A script that was started by itself is a job of one
     process, for which nothing is initialised; a group that was initialised before stays as it is. Raises `UsageError`
-    where the group can't be had.
+    if the group can't be made.
     """
     if not distributed.is_available():
         raise UsageError(
@@ -126,7 +126,7 @@ def _part(tensor: Any, group: str, dim: int) -> nn.Parameter:
 
 
 def _on_first(bias: nn.Parameter, group: str) -> nn.Parameter:
-    """Return what a process adds of a bias before the results are summed: all of it on the first, nothing elsewhere."""
+    """Return the bias that a process adds before the sum: all of it on the first process, none elsewhere."""
     ranks = local_shard(torch.arange(group_size(group)), group)
     return bias if int(ranks) == 0 else nn.Parameter(torch.zeros_like(bias), requires_grad=bias.requires_grad)
 

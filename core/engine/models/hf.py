@@ -1,4 +1,4 @@
-"""The door to transformers, which is optional: import it, keep it offline, and hear what it has to say."""
+"""Access to transformers, which is optional: import it, keep it offline, and collect its messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unusable(error: ImportError, asked: str = "use transformers") -> ModelError:
 
 
 class _Steps:
-    """What transformers iterates over instead of a tqdm bar: it counts out loud."""
+    """Replaces the tqdm bars of transformers: reports each count to `progress`."""
 
     def __init__(self, steps: Iterable[Any], total: int, progress: Progress) -> None:
         self._steps, self._total, self._progress = steps, total, progress

@@ -65,7 +65,7 @@ class LoadedModel:
     max_position: int | None
     stop_token_ids: tuple[int, ...]
     load_time_s: float
-    #: What loading found that is no error, one line each.
+    #: Warnings of the loading, one line each.
     warnings: tuple[str, ...] = ()
     tokenizer_error: ModelError | None = field(default=None, repr=False)
 
@@ -143,8 +143,8 @@ def build_model(
     """Build a model with random weights, for tests and benchmarks; it has no tokenizer.
 
     config: a `PreTrainedConfig` (not changed), or the path of a `config.json` or of a folder with one; no weights are
-    read. The weights are drawn on the host, so that one seed gives the same weights on every device, by the model's own
-    initialisation. Every parameter which that leaves constant is then perturbed, and so is a padding token's embedding:
+    read. The weights are drawn on the host by the model's own initialisation, so that one seed gives the same weights
+    on every device. Every parameter that is constant after that is perturbed, and so is a padding token's embedding:
     norm weights of exactly 1 and biases of exactly 0 hide a step that is left out or applied twice. The global random
     state is left as it was.
     """
@@ -199,7 +199,7 @@ def loaded_model(
 ) -> LoadedModel:
     """Put a model into evaluation mode and return it with what an engine needs to know about it.
 
-    logged: what transformers said, which joins the warnings.
+    logged: messages of transformers, which are added to the warnings.
     """
     model.eval().requires_grad_(False)
     return LoadedModel(
@@ -238,7 +238,7 @@ def _move(asked: str, model: nn.Module, torch_device: torch.device, progress: Pr
             found=f"the weights take {num_bytes / 2**30:.2f} GiB, too much for {torch_device}: {described(error)}",
             remedy="free memory there, choose a narrower dtype, or a smaller model",
         ) from error
-    share_input_scales(model)  # where moving a parameter makes a new one
+    share_input_scales(model)  # for devices where moving a parameter makes a new one
     if progress is not None:
         progress("move to device", 1, 1)
 
@@ -249,7 +249,7 @@ def _perturb_constants(model: nn.Module) -> None:
         if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
             noise = torch.rand(parameter.shape, dtype=torch.float32).mul_(0.5).sub_(0.25)
             parameter.copy_(parameter.float() + noise)
-    # The padding token's row of zeros: a prompt or a generation may hold it, and behind zeros all choices are ties.
+    # Perturb the zero row of the padding token: prompts may hold that token, and after a zero row all choices are ties.
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             row = module.weight[module.padding_idx]

@@ -40,7 +40,7 @@ class QuantizedCheckpoint:
     ) -> None:
         self._asked, self._checkpoint, self._config, self._dtype = asked, checkpoint, config, dtype
         self._parsed: CheckpointConfig = parse_config(asked, stated)
-        #: What is stated and not applied, and what the scales of a cache serve; complete after `load`.
+        #: Notes on settings that are not applied, and on the scales of a cache; complete after `load`.
         self.warnings = self._parsed.warnings
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -122,21 +122,21 @@ class QuantizedCheckpoint:
         return QuantizationReport(scheme=schemes, layers=reports, ignored=ignored, source="from the checkpoint")
 
     def _read_generation_config(self, model: Any) -> None:
-        """Read it as `from_pretrained` does when it is given a folder."""
+        """Read the weights as `from_pretrained` does for a folder."""
         if (self._checkpoint.path / "generation_config.json").is_file():
             read = import_transformers().GenerationConfig.from_pretrained
             model.generation_config = read(self._checkpoint.path, local_files_only=True)
 
 
 def _load_rest(base: type[nn.Module], quantized: tuple[str, ...], **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model with nothing where the quantised layers go, so that no memory is spent on their weights."""
+    """Return the model with empty places for the quantised layers, so that no memory is spent on their weights."""
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         for name in quantized:
             replace_module(self, name, nn.Identity())
 
-    # Of the same name: transformers looks conversions of weights up by it.
+    # The class keeps its name: transformers looks up conversions of weights by it.
     body = {"__init__": __init__, "__module__": base.__module__}
     hollow: Any = type(base.__name__, (base,), body)
     model, info = hollow.from_pretrained(None, output_loading_info=True, **options)

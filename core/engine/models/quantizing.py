@@ -23,14 +23,14 @@ In 1905 he published four papers, on light, on motion, on time and space, and on
 def mean(values): return sum(values) / len(values) if values else 0.0
 The recipe needs 250 g of flour, two eggs, a pinch of salt and half a litre of milk; let it rest for thirty minutes.
 """
-"""What models with a tokenizer are calibrated with where no file is given: prose, dialogue, code and numbers."""
+"""The default calibration text of models with a tokenizer: prose, dialogue, code and numbers."""
 
 _NUM_RANDOM, _MAX_TOKENS, _MAX_SAMPLES = 4, 128, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantize:
-    """What a command asks for."""
+    """The quantisation that a command asks for."""
 
     scheme: QuantizationScheme
     #: A text file, each line of which is a sample; None for a built-in text.
@@ -50,7 +50,7 @@ class Quantize:
         return None
 
     def apply(self, loaded: LoadedModel, progress: Progress | None = None) -> LoadedModel:
-        """Quantise the model in place and return what it is then; raise `UsageError` as `core.quantize` does."""
+        """Quantise the model in place and return the quantised model; raise `UsageError` as `core.quantize` does."""
         batches = calibration_batches(loaded, self.calibration)
         quantize(loaded.model, self.scheme, calibration=batches, progress=progress)
         return replace(loaded, num_parameters=num_weights(loaded.model))

@@ -1,4 +1,4 @@
-"""Reads a model's folder by transformers: configuration, weights, tokenizer; or tells why that can't be done."""
+"""Reads a model's folder with transformers: configuration, weights, tokenizer; or says why that is impossible."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def read_folder(path: Path, config: Any, dtype: torch.dtype, **options: Any) -> 
 def read_weights(
     asked: str, read: Callable[..., Any], logged: list[str], quantized: str = ""
 ) -> tuple[nn.Module, list[str]]:
-    """Return the model that read gives, on the host, with the names of weights in the files that have no place.
+    """Return the model that `read` makes on the host, and the names of weights in the files that the model does not
+    have.
 
     quantized: the format in which transformers is to read them, for the error where it can't.
     """
@@ -55,14 +56,14 @@ def read_weights(
         model, info = read(ignore_mismatched_sizes=True)
     except CoreError:
         raise
-    except Exception as error:  # any model's constructor or conversion runs in there
+    except Exception as error:  # a model's constructor or conversion may raise anything
         found = f"transformers could not load it: {_conversion_problem(logged) or described(error)}"
         remedy = "check that config.json and the weights belong together and that what they need is installed"
         if quantized:
             found = f"its weights are quantised as {quantized!r}, and {found}"
             remedy = f"install what it needs; or {REMEDY}"
         raise ModelError(asked, found=found, remedy=remedy) from error
-    logged[:] = [message for message in logged if "LOAD REPORT" not in message]  # judged here, from the same facts
+    logged[:] = [message for message in logged if "LOAD REPORT" not in message]  # judged below
     mismatched = sorted((name, tuple(found), tuple(wanted)) for name, found, wanted in info["mismatched_keys"])
     remedy = "use the config.json and the weights of one and the same model"
     if mismatched:
@@ -98,8 +99,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> tuple[Any | None, ModelError | Non
         )
     except ModelError as error:
         return None, ModelError(asked, found=error.found, remedy=error.remedy)
-    except BaseException as error:  # parsers of several formats and optional libraries run in there
-        # What a library in Rust raises where it gives up is no `Exception`.
+    except BaseException as error:  # parsers of several formats and optional libraries may raise anything
+        # A panic of a Rust library is not an `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         found = f"transformers could not load the tokenizer: {described(error)}"

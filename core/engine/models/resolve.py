@@ -28,17 +28,17 @@ def resolve_model(
     progress: Progress | None = None,
     quantize: Quantize | None = None,
 ) -> tuple[LoadedModel, str]:
-    """Load or build what MODEL names, on the device; return it with a short name for readers.
+    """Load or build the model that MODEL names, on the device; return it with a short name for reports.
 
-    A folder wins over a model type of the same name. quantize: what to do to it then. Raises `UsageError` for a name
-    that is neither, `ModelError` for a folder that cannot be used.
+    A folder wins over a model type of the same name. quantize: how to quantise the loaded model. Raises `UsageError`
+    for a name that is neither, `ModelError` for a folder that cannot be used.
     """
     loaded, name = _resolve(model, device, dtype, progress)
     return (loaded, name) if quantize is None else (quantize.apply(loaded, progress), quantized_name(name, quantize))
 
 
 def quantized_name(name: str, quantize: Quantize) -> str:
-    """Return what readers call a model that was quantised."""
+    """Return the short name of a quantised model."""
     return f"{name}, quantised ({quantize.scheme.name})"
 
 
@@ -70,7 +70,7 @@ def _resolve(model: str | None, device: Device, dtype: str, progress: Progress |
 
 
 def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
-    """Raise `UsageError` where an option has a value that is none of the known ones; None is left out."""
+    """Raise `UsageError` if an option has an unknown value; None is allowed."""
     if given is not None and given not in known:
         raise UsageError(f"{option} {given}", found=f"the choices are {', '.join(known)}", remedy="name one of these")
 

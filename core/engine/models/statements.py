@@ -1,7 +1,7 @@
-"""What the JSON files of a model folder may say: read with bounds, the fields that `core` relies on checked by type.
+"""Reads the JSON files of a model folder within limits, and checks the types of the fields that `core` relies on.
 
-A model library checks the rest of its own files; here stand the fields that decide sizes, that reach the engine, or
-that a library takes unchecked.
+A model library checks the rest of its own files; checked here are the fields that decide sizes, reach the engine, or
+pass through a library unchecked.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from types import MappingProxyType
 from typing import Any
 
 MAX_DEPTH = 100
-"""Objects and lists within each other; those of real models are less than ten."""
+"""Most nested objects and lists; real models have less than ten."""
 _MAX_BYTES = 100_000_000
 _MAX_DIGITS = 40
 _MAX_SIZE = 2**40
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 MAX_LAYERS = 10_000
-"""Of a model that is built without a checkpoint, whose tensors would tell."""
+"""Limit for a model built without a checkpoint, whose tensors would show the real number."""
 _MAX_LABELS = 1_000_000
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and what is wanted."""
+"""A check of a value, and a description of valid values."""
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the content of a JSON file; raise `ValueError`, with the reason, for what is none or beyond the bounds."""
+    """Return the content of a JSON file; raise `ValueError`, with the reason, if it is no JSON or exceeds the
+    limits."""
     if len(data) > _MAX_BYTES:
         raise ValueError(f"{len(data)} bytes; {_MAX_BYTES} are the most")
     try:
@@ -112,7 +113,7 @@ FIELDS: Mapping[str, Mapping[str, Rule]] = MappingProxyType(
 
 
 def wrong_field(file: str, content: Mapping[str, Any]) -> str:
-    """Return which field of a file has a value of the wrong kind, "" where none has."""
+    """Return which field of a file has a value of the wrong type, or ""."""
     for name, (holds, wanted) in FIELDS.get(file, {}).items():
         if name in content and not holds(content[name]):
             return f"{file} states {name}={shown(content[name])}, not {wanted}"

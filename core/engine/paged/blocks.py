@@ -1,4 +1,4 @@
-"""The blocks of one group of attention layers: who holds them, and what the full ones among them contain."""
+"""The cache blocks of one group of attention layers: their holders, and the content of full blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BlockPool:
     """Hands out cache blocks by number, to several holders where they hold the same. Block 0 is the null block: padding
     writes there, no sequence gets it.
 
-    A full block may be published under a key that says what it holds. Then it can be found by that key, also when
-    nobody holds it any more, until it is handed out anew: blocks without a key first, then the one longest unused.
+    A full block may be published under a key that says what it holds. Then it can be found by that key, even without a
+    holder, until it is handed out again. Blocks without a key are handed out first, then the least recently used ones.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -46,12 +46,12 @@ class BlockPool:
         return taken
 
     def hold(self, block: int) -> None:
-        """Become one more holder of a block that was found."""
+        """Add a holder to a block that was found."""
         self._holders[block] += 1
         self._free.pop(block, None)
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Hold these blocks no longer; what their last holder gave back first is handed out first."""
+        """Release these blocks; those released first are handed out first."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -60,16 +60,16 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Let full blocks be found by what they hold; the first block of a key stays the one that is found.
+        """Publish full blocks by their content; the first block of a key stays the one that is found.
 
-        The null block among them, where others had been, is passed over.
+        Null blocks among them (where blocks were given back) are skipped.
         """
         for block, key in zip(blocks, keys, strict=True):
             if block != NULL_BLOCK and self._keys[block] is None and key not in self._blocks:
                 self._keys[block], self._blocks[key] = key, block
 
     def find(self, keys: Iterable[bytes]) -> list[int | None]:
-        """Return the block that holds what each key says, or None; it is the caller's after `hold` alone."""
+        """Return the block of each key, or None; the caller owns a block only after `hold`."""
         return list(map(self._blocks.get, keys))
 
     def is_free(self, block: int) -> bool:
@@ -77,7 +77,7 @@ class BlockPool:
         return block in self._free
 
     def forget(self) -> None:
-        """Find no block any more: what they hold was computed by weights that are no longer the model's."""
+        """Forget all keys: the content was computed with weights that have been replaced."""
         self._blocks.clear()
         self._keys = [None] * self.num_blocks
 

@@ -8,26 +8,37 @@ from typing import Any
 from torch import Tensor
 
 from core.engine.config import Sampling
+from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
 from core.engine.models.forward import accepted_arguments
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
+from core.engine.steps.inputs import table_names
 from core.engine.steps.sampling import next_tokens
-from core.engine.steps.step import table_names
 
 
 class PagedLogits:
     """The model over the flattened tokens of one step, for one phase: its logits."""
 
-    def __init__(self, model: Any, steps: Sequence[StepTensors], max_query_len: int) -> None:
-        """steps: what the layers of each group read."""
+    def __init__(
+        self,
+        model: Any,
+        steps: Sequence[StepTensors],
+        max_query_len: int,
+        *,
+        states: HiddenStates | None = None,
+        states_group: int = 0,
+    ) -> None:
+        """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group."""
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
         self._max_query_len = max_query_len
+        self._states = states
+        self._state_slots = table_names(states_group)[1]
         self._selects_rows = "logits_to_keep" in accepted_arguments(model)
 
     def __repr__(self) -> str:
-        return type(self._model).__name__  # stands in reports and errors of tracing
+        return type(self._model).__name__  # named so in reports and in errors of tracing
 
     def __call__(
         self,
@@ -40,17 +51,21 @@ class PagedLogits:
     ) -> Tensor:
         """Return logits (rows, vocabulary) after the tokens at logit_rows; shapes as in `step_inputs`.
 
-        tables: the block table and the slot mapping of each group of layers.
+        tables: the block table and the slot mapping of each group of layers, and what else `step_inputs` declares.
         """
         for step, (table, slots) in zip(self._steps, self._names, strict=True):
             step.block_table, step.slot_mapping = tables[table], tables[slots]
             step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
+        if self._states is not None:
+            self._states.slots, self._states.next_slots = tables[self._state_slots], tables.get("next_slots")
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         output = self._model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
         )
         for step in self._steps:
             step.clear()
+        if self._states is not None:
+            self._states.clear()
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
 

@@ -1,4 +1,4 @@
-"""Groups of attention layers that look back equally far, and how many blocks each group gets of the memory there is."""
+"""Groups of attention layers that look back equally far, and the number of blocks that each group gets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 from core.engine.inspect.attention import AttentionLayer
 
 MAX_GROUPS = 4
-"""Each has a block table and a slot mapping in every step; layers of more windows share the next larger one."""
+"""Most groups: each costs a block table and a slot mapping per step. Layers with further windows join the next larger
+one."""
 _MOST_OF_WINDOWS = 4
-"""Windows are full for four times as many sequences as have room at full length: most sequences are shorter."""
+"""Groups with windows get blocks for four times as many sequences as fit at full length: most sequences are shorter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ def make_groups(layers: Mapping[nn.Module, AttentionLayer], *, max_len: int, blo
     """
     windows = {m: 0 if layer.window + 2 * block_size >= max_len else layer.window for m, layer in layers.items()}
     kept = sorted({window for window in windows.values() if window}, reverse=True)
-    kept = kept[: MAX_GROUPS - 1]  # the larger ones: a smaller window may be kept longer than it needs
+    kept = kept[: MAX_GROUPS - 1]  # keep the larger ones: a layer with a smaller window may keep more than it needs
     members: dict[int, list[nn.Module]] = {window: [] for window in (0, *kept)}
     for module, window in windows.items():
         members[window if window in members else min(kept)].append(module)
@@ -60,7 +61,7 @@ class CacheSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheNeeds:
-    """What decides about the size of a cache besides memory."""
+    """What determines the size of a cache besides memory."""
 
     groups: Sequence[LayerGroup]
     block_size: int
@@ -83,7 +84,7 @@ class CacheNeeds:
             count = -(-num_tokens // size)
             if group.window:
                 own = min(longest, -(-group.window // size) + 2)
-                # Twice: a step that is under way still needs what the one behind it lets go.
+                # Twice: a running step still needs blocks that the queued step gives back.
                 count = min(count, seqs * own + 2 * -(-self.max_step_tokens // size) + seqs)
             blocks.append(1 + max(count, longest))
         per_block = [group.bytes_per_position * size for group in self.groups]

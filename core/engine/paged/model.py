@@ -1,4 +1,4 @@
-"""What a model is found to keep on the paged cache, before anything is allocated or compiled."""
+"""Inspects what a model keeps in the paged cache, before anything is allocated or compiled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from core.engine.steps.runner import EngineConfig
 class PagedModel:
     """A model with its attention layers, in groups that look back equally far; or `NotPageable`."""
 
-    def __init__(self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int) -> None:
-        """Inspect the model, which stays as it is."""
+    def __init__(
+        self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int, state_bytes: int = 0
+    ) -> None:
+        """Inspect the model, which stays as it is. state_bytes: of each position, besides keys and values."""
         self.model = model
         self._device = device
         #: The sizes that its programs are compiled for.
@@ -36,8 +38,9 @@ class PagedModel:
         self.rounding = None if self._codes is None else rounding(model, self.layers, self.scales, self._codes)
         if self._codes is not None:
             self.layers = {module: replace(each, dtype=self._codes) for module, each in self.layers.items()}
-        self.groups = make_groups(self.layers, max_len=max_model_len, block_size=config.block_size)
-        #: Transformers' attention that it came with.
+        first, *others = make_groups(self.layers, max_len=max_model_len, block_size=config.block_size)
+        self.groups = (replace(first, bytes_per_position=first.bytes_per_position + state_bytes), *others)
+        #: The attention implementation of transformers that the model came with.
         self.native_attention: str = model.config._attn_implementation
 
     def step_bytes(self) -> int:

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from core.device import Device
+from core.engine.heads.states import HiddenStates
 from core.engine.paged.blocks import BlockPool
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.groups import CacheNeeds
@@ -19,15 +20,25 @@ from core.engine.paged.model import PagedModel
 from core.engine.paged.sizing import choose_size, no_room
 from core.engine.paged.tables import BlockTables
 from core.engine.steps.runner import EngineConfig
+from core.errors import ModelError
 
 
 class Room:
     """How many blocks each model's groups have, and which of them each sequence holds."""
 
     def __init__(
-        self, models: Sequence[PagedModel], device: Device, config: EngineConfig, *, max_model_len: int
+        self,
+        models: Sequence[PagedModel],
+        device: Device,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        looks_ahead: bool = False,
     ) -> None:
-        """Choose the size; raise `ModelError` where there is no room for it. Allocates nothing for good."""
+        """Choose the size; raise `ModelError` where there is no room for it. Allocates nothing for good.
+
+        looks_ahead: as of `BlockTables`.
+        """
         self._models = tuple(models)
         self._device = device
         groups = [group for each in models for group in each.groups]
@@ -44,6 +55,7 @@ class Room:
             [group.window for group in groups],
             block_size=config.block_size,
             share_prefixes=config.prefix_caching,
+            looks_ahead=looks_ahead,
         )
 
     def groups_of(self, model: PagedModel) -> slice:
@@ -63,5 +75,17 @@ class Room:
                 device=self._device.torch_device,
                 scales=model.scales,
             )
-        except torch.OutOfMemoryError as error:  # what other processes hold, `memory` may not know
-            raise no_room(self._needs, self._size, " ".join(str(error).split())[:200]) from None
+        except torch.OutOfMemoryError as error:
+            raise self._no_room(error) from None
+
+    def make_states(self, model: PagedModel, size: int, dtype: torch.dtype) -> HiddenStates:
+        """Allocate hidden states of this size for the slots of a model's first group; raise as `make_cache` does."""
+        num_slots = self._size.num_blocks[self.groups_of(model).start] * self._needs.block_size
+        try:
+            return HiddenStates(torch.zeros((num_slots, size), dtype=dtype, device=self._device.torch_device))
+        except torch.OutOfMemoryError as error:
+            raise self._no_room(error) from None
+
+    def _no_room(self, error: BaseException) -> ModelError:
+        # What other processes hold, `memory` may not know.
+        return no_room(self._needs, self._size, " ".join(str(error).split())[:200])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -16,19 +17,21 @@ from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
 from core.engine.config import Sampling, SamplingParams
+from core.engine.heads.states import HiddenStates
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
 from core.engine.paged.model import PagedModel
 from core.engine.paged.room import Room
-from core.engine.paged.self_check import check_same_function
+from core.engine.paged.self_check import check_same_function, probe_limits
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
+from core.engine.steps.inputs import step_inputs, step_tensors
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sampling import GREEDY_ROW, sampling_guard
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
-from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request, step_inputs, step_tensors
+from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request
 from core.quantization.layers import continuous
 
 
@@ -37,6 +40,10 @@ class Place(NamedTuple):
 
     model: PagedModel
     room: Room
+    #: Whether it drafts, and verifies nothing.
+    drafts: bool = False
+    #: What a head reads in the slots of its first group, which follows the groups of the model that writes it.
+    states: HiddenStates | None = None
 
     @classmethod
     def alone(cls, model: Any, device: Device, config: EngineConfig, *, max_model_len: int) -> Place:
@@ -75,11 +82,14 @@ class PagedRunner:
         self.num_drafts = config.speculative
         self._closed = False
         self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
-        paged, room = place or Place.alone(model, device, config, max_model_len=max_model_len)
+        place = place or Place.alone(model, device, config, max_model_len=max_model_len)
+        paged, room, self._drafts, self._states = place
         self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
         self.max_step_tokens = paged.max_step_tokens
-        #: Which of the groups of `cache` are this model's.
-        self.groups = room.groups_of(paged)
+        own = room.groups_of(paged)
+        self._states_group = 0 if self._drafts else own.stop - own.start
+        #: Which of the groups of `cache` its steps have to do with: this model's, and the one whose slots it writes.
+        self.groups = slice(own.start, own.stop + (self._states is not None and not self._drafts))
         buckets = self._buckets(config, paged.prefill_sizes)
         self._paged = room.make_cache(paged)
         self.cache = room.tables
@@ -88,15 +98,16 @@ class PagedRunner:
         self._staged: StagedSteps | None = None
         try:
             self._calls = self._make_calls(self._paged)
-            with continuous(self._model):  # what is compared is the cache, not which side of a step a code falls to
+            with continuous(self._model):  # judges the cache, not how inputs round to codes
                 self._check_same_function()
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
             self._greedy_rows = self._greedy_params(max_rows)
             shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
-            own: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
-            own |= {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
-            options = config.compile_options(self._calls, device.capabilities, **own)
-            inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling)
+            how: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
+            how |= {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
+            options = config.compile_options(self._calls, device.capabilities, **how)
+            kinds = {"shaped": "shaped" in self._sampling, "chained": self._is_chained}
+            inputs = step_inputs(self._max_blocks, self.num_groups, **kinds)
             self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self.program.keys:
                 most_seqs = max(b["seqs"] for sizes in buckets.values() for b in sizes)
@@ -127,7 +138,9 @@ class PagedRunner:
                 output = self._histories.shaped_by_request(step, output, rows, inputs)
             return output if self._staged is None else self._staged.read_later(output)
         finally:
-            self._paged.clear_step()  # an interrupted step must not serve a later call of the model
+            self._paged.clear_step()  # an interrupted step's tables must not serve a later call of the model
+            if self._states is not None:
+                self._states.clear()
 
     def _takes_tokens_there(self, key: GraphKey | None) -> bool:
         """Tell whether a step of this key may be given tokens that the host does not know."""
@@ -167,6 +180,10 @@ class PagedRunner:
         """Groups of layers, each with a block table of its own."""
         return int(self.groups.stop - self.groups.start)
 
+    @property
+    def _is_chained(self) -> bool:
+        return self._drafts and self._states is not None
+
     def phases(self) -> tuple[CachedPhase, ...]:
         """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
 
@@ -187,10 +204,9 @@ class PagedRunner:
         )
 
     def _tensors(self, step: Step) -> dict[str, Tensor]:
-        device, groups = self._device.torch_device, self.groups
-        return step_tensors(
-            step, max_blocks=self._max_blocks, block_size=self._block_size, device=device, groups=groups
-        )
+        where: dict[str, Any] = {"device": self._device.torch_device, "groups": self.groups}
+        where |= {"max_blocks": self._max_blocks, "block_size": self._block_size}
+        return step_tensors(step, chained=self._is_chained, **where)
 
     def _greedy_params(self, num_rows: int) -> Tensor:
         return torch.tensor([GREEDY_ROW], device=self._device.torch_device).repeat(num_rows, 1)
@@ -204,44 +220,53 @@ class PagedRunner:
 
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         model, histories = self._model, self._histories
-        lens = self._query_lens().items()
-        return {phase: PagedCall(PagedLogits(model, cache.steps, most), histories) for phase, most in lens}
+        lens, kept = self._query_lens().items(), {"states": self._states, "states_group": self._states_group}
+        return {phase: PagedCall(PagedLogits(model, cache.steps, most, **kept), histories) for phase, most in lens}  # type: ignore[arg-type]
 
     def _buckets(self, config: EngineConfig, prefill: Sequence[int]) -> dict[str, list[dict[str, int]]]:
         sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
+        rows = 1 if self._drafts else width  # a model that drafts catches up there, and chooses one token each
         buckets = {
             "decode": [{"tokens": size, "seqs": size, "rows": size} for size in sizes],
             "prefill": [{"tokens": size, "seqs": seqs, "rows": seqs} for size in prefill],
-            "verify": [{"tokens": size * width, "seqs": size, "rows": size * width} for size in sizes],
+            "verify": [{"tokens": size * width, "seqs": size, "rows": size * rows} for size in sizes],
         }
         return {phase: buckets[phase] for phase in self._query_lens()}
 
     @torch.no_grad()
     def _check_same_function(self) -> None:
         """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ."""
+        limits = {"max_model_len": self._max_model_len, "max_num_seqs": self.max_num_seqs}
+        num_blocks = min(pool.num_blocks for pool in self.cache.pools) - 1  # nobody gets the null block
+        longest, most = probe_limits(num_blocks, self._block_size, num_drafts=self.num_drafts, **limits)
         check_same_function(
             self._model,
-            self._run_probes,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self.max_num_seqs,
+            partial(self._run_probes, longest=longest),
+            max_model_len=longest,
+            max_num_seqs=most,
             rounding=self.cache_rounding,
         )
 
-    def _run_probes(self, probes: Sequence[list[int]]) -> dict[str, list[Tensor]]:
-        """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify."""
-        params = SamplingParams(max_new_tokens=1 + self.num_drafts)
-        sequences = [EngineSequence(index, probe[:-1], params) for index, probe in enumerate(probes)]
-        for sequence in sequences:
-            self.cache.join(sequence)  # an empty cache has room for them
-            self.cache.grow(sequence, min(len(sequence) + 1 + self.num_drafts, self._max_model_len))
+    def _run_probes(self, probes: Sequence[list[int]], longest: int) -> dict[str, list[Tensor]]:
+        """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify.
+
+        longest: tokens that one may come to have, drafts included; the empty cache has room for so many of each.
+        """
+        sequences = []
+        for index, probe in enumerate(probes):
+            end = min(len(probe) + self.num_drafts, longest)
+            params = SamplingParams(max_new_tokens=end + 1 - len(probe))
+            sequences.append(EngineSequence(index, probe[:-1], params))
+            joined = self.cache.join(sequences[-1]) and self.cache.grow(sequences[-1], end)
+            assert joined, "the cache has no room for a probe"
         first = self._run_probe(Step("prefill", tuple(Part(s, len(s)) for s in sequences)))
         for sequence, probe in zip(sequences, probes, strict=True):
             sequence.num_computed, sequence.generated = len(sequence), probe[-1:]
         parts = [Part(sequence, 1) for sequence in sequences]
         found = {"decode": self._run_probe(Step("decode", tuple(parts)))}
         if self.num_drafts:
-            # The same token once more, and behind it what fits of any others.
-            drafts = [tuple(probe[: min(self.num_drafts, self._max_model_len - len(probe))]) for probe in probes]
+            # The same token once more, followed by as many other tokens as fit.
+            drafts = [tuple(probe[: min(self.num_drafts, longest - len(probe))]) for probe in probes]
             parts = [Part(sequence, 1, guesses) for sequence, guesses in zip(sequences, drafts, strict=True)]
             found["verify"] = self._run_probe(Step("verify", tuple(parts)))
         for sequence in sequences:
@@ -250,8 +275,10 @@ class PagedRunner:
 
     def _run_probe(self, step: Step) -> Tensor:
         """Return the logits (seqs, vocabulary) after each sequence's pending tokens; keep the inputs as examples."""
+        for part in step.parts:
+            part.emits = False  # a head's own forward knows of no hidden states that an earlier step left
         tensors = self._tensors(step)
-        # What they point at stays in the cache, for the verification of passes.
+        # The cache keeps what these inputs refer to, for the verification of passes.
         history = {"history_rows": torch.zeros_like(tensors["input_ids"])} if "shaped" in self._sampling else {}
         example = {**tensors, "sampling_params": self._greedy_params(step.num_rows), **history}
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]

@@ -11,6 +11,7 @@ from torch import Tensor
 from core.engine.inspect.attention import SERVE, NotPageable, set_implementation
 from core.engine.inspect.cache_codes import Rounding, amplification
 from core.engine.inspect.probe import (
+    SHORT,
     counts_from_zero,
     largest_difference,
     own_logits,
@@ -20,6 +21,20 @@ from core.engine.inspect.probe import (
 
 RunProbes = Callable[[Sequence[list[int]]], Mapping[str, list[Tensor]]]
 """Returns, by phase, the logits of each sequence's last two tokens, the last of them computed by that phase."""
+
+
+def probe_limits(
+    num_blocks: int, block_size: int, *, max_model_len: int, max_num_seqs: int, num_drafts: int
+) -> tuple[int, int]:
+    """Return the most tokens of a probe, and the most probes at once, that an empty cache of so many blocks holds.
+
+    A cache that barely holds the longest context gets a shorter long probe, so that a short one still shares its steps.
+    Where even two of the shortest have no room, there is one probe.
+    """
+    short = -(-(SHORT + 1 + num_drafts) // block_size)
+    longest = min(block_size * max(num_blocks - short, num_blocks // 2), max_model_len)
+    # The shortest probe has a token for prefill and one for decode.
+    return (longest, max_num_seqs) if longest >= 2 and max_num_seqs > 1 else (max_model_len, 1)
 
 
 def check_same_function(

@@ -1,4 +1,4 @@
-"""How large the cache becomes: what was asked for, else what sequences need, as far as memory goes."""
+"""Chooses the size of the cache: the requested size, else what sequences need, limited by memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core.errors import ModelError
 DEFAULT_FRACTION = 0.9
 """Share of the device's memory that an engine fills at most, weights and graphs included."""
 _EASY = 0.5
-"""A cache that takes at most this share of what is free needs no look at what a step takes."""
+"""If the cache takes at most this share of the free memory, the memory of a step need not be measured."""
 _GRAPHS = 1.5
 """Memory that captured graphs hold, as a multiple of what the largest step takes while it runs."""
 

@@ -1,4 +1,4 @@
-"""Which blocks each sequence has: taken as it grows, shared with those that begin alike, given back when unused.
+"""The blocks of each sequence: taken as it grows, shared with sequences of the same beginning, given back when unused.
 
 Attention layers that look back equally far form a group, which has a pool and a table of each sequence of its own. A
 group with a window gives back the blocks that lie before it; their places in the table hold the null block.
@@ -30,13 +30,23 @@ class BlockTables:
     """
 
     def __init__(
-        self, pools: Sequence[BlockPool], windows: Sequence[int], *, block_size: int, share_prefixes: bool = True
+        self,
+        pools: Sequence[BlockPool],
+        windows: Sequence[int],
+        *,
+        block_size: int,
+        share_prefixes: bool = True,
+        looks_ahead: bool = False,
     ) -> None:
-        """pools, windows: one for each group; window: positions that its layers look back, 0 for all."""
+        """pools, windows: one for each group; window: positions that its layers look back, 0 for all.
+
+        looks_ahead: whether what is kept for a token depends on the next one too, as a head's keys and values do.
+        """
         self.pools = tuple(pools)
         self._windows = tuple(windows)
         self._block_size = block_size
         self._shares = share_prefixes
+        self._ahead = int(looks_ahead)
         self._trims = any(windows)
         # Blocks that each sequence may come to have, by its index.
         self._finals: dict[int, int] = {}
@@ -87,7 +97,7 @@ class BlockTables:
         return True
 
     def settle(self, sequence: EngineSequence) -> None:
-        """Take note that `num_settled` tokens are in the cache: publish full blocks, give back those before windows."""
+        """Note that `num_settled` tokens are in the cache: publish full blocks, give back blocks before the windows."""
         if not sequence.tables:
             return
         if self._shares:
@@ -97,12 +107,12 @@ class BlockTables:
 
     def release(self, sequence: EngineSequence) -> None:
         """Give back all that a sequence holds; of nothing, do nothing."""
-        # The sequence lets go first: so an interrupt in between can't hand the blocks out twice.
+        # Clear the sequence's tables first, so that an interrupt in between can't hand the blocks out twice.
         self._finals.pop(sequence.index, None)
         tables, sequence.tables = sequence.tables, []
         sequence.table_changed()
         for pool, table in zip(self.pools, tables, strict=False):
-            # From the end: the beginnings of texts are what others are likely to share.
+            # From the end: others are most likely to share the beginnings of texts.
             pool.give_back(block for block in reversed(table) if block != NULL_BLOCK)
 
     def forget(self) -> None:
@@ -129,18 +139,21 @@ class BlockTables:
         return [[] for _ in self.pools]
 
     def _first_needed(self, num_tokens: int, window: int) -> int:
-        """Return the place of the first block that tokens behind the first num_tokens look at."""
+        """Return the index of the first block that tokens after the first num_tokens attend to."""
         return max(0, num_tokens - window + 1) // self._block_size if window else 0
 
     def _keys(self, sequence: EngineSequence, count: int) -> list[bytes]:
         """Return the keys of a sequence's first `count` blocks: each of what the block holds and all before it.
 
-        Cryptographic, since two texts with one key would be given each other's keys and values.
+        Cryptographic, since two texts with one key would be given each other's keys and values. Where layers look
+        ahead, the first token behind a block belongs to what it holds.
         """
         keys, size = sequence.block_keys, self._block_size
         if len(keys) < count:
             before, first = keys[-1] if keys else sequence.cache_salt, len(keys) * size
-            tokens = array("q", sequence.tokens(first, count * size - first)).tobytes()
+            if self._ahead and not keys:
+                before = _key(before, array("q", sequence.tokens(0, 1)).tobytes())
+            tokens = array("q", sequence.tokens(first + self._ahead, count * size - first)).tobytes()
             step = len(tokens) // (count - len(keys))
             blocks = (tokens[at : at + step] for at in range(0, len(tokens), step))
             keys += islice(accumulate(blocks, _key, initial=before), 1, None)

@@ -1,4 +1,5 @@
-"""An engine in a thread of its own, for asyncio: requests come and go while it steps, the event loop never waits."""
+"""An engine in a thread of its own, for asyncio: requests are added and ended while it steps, and the event loop never
+blocks."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ class AsyncEngine:
     The engine belongs to that thread until `close`: nobody else calls it meanwhile (`call` runs a function there). All
     methods are called on the event loop on which it was started.
 
-    A request that can't be served fails alone. A step that fails is taken once more where the cache allows it. If the
-    step fails again, all requests of the engine end with an `EngineError`. The engine then generates one token as a
-    test. If the test fails, the thread ends: `failure` says why, and every later request fails at once.
+    A request that can't be served fails alone. A failed step is retried once if the cache allows it. If the step fails
+    again, all requests of the engine end with an `EngineError`. The engine then generates one token as a test. If the
+    test fails, the thread ends: `failure` says why, and every later request fails at once.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -68,7 +69,7 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._put(stop, lambda _: None)
             await asyncio.to_thread(self._thread.join)
-            await asyncio.sleep(0)  # what the thread posted last is delivered
+            await asyncio.sleep(0)  # delivers the thread's last messages
 
     def submit(self, prompt: Prompt, params: SamplingParams | None, receive: Receive) -> Ticket:
         """Queue a request: `receive` gets its outputs or its error. Raises `EngineError` once the thread has ended."""
@@ -117,7 +118,7 @@ class AsyncEngine:
                 future.set_result(result) if error is None else future.set_exception(error)
 
         def refuse(error: BaseException) -> None:
-            if isinstance(error, StopIteration):  # no future takes one
+            if isinstance(error, StopIteration):  # a future accepts no StopIteration
                 raised, error = error, RuntimeError("the function raised StopIteration")
                 error.__cause__ = raised
             with suppress(RuntimeError):  # the loop is closed
@@ -127,7 +128,7 @@ class AsyncEngine:
             try:
                 result = function(self.engine)
                 self._check_requests()
-            except BaseException as error:  # of the function: whoever waits for it gets it, whatever it is
+            except BaseException as error:  # any exception of the function goes to its caller
                 refuse(error)
             else:
                 with suppress(RuntimeError):  # the loop is closed
@@ -231,7 +232,7 @@ class AsyncEngine:
         self._post(batch)
 
     def _handle_failed_step(self, error: Exception) -> None:
-        """Let the engine take the step once more; the second time, end all requests and generate a token as a test."""
+        """Let the engine retry the step; at a second failure, end all requests and generate a token as a test."""
         log.error("a step failed", exc_info=error)
         if self.engine.route == "paged" and not self._failed_before and not self._lost_tokens():
             self._failed_before = True
@@ -261,7 +262,7 @@ class AsyncEngine:
             raise UsageError("AsyncEngine.call", found=found, remedy="use `generate` or `submit` of the AsyncEngine")
 
     def _lost_tokens(self) -> list[Ticket]:
-        """Return the requests of which the engine has other tokens than were handed out, or which it has no more."""
+        """Return the requests that the engine no longer has, or whose tokens differ from those handed out."""
         requests = self.engine._requests
         return [
             ticket

@@ -19,7 +19,7 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Give the text of one sequence piece by piece.
+    """Decodes one sequence piece by piece.
 
     The pieces, `flush` included, add up to the tokenizer's decoding of all tokens, without the cosmetic removal of
     spaces before punctuation (which would change text already given), and without a stop string and what follows it. A
@@ -46,7 +46,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop = StopStrings(stop)
-        # Tokens already given as text, kept for the ones after them; and tokens that wait.
+        # Tokens already decoded, kept as context for later ones; and tokens that wait.
         self._given = list(context)
         self._given_text = self._decode(self._given)
         self._waiting: list[int] = []
@@ -59,7 +59,7 @@ class Detokenizer:
         return self._stop.found
 
     def push(self, token_id: int) -> str:
-        """Take the next token and return the text that became certain by it; "" once a stop string was found."""
+        """Take the next token and return the text that is now final; "" once a stop string was found."""
         if self._stop.found is not None:
             return ""
         self._waiting.append(token_id)
@@ -100,10 +100,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Let text through up to the first stop string, however it is cut into pieces.
+    """Passes text up to the first stop string, however it is cut into pieces.
 
-    The first is the one that is complete first; of several complete at the same character, the longest. Its own text is
-    not let through. Raises nothing; an empty stop string is refused by SamplingParams.
+    The first is the stop string that is complete first; among several that end at the same character, the longest. Its
+    own text is held back. Raises nothing; an empty stop string is refused by SamplingParams.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ class StopStrings:
         return piece
 
     def _num_undecided(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(map(len, self._stop)) - 1)
         for length in range(longest, 0, -1):
             if any(s.startswith(self._held[-length:]) for s in self._stop):

@@ -1,7 +1,8 @@
-"""A draft model beside the served one: read, compared with it, and compiled in the same room."""
+"""What drafts beside the served model, a smaller model or a head: read, compared with it, compiled in the same room."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 
 from core.compilation.options import Progress
 from core.device import Device
+from core.engine.heads.head import Head
+from core.engine.heads.loading import load_head
 from core.engine.inspect.attention import NotPageable
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.paged.model import PagedModel
 from core.engine.paged.room import Room
 from core.engine.paged.runner import PagedRunner, Place
+from core.engine.steps.draft_head import DraftHead
 from core.engine.steps.draft_model import CATCH_UP, DraftModel
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
@@ -22,15 +26,19 @@ from core.errors import UsageError
 def load_draft(
     loaded: LoadedModel, device: Device, config: EngineConfig, *, max_model_len: int, progress: Progress | None
 ) -> LoadedModel | None:
-    """Return the draft model that was asked for, in the served model's dtype; None where none was.
+    """Return the draft model or the head that was asked for, in the served model's dtype; None where none was.
 
-    Raises `UsageError` where it can't draft for `loaded`: another vocabulary, or a context shorter than max_model_len.
+    Raises `UsageError` where it can't draft for `loaded`: another vocabulary, or a context shorter than max_model_len;
+    and as `load_head` and `load_model` do.
     """
     draft = config.draft_model
     if draft is None:
         return None
     if not isinstance(draft, LoadedModel):
         with torch.inference_mode(False):  # as the served model's weights
+            head = load_head(draft, loaded)
+            if head is not None:
+                return head
             draft = load_model(draft, torch_device=device.torch_device, dtype=loaded.dtype, progress=progress)
     found, remedy = _unlike(loaded, draft), "take a draft model of the same tokenizer"
     if draft.model is loaded.model:
@@ -56,29 +64,41 @@ def run_with_draft(
 
     Raises `UsageError` where the draft model can't.
     """
-    # The draft model verifies nothing: its phase of that name computes what it lacks before a draft.
-    own = replace(config, draft_model=None, speculative=CATCH_UP - 1, kv_cache_dtype="auto")
+    head = draft.model if isinstance(draft.model, Head) else None
+    # What drafts verifies nothing: its phase of that name computes what it lacks before a draft. A head lacks what the
+    # served model has verified.
+    lacks = CATCH_UP - 1 if head is None else config.speculative
+    own = replace(config, draft_model=None, speculative=lacks, kv_cache_dtype="auto")
     served = PagedModel(loaded.model, device, config, max_model_len=max_model_len)
+    state_bytes = 0 if head is None else head.state_size * draft.dtype.itemsize
     try:
-        second = PagedModel(draft.model, device, own, max_model_len=max_model_len)
+        second = PagedModel(draft.model, device, own, max_model_len=max_model_len, state_bytes=state_bytes)
     except NotPageable as refusal:
         raise _unpageable(draft, loaded, str(refusal)) from None
-    room = Room([served, second], device, config, max_model_len=max_model_len)
+    room = Room([served, second], device, config, max_model_len=max_model_len, looks_ahead=head is not None)
+    states = None if head is None else room.make_states(second, head.state_size, draft.dtype)
     more: dict[str, Any] = {"max_model_len": max_model_len, "progress": progress}
-    runner = PagedRunner(loaded.model, device, config, place=Place(served, room), **more)
-    try:
-        drafts = PagedRunner(draft.model, device, own, place=Place(second, room), **more)
-    except BaseException as error:
-        runner.close()
-        if isinstance(error, NotPageable):
-            raise _unpageable(draft, loaded, str(error)) from None
-        raise
-    sizes = {"vocab_size": draft.vocab_size, "target_vocab_size": loaded.vocab_size}
-    return runner, DraftModel(drafts, **sizes)
+    with ExitStack() as stack:
+        if head is not None and states is not None:
+            head.attach(loaded.model, states)
+            stack.callback(head.detach)
+        runner = PagedRunner(loaded.model, device, config, place=Place(served, room, states=states), **more)
+        stack.callback(runner.close)
+        if states is not None:
+            states.rows.fill_(1.0)  # as the head's own forward has it, with which it is compared
+        try:
+            place = Place(second, room, drafts=True, states=states)
+            drafts = PagedRunner(draft.model, device, own, place=place, **more)
+        except NotPageable as refusal:
+            raise _unpageable(draft, loaded, str(refusal)) from None
+        stack.pop_all()
+    if head is not None:
+        return runner, DraftHead(drafts, vocab_size=draft.vocab_size, num_drafts=config.speculative, detach=head.detach)
+    return runner, DraftModel(drafts, vocab_size=draft.vocab_size, target_vocab_size=loaded.vocab_size)
 
 
 def _unlike(loaded: LoadedModel, draft: LoadedModel) -> str:
-    """Return in what the vocabularies differ; "" where a token id means the same to both models.
+    """Return how the vocabularies differ; "" if every token id means the same to both models.
 
     Models of one tokenizer may pad their embeddings to different sizes.
     """

@@ -45,8 +45,8 @@ class Engine(Resting):
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go; `sleep`, `wake` and
-    `load_weights` between requests. For one thread at a time: what another thread, or a signal handler, asks of it
-    while a step runs is a `UsageError`. The model object is used as it is; `close()` gives it its own attention back.
+    `load_weights` between requests. For one thread at a time: a call from another thread, or from a signal handler,
+    during a step is a `UsageError`. The model object is used as it is; `close()` gives it its own attention back.
     runs_ahead: whether steps are queued as `EngineConfig.run_ahead` says; may be switched off.
     """
 
@@ -67,7 +67,7 @@ class Engine(Resting):
         self._closed = False
         self._sleeper = Sleeper(loaded.model, device) if self.config.sleep_mode else None
         how: Any = {"max_model_len": self.max_model_len, "progress": progress}
-        #: What drafts for it; None without a draft model.
+        #: The draft model; None without one.
         self.draft = load_draft(loaded, device, self.config, **how)
         start = time.perf_counter()
         self._runner, self.drafter = make_runner(loaded, self.draft, device, self.config, sleeper=self._sleeper, **how)
@@ -102,8 +102,8 @@ class Engine(Resting):
     ) -> Engine:
         """Load a model folder onto a device and compile it; see `load_model` for what a folder must hold."""
         resolved = device if isinstance(device, Device) else select_device(device)
-        # Weights made in inference mode could be used in no other, and not be compiled.
-        with torch.inference_mode(False):
+        resolved.parts.prepare()
+        with torch.inference_mode(False):  # weights made in that mode can't be compiled
             loaded = load_model(path, torch_device=resolved.torch_device, dtype=dtype, progress=progress)
         return cls(loaded, resolved, config, progress=progress)
 
@@ -132,7 +132,7 @@ class Engine(Resting):
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Note what the steps within a block spend their time on; the list grows until the block ends."""
+        """Record what the steps within a block spend their time on; the list grows until the block ends."""
         found: Timeline = []
         self._steps.timeline = found
         try:
@@ -200,7 +200,7 @@ class Engine(Resting):
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Run the model once and return what that gave, by request; nothing where nothing is to do.
+        """Run the model once and return the outputs by request; empty if there is nothing to do.
 
         A request joins at the first step that has room for it and leaves with the step that returns its completion. A
         step that only computes a part of a prompt gives it no output. Where the model fails on the paged cache, every
@@ -213,7 +213,7 @@ class Engine(Resting):
             return [] if done is None else self._hand_out(done)
 
     def abort(self, request_id: int) -> Completion | None:
-        """End a request where it is, free its cache, and return what there is of it; None if it has ended already."""
+        """End a request now, free its cache, and return its completion so far; None if it has already ended."""
         check_request_id(request_id, self._num_requests)
         with self._turn.taken("an abort"):
             request = self._requests.get(request_id)
@@ -255,7 +255,7 @@ class Engine(Resting):
             first, row = row, row + part.num_rows
             request = self._requests.get(part.sequence.index)
             if request is None:
-                self._counts.discarded += part.num_rows  # it left when this step was under way
+                self._counts.discarded += part.num_rows  # it ended while this step ran
             elif part.emits:
                 rows = None if done.logits is None else done.logits[first:row]
                 outputs.append(self._advance(request, part, done.tokens[first:row], rows))
@@ -264,7 +264,7 @@ class Engine(Resting):
         return outputs
 
     def _settle(self, sequence: EngineSequence, num_tokens: int) -> None:
-        # Nothing where it lost its cache meanwhile.
+        # Empty if the sequence lost its cache meanwhile.
         sequence.num_settled = min(num_tokens, sequence.num_computed, self.drafter.num_held(sequence))
         self._runner.cache.settle(sequence)
 
@@ -296,5 +296,5 @@ class Engine(Resting):
         self.drafter.forget(request.sequence)
         self._requests.pop(request.sequence.index, None)
         self._collecting.discard(request.sequence.index)
-        self._counts.ended += request.sequence.has_begun  # one that only waited never joined
+        self._counts.ended += request.sequence.has_begun  # a sequence that only waited never joined
         return completion

@@ -16,23 +16,24 @@ from core.engine.models.loading import LoadedModel
 from core.errors import ModelError, UsageError, one_line
 
 _JSON = {"whitespace_flexible": False}
-"""Where white space may stand anywhere, small models write nothing else; a schema's `x-guidance` may allow it."""
+"""White space is not free: small models that may write it anywhere write nothing else. A schema's `x-guidance` may
+allow it."""
 _KEPT = 64
 """Grammars that stay compiled, for each model."""
 
 
 class Constraint:
-    """What one sequence may still say."""
+    """Which tokens the grammar allows one sequence next."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
-        #: Why it can't say what may follow, such as a grammar that grows too large.
+        #: Why the grammar can no longer be followed (it grew too large, say); None while it can.
         self.failure: str | None = None
 
     def allowed(self, drafts: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
         """Return for each token id whether it may follow the sequence and these drafts, (vocabulary,) bool.
 
-        None where the drafts themselves may not follow: nothing behind them is used.
+        None if the grammar refuses one of the drafts: the sampler then uses no token after it.
         """
         matcher = self._matcher
         if drafts:
@@ -51,7 +52,7 @@ class Constraint:
 
 
 class _Grammars:
-    """The compiled grammars of one model; compiling may take a second, and a copy no time."""
+    """The compiled grammars of one model. Compiling may take a second, copying takes almost no time."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._library = _llguidance("llguidance")
@@ -102,7 +103,7 @@ _LOCK = threading.Lock()
 
 
 def constraint(loaded: LoadedModel, params: SamplingParams) -> Constraint | None:
-    """Return what bounds a new sequence, None where nothing does; in any thread.
+    """Return the constraint of a new sequence, None if its parameters set none. Safe in any thread.
 
     Raises `UsageError` for a schema or expression that can't be used, or where llguidance is not installed, and
     `ModelError` where the model has no tokenizer for it.

@@ -1,4 +1,4 @@
-"""How busy an engine is at present, for gauges: sequences that run and wait, blocks of the cache that are taken."""
+"""The present load of an engine, for gauges: sequences that run and wait, blocks of the cache that are taken."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from core.engine.serve.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What an engine holds between two steps."""
+    """The load of an engine between two steps."""
 
     #: Sequences that hold cache.
     running: int
-    #: Sequences that have none yet.
+    #: Sequences that wait for cache.
     waiting: int
     #: Cache blocks that sequences hold, and all there are, of all groups of layers; 0 of 0 on transformers' static
     #: cache, which has none. Blocks that only wait to be found by a sequence that begins alike count as free.
@@ -23,7 +23,7 @@ class Load:
 
 
 def max_running(engine: Engine) -> int:
-    """Return how many sequences run at once at most."""
+    """Return the most sequences that run at once."""
     return engine._runner.max_num_seqs
 
 
@@ -31,6 +31,6 @@ def load_of(engine: Engine) -> Load:
     """Return the load of an engine; call it in the thread that steps it."""
     scheduler, cache = engine._scheduler, engine._runner.cache
     pools = cache.pools if isinstance(cache, BlockTables) else ()
-    total = sum(pool.num_blocks - 1 for pool in pools)  # each has a null block, which nobody gets
+    total = sum(pool.num_blocks - 1 for pool in pools)  # each group has a null block, which no sequence gets
     used = total - sum(pool.num_free for pool in pools)
     return Load(running=scheduler.num_running, waiting=scheduler.num_waiting, used_blocks=used, num_blocks=total)

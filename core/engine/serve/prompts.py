@@ -1,4 +1,4 @@
-"""Turn prompts into token ids that the model can take, and bound what may be generated after them."""
+"""Turns prompts into token ids that the model can take, and limits how many tokens may follow."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class EncodedPrompt:
         return len(self.token_ids)
 
     def sequence(self, index: int, params: SamplingParams) -> EngineSequence:
-        """Return a sequence of that index that begins with this prompt and ends where it is bounded."""
+        """Return a new sequence of that index with this prompt and its limit on new tokens."""
         if self.max_new_tokens != params.max_new_tokens:
             params = replace(params, max_new_tokens=self.max_new_tokens)
         return EngineSequence(index, list(self.token_ids), params, make_generator(params), array=self.array)
 
 
 def check_params(params: object) -> None:
-    """Raise `UsageError` for what is no `SamplingParams`."""
+    """Raise `UsageError` for anything but a `SamplingParams`."""
     if not isinstance(params, SamplingParams):
         raise UsageError(
             f"a request with params={params!r}",

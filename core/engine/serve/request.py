@@ -18,7 +18,7 @@ from core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -26,8 +26,10 @@ class Completion:
     text: str
     #: "stop": a stop token or string. "length": `max_new_tokens` were generated. "abort": it was ended before.
     finish_reason: FinishReason
-    #: How many tokens it could have at most: what was asked, or less where the context ends before.
+    #: The most tokens it could have: the number asked for, or fewer if the context ends earlier.
     max_new_tokens: int
+    #: Tokens of the prompt whose keys and values the cache held already, of a sequence that began alike.
+    num_cached_tokens: int = 0
     #: If collected: (len(token_ids), vocabulary) on the host, the logits each token was chosen from.
     logits: Tensor | None = None
     #: One for each token, where `SamplingParams.logprobs` asks for it.
@@ -38,12 +40,12 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """What one step gave one request."""
+    """The output of one step for one request."""
 
     request_id: int
     #: The new tokens.
     token_ids: tuple[int, ...]
-    #: The text that became certain.
+    #: The text that is now final.
     text: str
     #: The outcome, once the request has ended.
     completion: Completion | None = None
@@ -52,7 +54,7 @@ class RequestOutput:
 
 
 def check_request_id(request_id: object, num_requests: int) -> None:
-    """Raise `UsageError` for what is no id among those given so far."""
+    """Raise `UsageError` unless this is an id that was given out."""
     if not isinstance(request_id, int) or not 0 <= request_id < num_requests:
         raise UsageError(
             f"abort request {request_id!r}",
@@ -95,7 +97,8 @@ class Request:
         self._logprobs: list[TokenLogprobs] = []
 
     def push_all(self, tokens: Iterable[int], logits: Tensor | None) -> str:
-        """Push tokens, with the row of logits of each, up to one that ends the sequence; return the certain text."""
+        """Push tokens, with the row of logits of each, up to one that ends the sequence; return the text that is now
+        final."""
         text = ""
         for row, token in enumerate(tokens):
             if self.sequence.params.logprobs is not None:
@@ -126,7 +129,7 @@ class Request:
         return piece
 
     def output(self, first: int, text: str, completion: Completion | None) -> RequestOutput:
-        """Return what a step gave: the tokens from `first` on, and their text."""
+        """Return a step's output: the tokens from `first` on, and their text."""
         sequence = self.sequence
         return RequestOutput(
             request_id=sequence.index,
@@ -157,6 +160,7 @@ class Request:
             text="".join(self._text),
             finish_reason=sequence.finish_reason,
             max_new_tokens=sequence.params.max_new_tokens,
+            num_cached_tokens=sequence.num_cached,
             logits=torch.stack(self._logits) if self._logits else None,
             logprobs=self._reported(0),
             failure=self._failure,

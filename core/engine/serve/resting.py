@@ -1,4 +1,4 @@
-"""What an engine does while it serves nobody: it sleeps, it wakes, it takes other weights."""
+"""An engine between requests: sleep, wake, and new weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEVELS = (1, 2)
 
 
 class Resting:
-    """The part of `Engine` that changes what it computes with; between requests only."""
+    """The part of `Engine` that changes weights and memory; between requests only."""
 
     device: Device
     config: EngineConfig
@@ -34,7 +34,7 @@ class Resting:
     #: None without `EngineConfig(sleep_mode=True)`.
     _sleeper: Sleeper | None
     _asleep = False
-    #: Why the weights are no model's; "" where they are.
+    #: Why the weights are unusable; "" if they are complete.
     _spoilt = ""
 
     @property
@@ -86,9 +86,12 @@ class Resting:
 
         As `Program.load_weights` says; names are those of the model's `state_dict`. Where a later tensor of an iterator
         is wrong, requests are refused until all weights have been loaded. Raises `UsageError` while requests are
-        unfinished or the engine sleeps, too.
+        unfinished or the engine sleeps, and where a head drafts, too.
         """
         self._check_idle("load weights")
+        if self.drafter.kind == "head":
+            found = "a head drafts, which was trained for the model's weights and computes with some of them"
+            raise UsageError("load weights", found=found, remedy="close the engine and load model and head again")
         if partial and self._spoilt:
             raise UsageError("load a part of the weights", found=self._spoilt, remedy="load all of them")
         program = self._runner.program
@@ -118,7 +121,7 @@ class Resting:
             raise UsageError(asked, found=found, remedy="finish them by step() or end them by abort() first")
 
     def _free(self) -> None:
-        """Free programs and caches for good, and leave what sleeps where it is."""
+        """Free programs and caches for good; sleeping weights stay asleep."""
         self.drafter.close()
         self._runner.close()
         if self._sleeper is not None:
@@ -126,7 +129,7 @@ class Resting:
             self._sleeper = None
 
     def _forget_cache(self) -> None:
-        """Let no step be under way, and nothing of the cache be used again."""
+        """End the step under way, and let nothing in the cache be used again."""
         self._steps.close()
         self.device.synchronize()
         self._runner.cache.forget()

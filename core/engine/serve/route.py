@@ -50,7 +50,7 @@ def make_runner(
             found="the model is served by another engine",
             remedy="close that one first, or load the model once more",
         )
-    with torch.inference_mode(False):  # steps in any mode write the cache
+    with torch.inference_mode(False):  # inference mode would forbid later writes to the cache
         how: Any = {"max_model_len": max_model_len, "progress": progress}
         made = _make(loaded, draft, device, config, sleeper, how)
     SERVED.update(models)
@@ -71,7 +71,7 @@ def _make(
             return run_with_draft(loaded, draft, device, config, **how)
         return PagedRunner(model, device, config, sleeper=sleeper, **how), OwnText()
     except NotPageable as refusal:
-        # As text: a handler that keeps records would keep the model with the error's frames.
+        # Pass the error as text: a handler that keeps records would keep the model alive through the error's frames.
         reason = str(refusal)
         if config.kv_cache_dtype != "auto":
             raise UsageError(

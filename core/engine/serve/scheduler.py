@@ -15,7 +15,7 @@ from core.engine.steps.step import Part, Step
 Propose = Callable[[List[tuple[Sequence, int]]], List[tuple[int, ...]]]
 """Returns drafts for each of these sequences, at most as many as are wanted of it."""
 MAX_GIVEN_WAY = 3
-"""Times that a sequence gives its cache back to more urgent ones; after these it counts as urgent as they are."""
+"""How often a sequence gives its cache back to more urgent ones; after that it counts as equally urgent."""
 
 
 class Scheduler:
@@ -23,10 +23,10 @@ class Scheduler:
 
     A step holds one token of each sequence that is generating, and fills what is left of its token budget with prompts:
     so no prompt holds up the others, however long, and a prompt that doesn't fit is computed in chunks over several
-    steps. Sequences take cache as they grow. Where it runs out, the least urgent one that joined last gives its own
-    back, waits where it came from, and is computed again. Nobody starves: the first of the most urgent ones is never
-    the one, who has given way `MAX_GIVEN_WAY` times counts as one of them, and who has waited longest joins by the
-    rule of `WaitingSequences`.
+    steps. Sequences take cache as they grow. Where it runs out, the least urgent sequence (among equals, the last to
+    join) gives its cache back, returns to its place in the queue, and is computed again. Nobody starves: the first of
+    the most urgent sequences never gives way; a sequence that has given way `MAX_GIVEN_WAY` times counts as most
+    urgent; and the longest waiting one joins by the rule of `WaitingSequences`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Scheduler:
         self._propose = propose or OwnText().propose
         self._waiting = WaitingSequences()
         self._running: list[Sequence] = []
-        #: Those that gave their cache back while their last token was under way.
+        #: Sequences that gave their cache back while their last token was still being computed.
         self._emptied: list[Sequence] = []
         #: Sequences that gave their cache back, counted each time.
         self.num_preempted = 0
@@ -71,7 +71,7 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all that are as urgent."""
+        """Queue a sequence behind all of the same priority."""
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -84,9 +84,9 @@ class Scheduler:
         self._cache.release(sequence)
 
     def take_back(self, steps: Iterable[Step]) -> None:
-        """Take all sequences back to before these steps, which failed.
+        """Reset all sequences to before these steps, which failed.
 
-        Who gave its cache back meanwhile, since its last token was under way, waits for cache again.
+        A sequence that gave its cache back meanwhile (its last token was under way) waits for cache again.
         """
         for part in [part for step in steps for part in step.parts]:
             part.undone()
@@ -104,7 +104,7 @@ class Scheduler:
             step = self._schedule()
             if step is not None or not (active := self._active()):
                 return step
-            # Those that run have some of the cache each, and none has enough to go on.
+            # Every running sequence has some cache, but none has enough to continue.
             self._preempt(_least_urgent(active))
 
     def _schedule(self) -> Step | None:
@@ -122,11 +122,11 @@ class Scheduler:
         return [sequence for sequence in self._running if not sequence.has_all]
 
     def _generating(self) -> list[Sequence]:
-        """Return those that generate and have room for one token more, after others have made room."""
+        """Return the generating sequences with room for one more token, after others gave their cache back."""
         found: list[Sequence] = []
         for sequence in self._active():
             if sequence.in_prompt:
-                continue  # also one that has just given its cache back
+                continue  # skips sequences that have just given their cache back
             while not self._cache.grow(sequence, sequence.num_computed + 1):
                 last = self._make_room()
                 if last is sequence:
@@ -138,7 +138,8 @@ class Scheduler:
         return found
 
     def _make_room(self) -> Sequence | None:
-        """Take the cache of those whose last token is under way, else of the least urgent sequence; return that."""
+        """Take the cache of sequences whose last token is under way, else of the least urgent one; return the
+        latter."""
         done = [sequence for sequence in self._running if sequence.has_all and sequence.tables]
         for sequence in done:
             self._cache.release(sequence)
@@ -179,11 +180,13 @@ class Scheduler:
         return parts
 
     def _joining(self) -> Sequence | None:
-        """Let the next sequence have cache and return it; None where nobody waits, or it has no room."""
+        """Give cache to the next waiting sequence and return it; None if none waits or there is no room."""
         sequence = self._waiting.first()
         if sequence is None or not self._cache.join(sequence):
             return None
         self._waiting.joined(sequence)
+        if not sequence.num_preemptions:  # who joins again finds what it has computed itself
+            sequence.num_cached = sequence.num_reused
         return sequence
 
     def _drafts(self, generating: List[Sequence]) -> List[tuple[int, ...]]:
@@ -200,7 +203,8 @@ class Scheduler:
 
 
 def _least_urgent(running: list[Sequence]) -> Sequence:
-    """Return the one that gives its cache back: of those with the largest priority the one that joined last."""
+    """Return the sequence that must give its cache back: among those with the largest priority number, the last to
+    join."""
     most = min(sequence.params.priority for sequence in running)
     ranks = [most if each.num_preemptions >= MAX_GIVEN_WAY else each.params.priority for each in running]
     return max(zip(ranks, range(len(running)), running, strict=True), key=lambda each: each[:2])[2]

@@ -1,4 +1,4 @@
-"""What an engine did so far, in counts: kept by the engine while it runs, handed out as a copy by `Engine.stats`."""
+"""Counts of an engine's work: kept by the engine while it runs, returned as a copy by `Engine.stats`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class EngineStats:
     steps: Counter[str] = field(default_factory=Counter)
     #: Tokens that steps computed.
     computed: int = 0
-    #: Tokens that captured graphs computed besides, since the next bucket is larger than the step.
+    #: Padding tokens that captured graphs computed, since a bucket is larger than its step.
     padded: int = 0
     #: Steps of prefill that also held generating sequences.
     mixed_steps: int = 0
-    #: Sequences that began.
+    #: Sequences that were started.
     joined: int = 0
     #: Sequences that ended after they had begun, aborted ones included.
     ended: int = 0
@@ -28,9 +28,9 @@ class EngineStats:
     chunked: int = 0
     #: Times that a sequence gave its cache back to others, to be computed again.
     preempted: int = 0
-    #: Tokens of prompts that were not computed, as the cache held what they become.
+    #: Tokens of prompts that were not computed, since the cache already held their keys and values.
     reused: int = 0
-    #: Tokens guessed by speculative decoding, by what guessed them: "ngram" or "model".
+    #: Tokens guessed by speculative decoding, by what guessed them: "ngram", "model" or "head".
     drafted: Counter[str] = field(default_factory=Counter)
     #: Guessed tokens that were kept, likewise.
     accepted: Counter[str] = field(default_factory=Counter)

@@ -21,7 +21,7 @@ from core.engine.steps.step import Flight, Step
 from core.errors import UsageError
 
 Timeline = list[tuple[str, int, int, dict[str, Any]]]
-"""What an engine did: a name, its begin and end in nanoseconds of `time.perf_counter_ns`, and what belongs to it."""
+"""A timed action of the engine: a name, begin and end in nanoseconds of `time.perf_counter_ns`, and further fields."""
 
 
 class Done(NamedTuple):
@@ -35,7 +35,7 @@ class Done(NamedTuple):
 
 
 class StepTurn:
-    """Keeps what changes the requests of an engine out of a step under way."""
+    """Excludes changes to an engine's requests while a step runs."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -64,15 +64,15 @@ class StepLoop:
         self._counts = counts
         self._read = TokenReader(counts).read
         self._flight: Flight | None = None
-        #: Where it is noted what the time goes to; None notes nothing.
+        #: The list that collects timed actions; None collects nothing.
         self.timeline: Timeline | None = None
 
     def next(self, *, ahead: bool, lives: Callable[[int], object], wants_logits: Callable[[Step], bool]) -> Done | None:
         """Wait for the next step and return what it gave; None where there is nothing to do.
 
         ahead: begin the step behind it first, where it can be queued; not where its logits are needed on the host,
-        which are there until the next step runs. lives: tells by its index whether a sequence is still wanted. Where
-        anything fails, the sequences are as they were before, and the steps are computed again.
+        which are there until the next step runs. lives: returns, by its index, whether a sequence is still wanted.
+        Where anything fails, the sequences are as they were before, and the steps are computed again.
         """
         flight = self._flight
         try:
@@ -123,6 +123,6 @@ class StepLoop:
             self.timeline.append((name, start, time.perf_counter_ns(), about))
 
     def _undo(self, flight: Flight | None) -> None:
-        """Take all sequences back to before the steps under way."""
+        """Reset all sequences to before the steps under way."""
         under_way, self._flight = {id(each): each for each in (self._flight, flight) if each is not None}, None
         self._scheduler.take_back(each.step for each in under_way.values())

@@ -1,4 +1,4 @@
-"""Requests of an `AsyncEngine` as the event loop has them, and how outputs reach them there."""
+"""The event loop's view of an `AsyncEngine`'s requests, and the delivery of outputs to them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Ticket:
         """Make one for a request to come. end: asks the engine's thread to end it."""
         self._end = end
         self.receive = receive
-        #: Known to the engine's thread alone.
+        #: Used by the engine's thread only.
         self.request_id: int | None = None
-        #: Tokens that were handed out; known to the engine's thread alone.
+        #: Tokens that were handed out; used by the engine's thread only.
         self.num_tokens = 0
         #: Whether its last output was received.
         self.ended = False

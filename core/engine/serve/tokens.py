@@ -1,4 +1,4 @@
-"""The tokens of a step, brought to the host; what its program did not sample itself is counted."""
+"""Brings the tokens of a step to the host, and counts those that its program did not sample itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that wait for cache: the most urgent one first, and nobody for ever."""
+"""Sequences that wait for cache: the most urgent one joins first, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from bisect import insort
 from core.engine.steps.sequence import Sequence
 
 MAX_PASSED = 8
-"""Times in a row that another one joins than the one that has waited longest."""
+"""How often in a row a sequence may join ahead of the one that has waited longest."""
 
 
 class WaitingSequences:
     """Sequences in the order in which they join: by priority, smaller first, and among equals by arrival.
 
-    Of `MAX_PASSED` + 1 that join one after the other, at least one is the one that has waited longest: so a sequence
+    Among `MAX_PASSED` + 1 consecutive joins, at least one is of the sequence that has waited longest: so a sequence
     with k before it joins after at most (k + 1) * (`MAX_PASSED` + 1) others, whatever their priorities.
     """
 

@@ -1,4 +1,4 @@
-"""Who has transformers' static cache: one sequence at a time."""
+"""The owner of transformers' static cache: one sequence at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CacheOwner:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Have room for all that the context allows."""
+        """Return True: the cache has room for the whole context."""
         return self._owner is sequence
 
     def settle(self, sequence: Sequence) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("core.engine")
 NUM_EXAMPLES = 5
-"""Decode steps on which a captured one is checked."""
+"""Number of decode steps on which a captured step is checked."""
 
 
 class StaticRunner:
@@ -61,7 +61,8 @@ class StaticRunner:
         self._device = device
         self.reason = reason
         self.max_step_tokens = max_model_len
-        # Logits are shaped outside: it takes the device's own copy of what this route makes step by step.
+        # Logits are shaped outside the graph: shaping inside needs token histories on the device, which this route
+        # lacks.
         self._sampling: tuple[Sampling, ...] = tuple(way for way in config.sampling if way != "shaped") or ("random",)
         self._sleeper = sleeper
         if config.speculative:
@@ -98,7 +99,7 @@ class StaticRunner:
         self._prepare_cache(max_model_len)
         program = self._compile_as(config, progress, max_model_len, (first, *others))
         if program.report().modes["decode"] == "off":
-            # What failed captures left in a cache that keeps Python state lies in memory of graphs that are gone.
+            # Make a new cache: one with Python state may refer to memory of failed captures, which is gone.
             self._prepare_cache(max_model_len)
         return program
 
@@ -133,7 +134,7 @@ class StaticRunner:
     def _make_examples(self, shapes: dict[str, InputSpec], max_model_len: int) -> list[dict[str, Tensor]]:
         """Return the inputs of the decode steps that follow what `_restore` leaves in the cache.
 
-        Several, since what a model decides by its length shows only as that grows.
+        Several steps, since a decision by length shows only as the length grows.
         """
         first, last = len(self._probe) - 1, min(len(self._probe) - 1 + NUM_EXAMPLES, max_model_len)
         steps = [self._inputs(self._probe[-1 - i], first + i, GREEDY_ROW) for i in range(last - first)]
@@ -178,7 +179,7 @@ class StaticRunner:
         try:
             self._cache = static_cache(self._model, max_model_len)
             self._cache_name = cache_name(self._model)
-            # They spare the model a look at the cache's length, which many can't trace.
+            # Passing them avoids a read of the cache's length, which many models can't trace.
             self._positions = counts_from_zero(self._model)
             with continuous(self._model):  # what is compared is the cache, not which side of a step a code falls to
                 self._check_same_function(max_model_len)

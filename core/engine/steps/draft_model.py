@@ -6,7 +6,7 @@ decided by the served model's logits and the sequence's own numbers, as without 
 same parameters and the same numbers, so that it often hits what the served model will choose.
 
 Its keys and values lie in groups of the block tables beside the served model's, so blocks come and go with the
-sequence. What a wrong draft left there lies behind the tokens that count, and is written over.
+sequence. Entries of a wrong draft lie behind the valid tokens and are overwritten.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from core.engine.steps.step import Flight, Part, Step, StepOutput
 CATCH_UP = 2
 """Tokens of each sequence in a step that also computes the last draft of the round before, where all were right."""
 _FAR_BEHIND = 8
-"""Tokens that a sequence without drafts may fall behind before they are computed all the same: its cache is shared, and
-what lies before a window given back, only as far as both models have computed it."""
+"""Most tokens that a sequence without drafts may lag behind before the draft model computes them: its cache is shared,
+and what lies before a window given back, only as far as both models have computed it."""
 
 
 @dataclass(slots=True)
 class _Follower:
-    """A sequence as the draft model has it."""
+    """The draft model's view of a sequence."""
 
     #: Its tokens, drafts included, and how many of them are in the draft model's cache.
     twin: Sequence
@@ -41,7 +41,7 @@ class _Follower:
     num_preemptions: int
 
     def learn(self, tokens: List[int]) -> None:
-        """Take what the sequence has next, right behind what is known to be right; drafts that differ go.
+        """Append the sequence's next tokens after those known to be right; drop drafts that differ.
 
         At least the last token is left to be computed.
         """
@@ -58,13 +58,17 @@ class DraftModel:
 
     kind = "model"
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, target_vocab_size: int) -> None:
-        """runner: of the draft model, on the served model's block tables, with `CATCH_UP - 1` drafts of its own. It is
+    def __init__(
+        self, runner: ModelRunner, *, vocab_size: int, target_vocab_size: int, catch_up: int = CATCH_UP
+    ) -> None:
+        """runner: of the draft model, on the served model's block tables, with `catch_up - 1` drafts of its own. It is
         closed with this.
 
-        vocab_size, target_vocab_size: tokens that the draft model and the served one know.
+        vocab_size, target_vocab_size: tokens that the draft model and the served one know. catch_up: tokens at most of
+        each sequence in a step that drafts.
         """
         self._runner = runner
+        self._catch_up = catch_up
         self._vocab_size = vocab_size
         self._target_vocab_size = target_vocab_size
         self._followers: dict[int, _Follower] = {}
@@ -82,7 +86,7 @@ class DraftModel:
                 follower.learn(())  # drafts of a step that failed
             pairs = [(f.twin, count) for f, (_, count) in zip(followers, wanted, strict=True) if count]
             if pairs:
-                self._compute([(twin, len(twin) - CATCH_UP) for twin, _ in pairs])
+                self._compute([(twin, len(twin) - self._catch_up) for twin, _ in pairs])
                 self._draft(pairs)
         except BaseException:
             self._reset(sequence for sequence, _ in wanted)
@@ -93,7 +97,8 @@ class DraftModel:
         """Compute what the served model computes of prompts, and of sequences that have long had no draft."""
         parts = [(self._follow(part.sequence).twin, part) for part in step.parts]
         behind = _FAR_BEHIND if step.phase != "prefill" else 1
-        wanted = [(twin, part.end) for twin, part in parts if part.end - twin.num_computed >= behind]
+        ends = [(twin, self._end(part)) for twin, part in parts]
+        wanted = [(twin, end) for twin, end in ends if end - twin.num_computed >= behind]
         try:
             self._compute(wanted)
         except BaseException:
@@ -105,7 +110,7 @@ class DraftModel:
         return self._follow(sequence).twin.num_computed
 
     def forget(self, sequence: Sequence) -> None:
-        """Know a sequence no longer; of one that never was known, do nothing."""
+        """Forget a sequence; does nothing for an unknown one."""
         self._followers.pop(sequence.index, None)
 
     def report(self) -> ProgramReport:
@@ -122,8 +127,8 @@ class DraftModel:
         """Return a sequence's follower, taken to where the sequence stands: wrong drafts go."""
         found = self._followers.get(sequence.index)
         if found is None or found.num_preemptions != sequence.num_preemptions:
-            twin = sequence.twin(self._vocab_size)
-            twin.num_computed = sequence.num_reused  # of these, the cache holds what both models computed
+            twin = self._twin(sequence)
+            twin.num_computed = sequence.num_reused  # the cache holds only tokens that both models computed
             found = _Follower(twin, len(twin.generated), sequence.num_preemptions)
             self._followers[sequence.index] = found
         found.twin.tables, found.twin.version = sequence.tables, sequence.version
@@ -131,14 +136,22 @@ class DraftModel:
             found.learn([min(token, self._vocab_size - 1) for token in sequence.generated[found.num_right :]])
         return found
 
+    def _twin(self, sequence: Sequence) -> Sequence:
+        """Return what the draft model computes for a sequence."""
+        return sequence.twin(self._vocab_size)
+
+    def _end(self, part: Part) -> int:
+        """Return how many of the twin's tokens may be computed once a part of the served model's step was begun."""
+        return part.end
+
     def _draft(self, pairs: List[tuple[Sequence, int]]) -> None:
-        """Append as many drafts to each sequence as are wanted; it lacks at most `CATCH_UP` tokens in the cache.
+        """Append as many drafts to each sequence as are wanted; it lacks at most `catch_up` tokens in the cache.
 
         Each step takes the tokens of the one before on the device, where it can, and is begun before the host has them.
         """
         parts = [Part(twin, twin.num_pending) for twin, _ in pairs]
         flight = self._launch("decode" if all(part.num_tokens == 1 for part in parts) else "verify", parts)
-        assert flight is not None  # only behind another step can't one be run
+        assert flight is not None  # a step can be refused only if it is queued behind another
         for count in range(1, max(count for _, count in pairs)):
             going_on = [twin for twin, wanted in pairs if wanted > count]
             following = self._launch("decode", [Part(twin, 1) for twin in going_on], flight)

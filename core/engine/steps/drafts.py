@@ -1,4 +1,5 @@
-"""Where drafts come from: the sequence's own text, or a model (`core.engine.steps.draft_model`)."""
+"""Where drafts come from: the sequence's own text, a model (`core.engine.steps.draft_model`), or a head
+(`core.engine.steps.draft_head`)."""
 
 from __future__ import annotations
 
@@ -13,26 +14,26 @@ from core.engine.steps.step import Step
 class Drafter(Protocol):
     """Guesses what comes next. A wrong guess costs time and changes no token."""
 
-    #: "ngram" or "model": by which `EngineStats` counts.
+    #: "ngram", "model" or "head": by which `EngineStats` counts.
     kind: str
 
     def propose(self, wanted: List[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """Return drafts for each of these sequences, at most as many as are wanted of it."""
 
     def follow(self, step: Step) -> None:
-        """Take note of a step that was begun."""
+        """Note that a step was begun."""
 
     def num_held(self, sequence: Sequence) -> int:
         """Return how many of a sequence's tokens are in its cache: no more is shared, nor given back unseen."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Know a sequence no longer."""
+        """Forget a sequence."""
 
     def report(self) -> ProgramReport | None:
-        """Return the account of its compiled program; None where it has none."""
+        """Return the report of its compiled program; None without one."""
 
     def close(self) -> None:
-        """Free what it has."""
+        """Free its memory."""
 
 
 class OwnText:

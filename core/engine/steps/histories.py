@@ -1,4 +1,4 @@
-"""The tokens of sequences on the device, and what each asks of its logits: so penalties need nothing of the host.
+"""The tokens of sequences and their penalties on the device, so that shaping logits needs nothing from the host.
 
 A step notes its own inputs before it looks at its sequences' tokens. So the host need not know them, drafts count for
 the rows behind them, and a step that runs twice, or whose drafts were wrong, leaves nothing behind: as with the
@@ -20,6 +20,7 @@ from core.engine.steps.penalties import drop, least_share, neutral_row, penalise
 from core.engine.steps.sampling import next_tokens
 from core.engine.steps.sequence import NUM_SLOTS, Sequence
 from core.engine.steps.step import Part, Step, StepOutput
+from core.errors import ModelError
 
 STEP_OF_HISTORIES = ("input_ids", "position_ids", "logit_rows")
 """The inputs of a step that `Histories.choose` takes, besides the rows."""
@@ -29,14 +30,23 @@ class Histories:
     """Rows of device memory for sequences whose logits are shaped, each taken when its sequence first needs it.
 
     A sequence may lose its row to another one once it is in no step; it gets a row again from what the host knows. Row
-    0 is everybody else's: what is noted there is never read. Addresses never change, so captured graphs may hold them.
+    0 belongs to all other sequences: it is written but never read. Addresses never change, so captured graphs may hold
+    them.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
-        """Take 4 * (S + 1) * (L + 101) bytes. max_num_seqs: of one step."""
-        self.tokens = torch.zeros((max_num_seqs + 1, max_model_len), dtype=torch.int32, device=device)
-        rules = torch.tensor([[*neutral_row(NUM_SLOTS), -torch.inf]], dtype=torch.float32)
-        self.rules = rules.repeat(max_num_seqs + 1, 1).to(device)
+        """Take 4 * (S + 1) * (L + 101) bytes, or raise `ModelError`. max_num_seqs: of one step."""
+        neutral = [*neutral_row(NUM_SLOTS), -torch.inf]
+        try:
+            self.tokens = torch.zeros((max_num_seqs + 1, max_model_len), dtype=torch.int32, device=device)
+            self.rules = torch.tensor([neutral], dtype=torch.float32).repeat(max_num_seqs + 1, 1).to(device)
+        except torch.OutOfMemoryError as error:
+            num_bytes = 4 * (max_num_seqs + 1) * (max_model_len + len(neutral))
+            raise ModelError(
+                f"{num_bytes} bytes for the penalties of {max_num_seqs} sequences of {max_model_len} tokens",
+                found=f"the memory of {device} ran out: {' '.join(str(error).split())[:200]}",
+                remedy="free memory of the device, or lower max_num_seqs or max_model_len",
+            ) from None
         # By index of the sequence, the one that was used last at the end.
         self._rows: dict[int, int] = {}
 
@@ -95,18 +105,21 @@ class Histories:
         sequence, first = part.sequence, part.first_position
         row = self._rows.get(sequence.index)
         if row is None:
-            row = self._rows[sequence.index] = self._free_row()
+            row = self._free_row()
             rules = [*rules_row(sequence, NUM_SLOTS), least_share(sequence)]
             self.rules[row].copy_(torch.tensor(rules, dtype=torch.float32), non_blocking=True)
             sequence.num_noted = 0
+            # Only now: a step that fails before this runs again, and must write the rules then.
+            self._rows[sequence.index] = row
         if sequence.num_noted < first:
             self._fill(row, sequence, first)
         return row
 
     def _free_row(self) -> int:
-        if len(self._rows) < len(self.tokens) - 1:
-            return len(self._rows) + 1
-        return self._rows.pop(next(iter(self._rows)))
+        """Return a row that no sequence has, taken from the one that used its own longest ago where all are taken."""
+        taken = set(self._rows.values())
+        free = next((row for row in range(1, len(self.tokens)) if row not in taken), None)
+        return self._rows.pop(next(iter(self._rows))) if free is None else free
 
     def _fill(self, row: int, sequence: Sequence, end: int) -> None:
         """Copy tokens from the host; the step before may be under way, which the device ends first."""

@@ -1,4 +1,4 @@
-"""What a sequence's own tokens do to its logits, as functions that can be traced and captured with the model.
+"""Penalties and biases on a sequence's logits, as functions that can be traced and captured with the model.
 
 Legend of shapes: R rows of logits, V vocabulary, L tokens that a sequence may have, B slots for biases.
 """
@@ -17,7 +17,7 @@ _FIELDS = 4
 
 
 def rules_row(sequence: Sequence, num_slots: int) -> list[float]:
-    """Return what a sequence asks for, as 4 + 3 * num_slots numbers.
+    """Return a sequence's penalties and biases as 4 + 3 * num_slots numbers.
 
     They are the repetition, presence and frequency penalty and the length of the prompt, then num_slots biases, each an
     id, a value, and the length from which it is not added any more: `logit_bias` has no such length, and what ends a
@@ -38,7 +38,7 @@ def neutral_row(num_slots: int) -> list[float]:
 
 
 def least_share(sequence: Sequence) -> float:
-    """Return by how much a logit may fall short of the row's largest one: `min_p`, at the temperature; -inf for any."""
+    """Return how far a logit may be below the row's largest one: `min_p`, at the temperature; -inf for any."""
     params = sequence.params
     # p >= min_p * the largest p, of probabilities at the temperature.
     return params.temperature * math.log(params.min_p) if params.min_p and not params.greedy else -math.inf
@@ -57,7 +57,7 @@ def penalise(logits: Tensor, tokens: Tensor, lengths: Tensor, rules: Tensor) -> 
     repetition, presence, frequency, num_prompt = rules[:, :_FIELDS].split(1, dim=1)
     places, ends = torch.arange(tokens.shape[1], device=tokens.device), lengths[:, None]
     held = places < ends
-    # What is not held counts nothing, at ids that differ: to one id a device adds one after the other.
+    # Unused places add zero, at different ids: a device serialises additions to one id.
     ids = torch.where(held, tokens, places % size).to(torch.int64)
     none = torch.zeros((num_rows, size), dtype=torch.float32, device=values.device)
     seen = none.scatter_add(1, ids, held.to(torch.float32)) > 0

@@ -1,4 +1,4 @@
-"""`ModelRunner`: what the engine needs of a loaded model, whichever cache it runs on."""
+"""`ModelRunner`: the interface between the engine and a loaded model, for either cache."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 DEFAULT_MAX_LEN = 2048
 MAX_DECODE_BUCKETS = 35
 MAX_DRAFTS = 1024
-"""Each draft takes a row of logits; what a text repeats at length is seldom longer."""
+"""Most drafts per step: each takes a row of logits, and repetitions in texts are seldom longer."""
 MAX_PREFILL_TOKENS = 2048
 """Tokens of a step that holds prompts, unless buckets are given: enough to keep a large accelerator busy, and few
-enough that those who generate do not wait long."""
+enough that generating sequences do not wait long."""
 OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress")
 """Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
 _COSTLY = ("compile",)
@@ -51,8 +51,8 @@ class EngineConfig:
     #: Tokens at most in a step that holds prompts: longer prompts are computed in chunks. None takes the largest
     #: prefill bucket. Where no buckets are given, they end here.
     max_step_tokens: int | None = None
-    #: Tokens of prompts at most in a step in which other sequences generate: what these wait for a token grows with it,
-    #: and what prompts wait shrinks. None sets no limit below that of the step.
+    #: Tokens of prompts at most in a step in which other sequences generate: a larger limit lets them wait longer for a
+    #: token, and prompts shorter. None sets no limit below that of the step.
     mixed_step_tokens: int | None = None
     #: Tokens that the cache has room for; None takes what `max_num_seqs` sequences of the longest context need, as far
     #: as memory goes. Where it runs out, the sequence that joined last waits, and is computed again later.
@@ -70,8 +70,9 @@ class EngineConfig:
     sampling: tuple[Sampling, ...] = ("greedy", "random")
     #: Tokens drafted at most per sequence and step; 0 for none.
     speculative: int = 0
-    #: What drafts them: a smaller model of the same tokenizer, as a folder, read in the served model's dtype, or as a
-    #: loaded model, whose attention the engine has until it is closed. None drafts from what the text said before.
+    #: What drafts them: the folder of a smaller model of the same tokenizer or of an EAGLE head, read in the served
+    #: model's dtype; "self", the prediction layers of the served model's own folder; or a loaded model, whose attention
+    #: the engine has until it is closed. None drafts from what the text said before.
     draft_model: str | Path | LoadedModel | None = None
     #: Queue a decode step before the host knows the tokens of the step before, so that the device need not wait. None
     #: does so where the device computes while the host goes on.
@@ -91,9 +92,9 @@ class EngineConfig:
         if self.speculative > MAX_DRAFTS:
             raise _refusal("speculative", self.speculative, f"{MAX_DRAFTS} drafts behind a token are the most")
         if self.draft_model is not None and not self.speculative:
-            raise _refusal("speculative", 0, "a draft model is given, which drafts nothing then")
+            raise _refusal("speculative", 0, "a draft model or a head is given, which drafts nothing then")
         if self.draft_model is not None and self.sleep_mode:
-            raise _refusal("sleep_mode", True, "a draft model is given, which can't sleep")
+            raise _refusal("sleep_mode", True, "a draft model or a head is given, which can't sleep")
         for name in ("decode_buckets", "prefill_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(_is_size(s, 1) for s in sizes)):
@@ -174,7 +175,7 @@ class EngineConfig:
         return tuple(dict.fromkeys((*first, *capabilities.modes, "off")))
 
     def compile_options(self, phases: Iterable[str], capabilities: Capabilities, **own: Any) -> CompileOptions:
-        """Return the options by which these phases are compiled. own: what the runner states of `OF_THE_ENGINE`."""
+        """Return the options by which these phases are compiled. own: the runner's values of `OF_THE_ENGINE`."""
         options = replace(
             self.options,
             mode={phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases},
@@ -218,12 +219,12 @@ class EngineConfig:
 
 
 def one_or_all(modes: tuple[Mode, ...]) -> ModeChoice:
-    """Return the modes as `core.compile` takes them: a single one is an order, several are a choice."""
+    """Return the modes in the form of `core.compile`: a single mode is mandatory, several are a choice."""
     return modes[0] if len(modes) == 1 else modes
 
 
 class SequenceCache(Protocol):
-    """Where the keys and values of sequences live: who has room for how much."""
+    """Manages the room of sequences in the key/value cache."""
 
     def join(self, sequence: EngineSequence) -> bool:
         """Take room for all tokens that a sequence has; False, and nothing done, where there is none at present.
@@ -232,7 +233,7 @@ class SequenceCache(Protocol):
         """
 
     def grow(self, sequence: EngineSequence, num_tokens: int) -> bool:
-        """See that a sequence has room for its first num_tokens tokens; False, and nothing done, without any."""
+        """Make room for a sequence's first num_tokens tokens; False, with nothing changed, if there is none."""
 
     def settle(self, sequence: EngineSequence) -> None:
         """Take note of the sequence's `num_settled`, which has grown."""
@@ -261,7 +262,7 @@ class ModelRunner(Protocol):
 
     @property
     def cache(self) -> SequenceCache:
-        """Who has room for how much."""
+        """The room of sequences in the cache."""
 
     @property
     def program(self) -> Program:

@@ -24,7 +24,8 @@ def sampling_params_input(rows: int | str) -> InputSpec:
 
 
 def sampling_row(params: SamplingParams, uniform: float) -> tuple[float, float, float, float]:
-    """Return how one token is sampled, as numbers: temperature (0 is greedy), top-k, top-p and the number drawn."""
+    """Return the sampling parameters of one token as numbers: temperature (0 is greedy), top-k, top-p and the number
+    drawn."""
     return GREEDY_ROW if params.greedy else (params.temperature, float(params.top_k), params.top_p, uniform)
 
 

@@ -14,23 +14,23 @@ from core.engine.steps.speculation import Ngrams
 
 FinishReason = Literal["stop", "length", "abort"]
 Shaping = Literal["none", "device", "host"]
-"""Whether a sequence's next tokens are chosen from other logits than the model's, and who changes these. host: what the
-device has no room or no rules for."""
+"""Whether and where the logits of a sequence's next tokens are changed. host: because the device has no room or no rule
+for it."""
 NUM_SLOTS = 32
 """Tokens of a sequence whose logits the device can add something to."""
 _versions = count(1)
 
 
 class Constraint(Protocol):
-    """What the text of a sequence has to match."""
+    """The grammar that the text of a sequence has to match."""
 
-    #: Why it can't say what may follow; the sequence ends then.
+    #: Why the grammar can no longer be followed; the sequence then ends.
     failure: str | None
 
     def allowed(self, drafts: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
         """Return for each token id whether it may follow the sequence and these drafts, (vocabulary,) bool.
 
-        None where the drafts themselves may not follow.
+        None if the grammar refuses one of the drafts.
         """
 
     def push(self, token: int) -> bool:
@@ -38,11 +38,11 @@ class Constraint(Protocol):
 
 
 class TokenLogprobs(NamedTuple):
-    """How probable the model found a token, and others in its place: natural logarithms, before all penalties."""
+    """The model's log-probabilities (natural logarithm, before all penalties) of a token and its alternatives."""
 
     token_id: int
     logprob: float
-    #: The most likely tokens with theirs, as many as asked for.
+    #: The most likely tokens with their log-probabilities, as many as asked for.
     top: tuple[tuple[int, float], ...]
 
 
@@ -67,6 +67,8 @@ class Sequence:
     num_settled: int = 0
     #: Tokens whose keys and values it found in the cache when it joined.
     num_reused: int = 0
+    #: Tokens of the prompt that the cache held when it first joined.
+    num_cached: int = 0
     #: Whether a step has computed any of it.
     has_begun: bool = False
     #: How often it lost its cache to another sequence, and is computed again from its first token.
@@ -75,22 +77,22 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     #: How many of its blocks others can find by content.
     num_published: int = 0
-    #: Begins the key of its first block: sequences of different salts share nothing.
+    #: First part of the key of its first block: sequences with different salts share no blocks.
     cache_salt: bytes = b""
-    #: Changes with `tables`, and is like that of no other sequence.
+    #: Changes with `tables`, and is unique among sequences.
     version: int = field(default_factory=_versions.__next__)
     finish_reason: FinishReason | None = None
-    #: What its text has to match.
+    #: The grammar that its text has to match.
     constraint: Constraint | None = None
     #: Tokens that end it.
     stop_token_ids: frozenset[int] = frozenset()
-    #: Kept, as the next one is, since each step asks it of each sequence; `update_shaping` says when it changes.
+    #: Cached, like the next field, since each step reads it for each sequence; see `update_shaping`.
     shaping: Shaping = field(init=False)
     #: Whether the host has to see its logits before its next step.
     wants_host: bool = field(init=False)
     #: Tokens that the device holds of it for its penalties, where it has a row there.
     num_noted: int = 0
-    #: Of the rows of its last step, where they are asked for.
+    #: Log-probabilities of the rows of its last step, if asked for.
     reported: list[TokenLogprobs] = field(default_factory=list)
     ngrams: Ngrams = field(default_factory=Ngrams)
     #: The prompt as an int64 array, where the caller has one already.
@@ -118,7 +120,7 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Tokens whose logits something is added to: biases, and what ends it where `min_tokens` holds that back."""
+        """Tokens whose logits get an addend: biases, and stop tokens until `min_tokens` is reached."""
         return len(self.params.logit_bias) + (len(self.stop_token_ids) if self.params.min_tokens else 0)
 
     def update_shaping(self) -> None:
@@ -136,7 +138,7 @@ class Sequence:
 
     @property
     def has_all(self) -> bool:
-        """Whether no token is left to be asked for: the last one is here or under way."""
+        """Whether no further token is needed: the last one is known or under way."""
         return len(self.generated) + self.num_awaited >= self.params.max_new_tokens
 
     def tokens(self, first: int, count: int) -> list[int]:
@@ -148,19 +150,20 @@ class Sequence:
             found = self.prompt[first : first + count] + self.generated[: max(done + count, 0)]
         return found + [0] * (count - len(found))
 
-    def twin(self, vocab_size: int) -> Sequence:
+    def twin(self, vocab_size: int, first: int = 0) -> Sequence:
         """Return a sequence for a model that drafts for this one: the same tokens, sampled by the same numbers.
 
-        vocab_size: of that model; it is given its last token for those that it does not know.
+        vocab_size: of that model; it is given its last token for those that it does not know. first: of the prompt's
+        tokens, where the twin begins.
         """
         last = vocab_size - 1
-        ids = np.minimum(self.prompt_ids, last)
-        prompt = self.prompt if max(self.prompt) <= last else ids.tolist()
+        ids = np.minimum(self.prompt_ids[first:], last)
+        prompt = self.prompt[first:] if max(self.prompt) <= last else ids.tolist()
         generated = [min(token, last) for token in self.generated]
         return Sequence(self.index, prompt, self.params, self.generator, generated, _uniforms=self._uniforms, array=ids)
 
     def table_changed(self) -> None:
-        """Take another version: who has copied the tables must copy them again."""
+        """Take a new version, so that copies of the tables are renewed."""
         self.version = next(_versions)
 
     def uniform(self, index: int) -> float:
@@ -169,7 +172,7 @@ class Sequence:
         One number per token, in order, on the host: so a sequence's tokens depend neither on which others share its
         batch nor on drafts, whose numbers are drawn early and used when their place is really reached.
         """
-        assert self.generator is not None  # a sequence that is sampled is made with one
+        assert self.generator is not None  # every sampled sequence has a generator
         while len(self._uniforms) <= index:
             self._uniforms.append(float(torch.rand(1, generator=self.generator)))
         return self._uniforms[index]

@@ -25,25 +25,25 @@ from core.engine.steps.step import Part, Step, StepOutput
 class Row(NamedTuple):
     """A row of a step's logits."""
 
-    #: Which.
+    #: The index of the row.
     number: int
     sequence: Sequence
-    #: Drafts before it, which stand for tokens of its history.
+    #: Drafts before it, which count as tokens of its history.
     drafts: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRows:
-    """The rows of a step whose tokens, or whose probabilities, the host has to do with."""
+    """The rows of a step whose logits or probabilities the host must handle."""
 
-    #: Those whose logits are changed before a token is chosen.
+    #: Rows whose logits are changed before a token is chosen.
     shaped: tuple[Row, ...]
-    #: Those whose probabilities are reported.
+    #: Rows whose probabilities are reported.
     reported: tuple[Row, ...]
 
     @classmethod
     def of(cls, step: Step, output: StepOutput) -> HostRows:
-        """Return the rows of a step; none of a sequence whose prompt goes on."""
+        """Return the rows of a step; none for a sequence whose prompt is not finished."""
         shaped: list[Row] = []
         reported: list[Row] = []
         first = 0
@@ -105,5 +105,5 @@ def report(logits: Tensor, tokens: Rows[int], rows: Rows[Row]) -> None:
         count = row.sequence.params.logprobs or 0
         top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
         if not row.drafts:
-            row.sequence.reported = []  # what an earlier step left for drafts that were wrong
+            row.sequence.reported = []  # drop entries of an earlier step for wrong drafts
         row.sequence.reported.append(TokenLogprobs(token_id=tokens[row.number], logprob=logprob, top=top))

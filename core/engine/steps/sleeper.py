@@ -1,4 +1,4 @@
-"""Where an engine's weights and cache lie, so that their memory can be given back while captured graphs stay."""
+"""Places an engine's weights and cache in memory that can be given back while captured graphs stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.errors import EngineError, UsageError
 
 log = logging.getLogger("core.engine")
 _MOST_FREED = 2**30
-"""Bytes that moved tensors leave behind before the allocator is asked to give them back: all need no second copy."""
+"""Bytes freed by moved tensors before the allocator is asked to release them, so that never all weights exist twice."""
 
 
 class Sleeper:
@@ -37,7 +37,7 @@ class Sleeper:
         self._model = model
         self._device = device
         self._weights, self._cache = _Part(make()), _Part(make())
-        #: What the weights hold, on the host; None where they keep it themselves or nothing is to come back.
+        #: Copies of the weights on the host; None if the weights keep their values or need not come back.
         self._backup: list[Tensor] | None = None
 
     def placing(self, cache: Iterable[Tensor]) -> Callable[[Sequence[Tensor]], None]:
@@ -97,7 +97,7 @@ class Sleeper:
         self._backup = None
 
     def abandon(self) -> None:
-        """Let the model go, asleep as it is: its parameters have no memory, and say so to who uses them."""
+        """Release the model while it sleeps: its parameters have no memory, and using one is a clear error."""
         if self._weights.released:
             self._model.to("meta")
 
@@ -112,7 +112,8 @@ class Sleeper:
                 continue
             storage = tensors[0].untyped_storage()
             num_bytes = storage.nbytes()
-            # One more for the storage object that is asked. Who else holds it would keep the old memory, and read it.
+            # One more reference from the storage object used to ask. Any other holder would keep and read the old
+            # memory.
             if torch._C._storage_Use_Count(memory) != len(tensors) + 1:
                 stays += num_bytes
                 continue
@@ -144,7 +145,7 @@ class _Part:
         return any(_memory(tensor) == memory for tensor in self.tensors)
 
     def forget_all_but(self, memory: set[int]) -> None:
-        """Hold nothing that is no longer used."""
+        """Drop tensors that are no longer used."""
         self.tensors = [tensor for tensor in self.tensors if _memory(tensor) in memory]
 
     @torch.no_grad()

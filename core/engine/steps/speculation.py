@@ -1,4 +1,5 @@
-"""Speculative decoding without a second model: draft from the sequence's own text, keep what sampling would have given.
+"""Speculative decoding without a second model: draft from the sequence's own text, keep the drafts that sampling would
+have chosen.
 
 After A. Saxena, Prompt Lookup Decoding (2023): texts repeat themselves, above all their prompts.
 """
@@ -12,7 +13,8 @@ LONGEST = 3
 
 
 class Ngrams:
-    """What last followed each run of up to `LONGEST` tokens of one sequence; grows with it, a few entries per token."""
+    """Maps each run of up to `LONGEST` tokens of one sequence to the tokens that last followed it; grows with it, a few
+    entries per token."""
 
     def __init__(self) -> None:
         self._followed_at: dict[tuple[int, ...], int] = {}
@@ -27,7 +29,7 @@ class Ngrams:
         """
         if count < 1:
             return []
-        # Only runs with a token behind them: the one at the very end is the question, not an answer.
+        # Only runs with a token behind them: the run at the end is the one that is looked up.
         for end in range(self._num_known, len(tokens)):
             for length in range(1, min(LONGEST, end) + 1):
                 self._followed_at[tuple(tokens[end - length : end])] = end

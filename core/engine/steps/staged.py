@@ -15,17 +15,18 @@ from core.compilation.program import MAX_PLANS, Program
 from core.device import Device
 from core.engine.config import Sampling
 from core.engine.steps.histories import STEP_OF_HISTORIES
-from core.engine.steps.step import Flight, Step, StepOutput, put, rows_ahead, table_names, write_sampling, write_step
+from core.engine.steps.inputs import put, table_names, write_step
+from core.engine.steps.step import Flight, Step, StepOutput, rows_ahead, write_sampling
 
 _MIRRORS = 2
-"""Steps on the host at once: one that runs, and one that is prepared meanwhile."""
+"""Number of mirrors on the host: one step runs while another is prepared."""
 
 
 class StagedSteps:
     """Runs steps of a compiled program from host memory, and brings their tokens back without waiting.
 
-    Valid as long as the program. A step may be run while the one before it is still under way, if its own inputs do not
-    depend on that one's tokens, or take them on the device.
+    Valid as long as the program. A step may start while the previous one still runs, unless its inputs need the
+    previous step's tokens on the host.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class StagedSteps:
         # By phase: the version of the tables that each row of the block tables holds, in each mirror and on the device.
         self._versions: list[dict[str, list[int]]] = [{} for _ in range(_MIRRORS)]
         self._sent: dict[str, list[int]] = {}
-        # The search among all buckets, once per size: the key that serves it, and the dropped one it stands in for.
+        # Results of the search among all buckets, by size: the key that serves it, and the dropped bucket that this
+        # replaces.
         self._keys: dict[tuple[Any, ...], tuple[GraphKey | None, GraphKey | None]] = {}
         pinned = device.capabilities.asynchronous
         homes = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
@@ -69,8 +71,7 @@ class StagedSteps:
         """Run a step in the graph of `key`; wait for nothing.
 
         sampling: how the graph chooses tokens; for all but "greedy" the parameters are written too, and for "shaped"
-        the rows, (tokens,) int64 on the host. behind: the step under way that gives the tokens which this one begins
-        with.
+        the rows, (tokens,) int64 on the host. behind: the running step whose tokens are this step's first inputs.
         """
         mirror = self._staging.current
         arrays = self._views(key)
@@ -81,7 +82,7 @@ class StagedSteps:
         if sampling == "shaped":
             put(arrays["history_rows"], rows)
         held = versions[: len(arrays["block_table"])]
-        # Until the copy is queued, nobody knows what the device holds.
+        # Until the copy is queued, the device's content is unknown.
         kept = self._tables if self._sent.pop(key.phase, None) == held else ()
         feed = None if behind is None else {"input_ids": tokens_ahead(step, behind)}
         tokens, logits = self._staging.replay(key, kept=kept, feed=feed)
@@ -111,7 +112,8 @@ class StagedSteps:
         return views[key]
 
     def _bring(self, tokens: Tensor, home: Tensor) -> Callable[[], list[int]]:
-        """Begin to copy tokens to the host, where the next step can't overwrite them; return what waits for them."""
+        """Begin to copy tokens to host memory that the next step does not overwrite; return a function that waits for
+        them."""
         there = home[: tokens.shape[0]]
         there.copy_(tokens, non_blocking=True)
         wait = self._device.record()
@@ -124,7 +126,7 @@ class StagedSteps:
 
 
 def tokens_ahead(step: Step, behind: Flight) -> Tensor:
-    """Return the tokens, (k,) int64 on the device, that a step begins with and the step under way gives."""
+    """Return the tokens, (k,) int64 on the device, that the step under way computes and this step begins with."""
     rows, tokens = rows_ahead(step, behind.step), behind.output.tokens
     if rows == list(range(len(rows))):
         return tokens[: len(rows)]

@@ -1,1 +1,1 @@
-"""Installed distributions: their metadata, read one by one, and keeping damaged ones from the rest of the process."""
+"""Installed distributions: reads their metadata one by one, and hides damaged ones from the rest of the process."""

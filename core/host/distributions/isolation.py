@@ -1,4 +1,4 @@
-"""Keeping damaged distributions from the rest of the process: torch and transformers read the metadata of all.
+"""Hides damaged distributions from the rest of the process: torch and transformers read the metadata of all.
 
 `importlib.metadata.entry_points()` raises where one installed distribution has a malformed file, and `import torch`
 asks it for backends. So what `core` has found damaged is left out of what this process, and the workers that it starts,
@@ -37,7 +37,7 @@ class _Sound:
 
 
 def isolate(damaged: Iterable[Damaged], unread: Iterable[Damaged] = ()) -> None:
-    """Set the damaged distributions aside, and no other any more; log each of `unread` once in a process.
+    """Set exactly the damaged distributions aside; log each of `unread` once per process.
 
     Lists of files (RECORD) of distributions without a plugin are looked at here: transformers reads them all.
     """
@@ -53,7 +53,7 @@ def isolate(damaged: Iterable[Damaged], unread: Iterable[Damaged] = ()) -> None:
 
 
 def set_aside(folders: Iterable[str]) -> None:
-    """Leave the distributions whose metadata lie in these folders out of what this process finds installed."""
+    """Hide the distributions with metadata in these folders from this process."""
     global _set_aside
     _set_aside = frozenset(folders)
     sys.meta_path[:] = [_wrapped(finder) if _set_aside else _whole(finder) for finder in sys.meta_path]

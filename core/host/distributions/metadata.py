@@ -1,4 +1,4 @@
-"""Reading the metadata of installed distributions one by one, so that a damaged one takes no other along."""
+"""Reads the metadata of installed distributions one by one, so that a damaged one does not affect the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECORD = "RECORD"
 _MAX_BYTES = {_ENTRY_POINTS: 2**20}
 _MAX_METADATA_BYTES = 2**24
 
-# As the specification of core metadata has a name; a version is only asked to be one printable word.
+# A name as the core metadata specification defines it; a version must only be one printable word.
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 _VERSION = re.compile(r"[A-Za-z0-9.!+_-]{1,100}")
 
@@ -91,7 +91,7 @@ def entry_points(distribution: Distribution) -> tuple[list[EntryPoint], str]:
 
 
 def undecodable(distribution: Distribution) -> str:
-    """Return what keeps others from reading METADATA, which its absence does not; "" where nothing does."""
+    """Return why METADATA can't be read, or ""; a missing file is no defect here."""
     # An old `.egg-info` may be a file itself.
     files = ("",) if os.path.isfile(folder_of(distribution)) else ("METADATA", "PKG-INFO")
     return next(filter(None, (_problem(distribution, file, _decoded) for file in files)), "")
@@ -145,7 +145,7 @@ def _problem(distribution: Distribution, file: str, check: Callable[[Distributio
 
 
 def _oddity(path: str, max_bytes: int) -> str:
-    """Return why a file can't be read, which importlib.metadata takes for one that is not there, or waits for."""
+    """Return why a file can't be read: importlib.metadata would treat it as missing, or block on it."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

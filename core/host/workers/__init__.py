@@ -1,1 +1,1 @@
-"""Processes that run what may crash or hang: started, asked with a deadline, ended."""
+"""Worker processes for code that may crash or hang: started, asked with a deadline, ended."""

@@ -38,7 +38,7 @@ def serve(module: str) -> None:
             _leave_if_forked(process)
             answers.write(f"{reply}\n")
             answers.flush()
-        # A driver that hangs or crashes while the interpreter shuts down has no say any more.
+        # Exit at once: a driver that hangs or crashes in the interpreter's shutdown no longer matters.
         os._exit(0)
 
 
@@ -62,17 +62,18 @@ def _protected_channel() -> int:
 
 
 def _leave_if_forked(process: int) -> None:
-    """End here where a vendor's code forked and came back twice: only the process that was asked may answer."""
+    """Exit if a vendor's code forked and returned in both processes: only the original process may answer."""
     if os.getpid() != process:
         os._exit(0)
-    # Before the answer goes out, so that the parent finds what was printed with the request that it belongs to.
+    # Flush before the answer, so that the parent assigns the output to the right request.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or replaced by something else
             stream.flush()
 
 
 def _high_duplicate(descriptor: int) -> int:
-    """Duplicate to a number that no code writes to by habit, as it does to 3, and that no started program inherits."""
+    """Duplicate to a high number, since code writes to low ones such as 3 by habit; started programs do not inherit
+    it."""
     for least in (900, 200):
         try:
             return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)

@@ -17,7 +17,7 @@ from core.host.distributions.isolation import folders_set_aside
 _OUTPUT_TAIL_BYTES = 16_384
 _CHUNK_BYTES = 65_536
 _MAX_ANSWER_BYTES = 64 * 2**20
-# A process that prints without end must not keep its reader: what comes after these chunks is read the next time.
+# Chunks read at once: a process that prints without end must not block its reader.
 _MAX_CHUNKS = 64
 
 
@@ -43,12 +43,12 @@ class WorkerProcess:
             self._selector.register(stream, selectors.EVENT_READ)
         self._to_send = b""
         self._output = b""
-        #: What came over the channel and was not taken yet.
+        #: Data from the channel that was not taken yet.
         self.received = b""
 
     @property
     def has_sent(self) -> bool:
-        """Whether a line has come over the channel, or more than any answer takes."""
+        """Whether a whole line has come over the channel, or more data than any answer has."""
         return b"\n" in self.received or len(self.received) > _MAX_ANSWER_BYTES
 
     @property
@@ -117,7 +117,7 @@ class WorkerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # It has ended, or is about to: that shows elsewhere, with its cause.
+            # The process has ended or is about to end; the reason is reported elsewhere.
             self._to_send = b""
         if not self._to_send:
             self._selector.unregister(self._stdin)

@@ -27,7 +27,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
-    """What became of one request to a worker."""
+    """The result of one request to a worker."""
 
     #: The JSON object that the worker sent; None where there is no answer.
     answer: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class PersistentWorker:
         self._module, self._given, self._environment = module, dict(given or {}), environment
         self._process: WorkerProcess | None = None
         self._busy = threading.Lock()
-        # Guards the step from "not closed" to "started": a process that starts meanwhile would outlive `close`.
+        # Makes "not closed, so start" atomic: a process started during `close` would outlive it.
         self._starting = threading.Lock()
         self._closed = False
 
@@ -138,7 +138,7 @@ class Asked(ExitStack):
 
     def ask(self, key: str, module: str, *, timeout_s: float, **payload: object) -> None:
         """Start a worker and send it this request; its result will be found under `key`."""
-        # Left before the worker is: whoever waits for the thread must have ended the request first.
+        # Entered last, so exited first: the request must be ended before anyone waits for the thread.
         thread = self.enter_context(ThreadPoolExecutor(1))
         worker = self.enter_context(PersistentWorker(module))
         self._results[key] = thread.submit(worker.request, payload, timeout_s=timeout_s)

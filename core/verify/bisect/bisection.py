@@ -55,7 +55,7 @@ def bisect(
     - level: "full" judges every site on every set of examples, "sample" a third of the sites on the first set.
     - lowering: of the device, None for its default.
     - asked: passes to run although the device finds them unprofitable.
-    - progress: told what is being judged.
+    - progress: called with the name of the stage under judgement.
 
     Raises `CoreError` for a question that can't be asked, such as a lowering that the device does not have.
     """
@@ -73,7 +73,7 @@ def bisect(
 
 
 def injected(passes: Sequence[Pass], wrong: Pass) -> tuple[Pass, ...]:
-    """Return the passes with a wrong one in the place of the pass of that name, or after all others."""
+    """Return the passes with a wrong one instead of the pass of that name, or after all others."""
     return tuple({**{declared.name: declared for declared in passes}, wrong.name: wrong}.values())
 
 
@@ -168,7 +168,7 @@ class _Phase:
             sites=(),
             near_misses=(),
         )
-        with suppress(CoreError):  # told below, from what was found
+        with suppress(CoreError):  # reported below from the result
             self._check(report, before, self.module)
         self._note([report])
 

@@ -1,4 +1,5 @@
-"""A lowered graph against the same graph run op by op, and the smallest part of it that the lowering gets wrong."""
+"""Compares a lowered graph with the same graph run op by op, and finds the smallest part that the lowering gets
+wrong."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def judge_lowering(
 ) -> tuple[Step, Fault | None, list[tuple[Any, ...]]]:
     """Judge a lowering of a finished graph; on a fault, narrow it down.
 
-    ops: which canonical op a node of the graph was. Returns also what the lowered graph gave for each set of inputs, up
-    to one that fails. Narrowing lowers parts of the graph again, about `2 * log2(nodes)` times.
+    ops: the canonical op that each node of the graph came from. Also returns the lowered graph's outputs for each set
+    of inputs, up to the first that fails. Narrowing lowers parts of the graph again, about `2 * log2(nodes)` times.
     """
     judge = _Judge(lowering, ops)
     total = Comparison()
@@ -53,7 +54,7 @@ def judge_lowering(
         outputs = judge.part(module, values, total)
         given += [outputs] if outputs else []
         if total.reason:
-            if judge.stopped is not None:  # the graph itself, which no part of its lowering explains
+            if judge.stopped is not None:  # the graph itself is at fault, not a part of its lowering
                 nodes, found = [judge.stopped], total
             else:
                 progress(f"{phase}: narrowing down lowering {name}")
@@ -98,7 +99,7 @@ class _Judge:
 
     def part(self, module: fx.GraphModule, values: Sequence[Any], into: Comparison) -> tuple[Any, ...]:
         """Judge the lowering of one graph on one set of inputs into a comparison; return what the lowering gave."""
-        # Only an op tells what it writes and can be run in fp64; its implementations can't.
+        # Put ops back: only an op declares its writes and runs in fp64, implementations do neither.
         named = as_ops(module, self.ops)
         written = written_inputs(named)
         place, layouts = Place(), _Layouts()
@@ -173,7 +174,7 @@ def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
 def _part(
     ops: OpTargets, module: fx.GraphModule, values: Sequence[Any], nodes: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """Return neighbouring nodes as a graph of their own, and what its placeholders hold when the whole gets there.
+    """Return consecutive nodes as a separate graph, and the values of its placeholders when the whole graph gets there.
 
     Its outputs are what later nodes use of it.
     """
@@ -195,7 +196,7 @@ def _part(
 
 
 class _Layouts(Watcher):
-    """Notes the first node whose value has other strides than its fake in the trace, which later nodes count on."""
+    """Finds the first node whose value has other strides than its fake value, on which later nodes rely."""
 
     def __init__(self) -> None:
         self.wrong: fx.Node | None = None
@@ -210,7 +211,7 @@ class _Layouts(Watcher):
 
 
 class _State(Watcher):
-    """Notes what some nodes hold when a run gets to a certain node."""
+    """Saves the values of some nodes when a run reaches a certain node."""
 
     def __init__(self, named: fx.GraphModule, start: fx.Node, wanted: Mapping[fx.Node, Any]) -> None:
         self.seen: dict[fx.Node, Any] = {}

@@ -1,4 +1,4 @@
-"""The finished callable against the model itself, run eagerly: what no comparison of two graphs can show."""
+"""Compares the finished callable with the model itself, run eagerly, which no comparison of two graphs can replace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def judge_model(
     graph: PhaseGraph, original: fx.GraphModule, outputs: Sequence[Sequence[Any]], *, owner: str
 ) -> tuple[Step, Fault | None]:
-    """Judge what a lowered graph gave by the model's own function, both against an fp64 run of the graph as traced.
+    """Judge a lowered graph's outputs by the model's own function, both against an fp64 run of the graph as traced.
 
     Caches that the model writes are put back. Skipped where the phase has no function.
 
@@ -52,7 +52,7 @@ def judge_model(
             wide = run_graph(original, values, fp64=True, pinned=run.decided)
             return _leaves(graph, wide.outputs, example)
 
-        # First the trace itself, then the program: a model that differs from its graph is no yardstick.
+        # Judge the trace first, then the program: a model that differs from its own trace is no yardstick.
         names = [f"output {index}" for index in range(len(eager))]
         if found.add(names, eager, _leaves(graph, run.outputs, example), exact):
             name = "trace"
@@ -88,7 +88,7 @@ def _eager(
 
 @contextmanager
 def _kept(original: fx.GraphModule, values: Sequence[Any]) -> Iterator[None]:
-    """Put back what the model writes: the same that its graph does."""
+    """Restore the tensors that the model writes, which are those that its graph writes."""
     written = written_inputs(original)
     copies = own_inputs(original, values, written=written)
     kept = [(value, copies[name]) for name, value in zip(copies, values, strict=True) if name in written]

@@ -30,7 +30,7 @@ _AT_FAULT = "what follows was judged with the op's reference instead"
 
 @dataclass(slots=True)
 class _Tally:
-    """What was judged of one implementation."""
+    """The judgement of one implementation."""
 
     implementation: OpImplementation
     sites: set[str] = field(default_factory=set)
@@ -67,7 +67,8 @@ def judge_ops(
     owner: str,
     sample: bool = False,
 ) -> tuple[list[Step], list[Fault]]:
-    """Judge every implementation in a finished graph, each call on what it gets when all else is right.
+    """Judge every implementation in a finished graph, each call on the inputs that it gets when everything else is
+    right.
 
     An implementation at fault gives way to the op's reference in the graph, at all its calls.
 
@@ -86,7 +87,7 @@ def judge_ops(
         place = Place()
         try:
             run_graph(named, values, watchers=[place, _Watch(phase, owner, judged)])
-        except Exception as error:  # judging the lowering tells it in full
+        except Exception as error:  # judging the lowering reports it in full
             for tally in judged.values():
                 tally.compared.unjudged = f"the graph stops at {place}: {error_line(error)}"
             break

@@ -1,4 +1,4 @@
-"""What `core bisect` found: one step per thing that was judged, one fault per thing that breaks the criterion."""
+"""The result of `core bisect`: one step per subject judged, one fault per subject that breaks the criterion."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Something that breaks the numeric criterion, and where."""
+    """A subject that breaks the numeric criterion, and its place."""
 
     phase: str
     kind: Kind
-    #: Of the pass, the implementation or the lowering.
+    #: Name of the pass, the implementation or the lowering.
     name: str
     #: The distribution that it comes from.
     owner: str
-    #: The module path, or what stands for it; "" where no place could be named.
+    #: The module path or a substitute; "" if no place could be named.
     site: str
     #: Nodes of the graph, the first of which is at fault; empty where no place could be named.
     nodes: tuple[str, ...]
@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One thing that was looked at: a pass, an implementation, a lowering or the whole model."""
+    """One subject that was judged: a pass, an implementation, a lowering or the whole model."""
 
     phase: str
     kind: Kind
@@ -60,15 +60,15 @@ class Step:
     outcome: Outcome
     #: Sites that a pass rewrote, or calls of an op.
     matched: int = 0
-    #: Of these, the ones judged apart.
+    #: Number of these that were judged separately.
     num_sites: int = 0
-    #: Of these, the ones that only a run of the whole graph judges.
+    #: Number of these that only a run of the whole graph judges.
     num_whole: int = 0
     #: Tensors judged.
     num_values: int = 0
     #: The largest error over its bound.
     worst_ratio: float = 0.0
-    #: What explains the outcome.
+    #: The explanation of the outcome.
     note: str = ""
 
 

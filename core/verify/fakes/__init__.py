@@ -1,1 +1,1 @@
-"""Whether a declared fake tells what its kernel does."""
+"""Checks that a declared fake describes its kernel correctly."""

@@ -1,4 +1,4 @@
-"""Testing the fakes of an installed op library against its kernels, each call in a process that may die of it."""
+"""Tests the fakes of an installed op library against its kernels, in a process that a call may crash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FakeVerdict = Literal["agrees", "lies", "no fake", "not called"]
 _START_S = 120.0  # to import torch and the library, on a slow machine
 _ENOUGH = 32
 _MAX_CALLS = 250
-# What differs between calls and not between lies: sizes, dtypes, numbers.
+# Parts of a message that vary between calls of one fault: sizes, dtypes, numbers.
 _DETAIL = re.compile(
     r"\([^()]*\)|\b(?:bool|(?:bfloat|complex|float|int|uint)\d+\w*)\b|(?<!result )\d+|(?<=fake ones: ).*"
 )
@@ -23,7 +23,7 @@ _DETAIL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """One thing that a fake or a schema says of a kernel and that is not so."""
+    """One false statement of a fake or a schema about a kernel."""
 
     #: Kinds and values of the arguments.
     call: str
@@ -32,7 +32,7 @@ class Lie:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCheck:
-    """What became of one op."""
+    """The result for one op."""
 
     op: str
     schema: str
@@ -52,7 +52,7 @@ class LibraryCheck:
     """The ops of a library, in order of name, checked on a device."""
 
     library: str
-    #: In words.
+    #: The device's description.
     device: str
     ops: tuple[OpCheck, ...]
 
@@ -125,7 +125,7 @@ class _Check:
 
     def _make(self, index: int) -> bool:
         """Make one call; False where no further one is to be made."""
-        # Asked for first: a kernel that ends the process leaves nobody to ask.
+        # Describe the call first: after a kernel has ended the process, nothing can describe it.
         described = self._request("describe", index)
         answer = described.answer or {"state": "lost"}
         if answer["state"] == "impossible":
@@ -137,7 +137,7 @@ class _Check:
         call = answer["call"]
         made = self._request("call", index)
         if made.answer is None:
-            # Each further one would cost a start of the process.
+            # Each further crash would cost a restart of the process.
             self._lost = f"{call}: the process {_problem(made)}; no further call was made"
             return False
         if made.answer["state"] == "refused":

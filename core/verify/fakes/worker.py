@@ -47,13 +47,13 @@ def _opened(name: str, device_name: str, folder: str) -> _Library:
     else:
         device = select_device(device_name)
     _warm_up()
-    # What relative paths name is loaded by now. Kernels that are called with guessed names write files under them.
+    # From here on use an empty folder: relative paths are loaded, and kernels with guessed names write files.
     os.chdir(folder)
     return _Library(device, ops)
 
 
 def _warm_up() -> None:
-    """Run what the first comparison loads, so that its time is not counted as a kernel's."""
+    """Warm up imports of the first comparison, so that their time does not count as a kernel's."""
     import torch
 
     from core.verify.fakes.parity import compare

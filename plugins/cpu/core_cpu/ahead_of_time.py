@@ -20,16 +20,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, fx
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 from core.common.inductor import compile_fixed, quoted_libraries, refuse_shared_writes, specialize
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.common.lowering import FlatCallable, LoweringRequest
+from core.common.ops.collective import LOCAL_SHARD
+from core.common.ops.declaration import declared_ops
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
-"""The second says how to call the custom ops of a graph, and lies beside the first under the same name."""
+"""The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
+_FEW_GRAPHS = 8
+_OF_TORCH = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
 _compiled: list[str] = []
 """One item for each graph that was compiled in this process."""
 
@@ -45,9 +50,9 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     examples = [request.example_inputs[i] for i in kept] + constants
     refuse_shared_writes(graph, examples)
     try:
-        _refuse_several_processes()
+        _call_collectives_whole(graph)
         runner = request.artifacts.use(factors(), partial(_compile, graph, examples), _load)
-    except Exception as error:  # of any of the many parts of a compiler
+    except Exception as error:  # any part of the compiler may raise
         request.note(
             "a graph is compiled by Inductor at each start, as AOTInductor refuses it: "
             f"{type(error).__name__}: {one_line(str(error))}"
@@ -57,26 +62,33 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     return _Step(runner.run, kept, constants, examples)
 
 
-def _refuse_several_processes() -> None:
-    """Raise in a process of a group: as shared objects, graphs of two processes waited for each other for ever.
+def _call_collectives_whole(graph: fx.GraphModule) -> None:
+    """Make single calls of canonical collectives that would be compiled as torch's own, and raise for those of torch.
 
-    Seen with collectives of gloo; the cause is not known.
+    A shared object runs with Python's lock held. A collective of torch inside of it waits for gloo's thread, which may
+    wait for that lock, to let go of a tensor that Python has seen. An op of `core` gives the lock away while it waits.
     """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise LoweringError(
-            f"a shared object in one of {distributed.get_world_size()} processes",
-            found="collectives of compiled objects may wait for ever",
-            remedy="compile graphs at each start",
-        )
+    whole = {op.reference: op.overload for op in declared_ops().values() if op.is_collective and op is not LOCAL_SHARD}
+    for node in graph.graph.nodes:
+        node.target = whole.get(node.target, node.target)
+        # An overload, or the op without one.
+        if isinstance(node.target, (OpOverload, OpOverloadPacket)) and str(node.target).split(".")[0] in _OF_TORCH:
+            raise LoweringError(
+                f"a shared object of a graph that calls {node.target}",
+                found="it would wait with Python's lock held, for a thread that may need that lock",
+                remedy="let the pass lift_collectives make a canonical op of it, or compile the graph at each start",
+            )
+    graph.recompile()
 
 
 class _Step:
-    """A compiled graph. Its code takes inputs for what they were when it was compiled, and checks nothing."""
+    """A compiled graph. Its code assumes inputs like those at compile time, and checks nothing."""
 
     def __init__(
         self, run: Callable[[list[Tensor]], list[Tensor]], kept: list[int], constants: list[Tensor], like: list[Tensor]
     ) -> None:
-        """kept: which arguments are inputs. constants: the inputs behind these. like: all of them, as examples."""
+        """kept: indices of the arguments that are inputs. constants: further inputs after these. like: examples of all
+        inputs."""
         self._run, self._kept, self._constants = run, kept, constants
         self._forms = list(map(_form, like))
 
@@ -84,7 +96,8 @@ class _Step:
         return self.bind(*args)()
 
     def bind(self, *args: Any) -> Callable[[], tuple[Tensor, ...]]:
-        """Return what runs on these arguments; raise `LoweringError` where they are not like the examples."""
+        """Return a callable that runs on these arguments; raise `LoweringError` if they differ from the examples'
+        metadata."""
         inputs, run = [args[i] for i in self._kept] + self._constants, self._run
         for index, (given, form) in enumerate(zip(inputs, self._forms, strict=True)):
             if _form(given) != form:
@@ -105,7 +118,8 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
-    """Make inputs of the tensors that the graph holds: compiled in, each would be a copy that writes do not reach."""
+    """Turn the tensors that the graph holds into inputs: compiled in, each would be a copy that later writes do not
+    change."""
     held: dict[str, list[fx.Node]] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(graph, str(node.target), None), Tensor):
@@ -123,12 +137,12 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
 
 
 def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> None:
-    """Write the shared object of a graph into a folder, and what calls its custom ops, if it has any."""
+    """Write the shared object of a graph into a folder, and the description of its custom ops' calls, if it has any."""
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
-    copy = fx.GraphModule(graph, nodes)  # the compiler changes what it is given
+    copy = fx.GraphModule(graph, nodes)  # the compiler changes its input
     with TemporaryDirectory(prefix="core-") as made:
-        options = {"aot_inductor.package": False, "aot_inductor.output_path": os.path.join(made, _OBJECT)}
+        options = {"aot_inductor.output_path": os.path.join(made, _OBJECT), **_options(len(_compiled))}
         with torch.no_grad(), quoted_libraries(), _quiet():
             path = torch._inductor.aot_compile(copy, tuple(examples), options=options)
         shutil.move(str(path), folder / _OBJECT)
@@ -137,9 +151,22 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Non
     _compiled.append(str(folder))
 
 
+def _options(num_compiled: int) -> dict[str, bool]:
+    """Return settings of Inductor that make a start short. num_compiled: graphs that this process has compiled."""
+    import torch._inductor.config as config
+
+    # Inductor tries each instruction set by compiling and loading a library, 2 to 3 s each on a small machine. A set
+    # that the compiler does not know is an error of the compile.
+    options = {"aot_inductor.package": False, "cpp.vec_isa_ok": True}
+    # Two precompiled headers take 10 s and 300 MB, and save about 1 s of each graph.
+    if hasattr(config.aot_inductor, "precompile_headers"):
+        options["aot_inductor.precompile_headers"] = num_compiled >= _FEW_GRAPHS
+    return options
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what torch warns of in its own code."""
+    """Silence torch's warnings about its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
         yield
@@ -150,7 +177,7 @@ def _load(folder: Path) -> Any:
 
 
 def factors() -> Mapping[str, str]:
-    """Return what the machine code of a graph depends on besides the graph, torch and this package."""
+    """Return the factors of a graph's machine code besides the graph, torch and this package."""
     import torch._inductor.config as config
 
     settings = config.save_config_portable(ignore_private_configs=False)
@@ -190,4 +217,4 @@ def _counting() -> Iterator[Count]:
 
 
 AOT_INDUCTOR = KernelCompiler(name="aot_inductor", counting=_counting)
-"""Counts graphs that were compiled. It keeps nothing by itself: core keeps what it makes, beside its own cache."""
+"""Counts graphs that were compiled. It keeps no files itself: core keeps its artefacts beside the compile cache."""

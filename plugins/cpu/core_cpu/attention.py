@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.implementation import OpCall, OpImplementation
 from core_cpu import extension
+from core_cpu.own_ops import own_op
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LIBRARY = torch.library.Library("core_cpu", "DEF")
 
 
 def why_not(call: OpCall) -> str | None:
@@ -35,24 +32,10 @@ def why_not(call: OpCall) -> str | None:
         if args[name].stride(3) != 1:
             strides = tuple(args[name].stride())
             return f"{name} has strides {strides}, and the kernel takes the features of a head in one run of memory"
-    return extension.load() or None
+    return extension.load("attention") or None
 
 
-def _unloaded(*args: Any, **kwargs: Any) -> Tensor:
-    """Run a call in a process that has not asked `why_not`, as one that reads its graphs from the compile cache.
-
-    Loaded, the extension has the op's kernel for the processor, which goes before this.
-    """
-    if extension.load():
-        return ATTENTION.reference(*args, **kwargs)  # type: ignore[no-any-return]  # of any signature
-    return attention(*args, **kwargs)  # type: ignore[no-any-return]  # torch.ops is untyped
-
-
-# As core declares its own ops: the schema and the fake are those of the canonical op.
-_LIBRARY.define(ATTENTION.schema)
-_LIBRARY.impl(ATTENTION.name, _unloaded, "CompositeExplicitAutograd")
-torch.library.register_fake(f"core_cpu::{ATTENTION.name}", ATTENTION.fake, lib=_LIBRARY)
-attention: torch._ops.OpOverload = torch.ops.core_cpu.attention.default
+attention = own_op(ATTENTION, "attention")
 
 IMPLEMENTATIONS = (
     OpImplementation(op=ATTENTION.qualified_name, name="cpu_attention", fn=attention, condition=why_not),

@@ -1,4 +1,4 @@
-"""What Inductor needs of this machine to compile for the processor, and what is missing of it."""
+"""Checks for the tools that Inductor needs to compile for the processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_cxx_compiler() -> str | None:
 
 
 def missing() -> str:
-    """Return what Inductor would miss, as one clause; "" for nothing."""
+    """Return what Inductor lacks on this machine, as one clause; "" for nothing."""
     if find_cxx_compiler() is None:
         named = "CXX names" if os.environ.get("CXX") else "Inductor takes"
         return f"there is no C++ compiler: {named} {_name()}, which is not here"

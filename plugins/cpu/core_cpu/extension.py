@@ -9,15 +9,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.kernel_folder import kernel_folder
 from core_cpu.compiler import find_cxx_compiler, missing
+from core_cpu.row_limits import use_measured
 
 log = logging.getLogger("core.cpu")
 
@@ -30,7 +33,14 @@ _ISA = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
 }
 """Options for each set of instructions that torch's vectors have and that a compiler does not use by itself."""
+_BF16_PAIRS = ("-mavx512bf16", "-DCORE_CPU_BF16_PAIRS")
+"""Where the processor multiplies pairs of bf16, which torch's AVX512 does not say."""
+_OF_EACH_MODEL = ("attention", "linear")
+"""Files of kernels that most models use."""
+_AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType({"linear": use_measured})
 _compiled = 0
+_loaded: set[str] = set()
+"""Files whose libraries this process has loaded."""
 
 
 def why_not() -> str:
@@ -41,14 +51,15 @@ def why_not() -> str:
 
 
 def identity() -> str:
-    """Return what tells one build of the kernels from another: the instructions and a digest of all that it is made of.
+    """Return the identity of a build of the kernels: the instruction set and a digest of everything that it is made
+    from.
 
-    For where `why_not` has nothing to say.
+    Call it only if `why_not` returns "".
     """
     capability = torch.backends.cpu.get_cpu_capability()
     digest = hashlib.sha256("\0".join((torch.__version__, str(torch.version.git_version), *_command("", ""))).encode())
     compiler = Path(find_cxx_compiler() or "").resolve()
-    with suppress(OSError):  # one that has gone meanwhile can't build either
+    with suppress(OSError):  # a compiler that was removed meanwhile can't build either
         digest.update(f"{compiler} {compiler.stat().st_size} {compiler.stat().st_mtime_ns}".encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -56,21 +67,42 @@ def identity() -> str:
 
 
 @functools.cache
-def load() -> str:
-    """Load the kernels, built first where no process has done it yet; return why not, "" where they are loaded.
+def load(source: str) -> str:
+    """Load the kernels of a file, and build them first if no process has done so; return why that failed, or "".
 
-    What goes wrong is said once in the log. Builds are kept in the folder of `CORE_CPU_KERNELS_DIR`, else beside the
-    compile cache; one that others may write to is refused.
+    source: the file's name in csrc/, without its ending. Each is a library of its own, built where it is needed.
+    A failure is logged once. Builds are kept in the folder of `CORE_CPU_KERNELS_DIR`, else beside the compile cache;
+    one that others may write to is refused.
     """
     reason = why_not()
     if not reason:
         try:
-            torch.ops.load_library(_built())
+            library = _built(source)
+            torch.ops.load_library(library)
+            if source in _AFTER_LOADING:
+                _AFTER_LOADING[source](library)
+            _loaded.add(source)
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     if reason:
         log.warning("no kernels of the plugin, canonical ops run as torch's own: %s", reason)
     return reason
+
+
+def prepare() -> None:
+    """Begin to build the kernels in a thread; `load` waits for it, and tells what failed.
+
+    Nothing is done where they are loaded in this process: they may have been built for another folder.
+    """
+    if not why_not() and not _loaded.issuperset(_OF_EACH_MODEL):
+        threading.Thread(target=_build_early, name="core-cpu-kernels", daemon=True).start()
+
+
+def _build_early() -> None:
+    with suppress(OSError, subprocess.SubprocessError):
+        for source in _OF_EACH_MODEL:
+            if source not in _loaded:
+                _built(source)
 
 
 @contextmanager
@@ -83,20 +115,20 @@ KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER
 """The extension, as `core` knows it: whether it was compiled, and where it is kept."""
 
 
-def _built() -> Path:
+def _built(source: str) -> Path:
     """Return the path of the extension, compiled where it does not lie there yet."""
     folder = kernel_folder(KERNELS)
-    library = folder / f"{identity()}.so"
+    library = folder / f"{source}-{identity()}.so"
     if not library.exists():
         with _locked(folder):
             if not library.exists():  # another process may have made it meanwhile
-                _compile(library)
+                _compile(library, source)
     return library
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time compile: it takes all of a core for a quarter of a minute."""
+    """Let one process at a time compile: that takes a core for a quarter of a minute."""
     import fcntl  # not on Windows
 
     with open(folder / "lock", "w") as file:
@@ -104,12 +136,12 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(library: Path) -> None:
+def _compile(library: Path, source: str) -> None:
     global _compiled
     log.info("compiling the kernels of the plugin, once: %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as made:
         out = Path(made) / library.name
-        command = _command(str(SOURCES / "attention.cpp"), str(out))
+        command = _command(str(SOURCES / f"{source}.cpp"), str(out))
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
@@ -124,6 +156,7 @@ def _command(source: str, out: str) -> Sequence[str]:
     return (
         *(find_cxx_compiler() or "", "-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
         *_ISA.get(capability, ()),
+        *(_BF16_PAIRS if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() else ()),
         *(f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         *(f"-I{headers}", source, "-o", out, f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"),
     )

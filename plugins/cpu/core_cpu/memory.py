@@ -13,14 +13,14 @@ from core.device import MemoryInfo
 _PROC = Path("/proc/self")
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Where a control group, as containers have one, says how much it may use: versions 2 and 1."""
+"""Files with the memory limit of a control group (as of a container): versions 2 and 1."""
 
 
 def read_memory() -> MemoryInfo:
     """Return resident memory of the process, and what it may come to use.
 
-    That is the machine's memory, or less: what the process has and what is available besides it, or what its control
-    group may use.
+    The latter is the least of the machine's memory, the process's memory plus the available memory, and the limit of
+    its control group.
     """
     total = min(_physical(), *_limits())
     try:

@@ -21,7 +21,7 @@ from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cpu.ahead_of_time import AOT_INDUCTOR, inductor
 from core_cpu.compiler import find_cxx_compiler, missing, refuse
-from core_cpu.extension import KERNELS, identity
+from core_cpu.extension import KERNELS, identity, prepare
 from core_cpu.extension import why_not as why_no_kernels
 from core_cpu.fakes import SGL_KERNEL
 from core_cpu.memory import read_memory, reset_peak_memory
@@ -61,6 +61,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         reset_peak_memory=reset_peak_memory,
         sleeping_memory=HostMemory if CAN_SLEEP else None,
         kernel_compilers=(AOT_INDUCTOR, KERNELS),
+        prepare=prepare,
     )
 
 
@@ -69,9 +70,9 @@ def core_register_ops() -> Sequence[OpImplementation]:
     """Implement canonical ops by the plugin's kernels, where these can be built."""
     if why_no_kernels():
         return ()
-    from core_cpu.attention import IMPLEMENTATIONS
+    from core_cpu import attention, collectives, linear
 
-    return IMPLEMENTATIONS
+    return (*attention.IMPLEMENTATIONS, *linear.IMPLEMENTATIONS, *collectives.IMPLEMENTATIONS)
 
 
 @hookimpl

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CAN_SLEEP = sys.platform == "linux"
-"""Only there does MADV_DONTNEED give private pages back at once, and zeros in their place when they are touched."""
+"""Only on Linux does MADV_DONTNEED free private pages at once, and give zeroed pages when they are touched again."""
 
 
 class HostMemory:
@@ -29,7 +29,7 @@ class HostMemory:
         except OSError as error:
             raise torch.OutOfMemoryError(f"no address space for {num_bytes} bytes: {error}") from error
         self._pages.add(pages)
-        return torch.frombuffer(pages, dtype=torch.uint8)  # its storage keeps the pages
+        return torch.frombuffer(pages, dtype=torch.uint8)  # the storage keeps the pages alive
 
     def release(self) -> None:
         """Drop the pages of all living tensors."""

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import pytest
+import torch
+
+from core.common.ops.declaration import CanonicalOp
 from core_cpu import extension
 
 
@@ -11,4 +20,31 @@ from core_cpu import extension
 def kernels() -> None:
     if reason := extension.why_not():
         pytest.skip(reason)
-    assert extension.load() == ""
+    assert {extension.load(source) for source in ("attention", "collectives", "linear")} == {""}
+
+
+@pytest.fixture
+def plant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, str, CanonicalOp], AbstractContextManager[Any]]:
+    """Build the kernels with one place of their source changed, and give them as ops of a namespace of their own."""
+
+    @contextmanager
+    def planted(right: str, wrong: str, op: CanonicalOp) -> Iterator[Any]:
+        # A library stays loaded, and so each has another namespace.
+        name = f"core_cpu_{uuid4().hex}"
+        sources = Path(shutil.copytree(extension.SOURCES, tmp_path / "csrc"))
+        changed = 0
+        for path in sources.iterdir():
+            text = path.read_text()
+            changed += text.count(right)
+            path.write_text(text.replace(right, wrong).replace("(core_cpu,", f"({name},"))
+        assert changed == 1
+        with torch.library._scoped_library(name, "DEF") as library:
+            library.define(op.schema)
+            monkeypatch.setattr(extension, "SOURCES", sources)
+            extension._compile(tmp_path / "wrong.so", op.name)
+            torch.ops.load_library(tmp_path / "wrong.so")
+            yield getattr(torch.ops, name)
+
+    return planted

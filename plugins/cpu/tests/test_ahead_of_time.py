@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, fx, nn
 import core
 from core.common.lowering import UNKEPT, Artifacts, LoweringRequest
 from core.common.numerics import judge_pooled
+from core.common.ops.collective import ALL_GATHER_LINEAR, ALL_REDUCE, LOCAL_SHARD
 from core.errors import LoweringError
 from core_cpu import ahead_of_time
 from core_cpu.ahead_of_time import factors, inductor
@@ -80,7 +80,7 @@ def test_a_later_start_compiles_nothing_and_serves_other_weights(
     other = Counter(seed=1).eval()
     monkeypatch.setattr(ahead_of_time, "_compile", _no_compiler)
     warm = started(other, cache=True)
-    assert warm.report().counters == {"traces": 0, "passes": 0, "kernels": 0, "captures": 1}
+    assert warm.report().counters == {"traces": 0, "passes": 0, "kernels": 0, "measured": 0, "captures": 1}
     for _ in range(2):  # the second finds what the first one wrote
         assert_right(warm, other)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
@@ -174,7 +174,7 @@ class Refusing:
 @pytest.mark.slow
 def test_a_graph_that_is_refused_goes_the_usual_way_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts: Artifacts = Refusing()
-    monkeypatch.setattr("core.compilation.phases.traced_phase.UNKEPT", artifacts)
+    monkeypatch.setattr("core.compilation.phases.bucket_lowering.UNKEPT", artifacts)
     model = Counter().eval()
     program = started(model)
     (note,) = program.report().notes
@@ -183,13 +183,26 @@ def test_a_graph_that_is_refused_goes_the_usual_way_and_the_report_says_so(monke
     assert_right(program, model)
 
 
-def test_a_process_of_a_group_has_no_shared_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead_of_time._refuse_several_processes()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for size in (1, 2):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
-        with refused(LoweringError, "collectives of compiled objects may wait") if size > 1 else nullcontext():
-            ahead_of_time._refuse_several_processes()
+def test_canonical_collectives_stay_calls_of_their_ops() -> None:
+    """Inside of a shared object, what they are made of would wait with Python's lock held."""
+
+    module = fx.GraphModule({}, fx.Graph())
+    references = [op.reference for op in (ALL_REDUCE, LOCAL_SHARD, ALL_GATHER_LINEAR)]
+    x = module.graph.placeholder("x")
+    reduced, shard = (module.graph.call_function(each, (x, "")) for each in references[:2])
+    result = module.graph.call_function(references[2], (x, x, None, ""))
+    module.graph.output((reduced, shard, result))
+    ahead_of_time._call_collectives_whole(module)
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert targets == [ALL_REDUCE.overload, LOCAL_SHARD.reference, ALL_GATHER_LINEAR.overload]
+
+
+def test_a_graph_with_collectives_of_torch_has_no_shared_object() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(x)
+
+    with refused(LoweringError, "_c10d_functional.wait_tensor", "Python's lock held", "lift_collectives"):
+        ahead_of_time._call_collectives_whole(fx.symbolic_trace(fn))
 
 
 def test_what_the_code_depends_on_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:

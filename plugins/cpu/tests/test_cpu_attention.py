@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 import core
 from core.common.ops.attention.paged import ATTENTION
-from core_cpu import extension
+from core.common.ops.declaration import CanonicalOp
 from core_cpu.attention import IMPLEMENTATIONS, attention, why_not
 from tests.attention_cases import CASES, NEW, Call, judged, steps
 from tests.kernel_cases import CPU, DTYPES
@@ -183,25 +182,14 @@ MISTAKES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a library of its own, under another name than the kernel that other tests use."""
-    right, wrong = MISTAKES[mistake]
-    sources = Path(shutil.copytree(extension.SOURCES, tmp_path / "csrc"))
-    changed = 0
-    for path in sources.iterdir():
-        text = path.read_text()
-        changed += text.count(right)
-        path.write_text(text.replace(right, wrong).replace("LIBRARY_IMPL(core_cpu,", "LIBRARY_IMPL(core_cpu_wrong,"))
-    assert changed == 1
-    with torch.library._scoped_library("core_cpu_wrong", "DEF") as library:
-        library.define(ATTENTION.schema)
-        monkeypatch.setattr(extension, "SOURCES", sources)
-        extension._compile(tmp_path / "wrong.so")
-        torch.ops.load_library(tmp_path / "wrong.so")
+def test_a_planted_mistake_is_found(
+    mistake: str, plant: Callable[[str, str, CanonicalOp], AbstractContextManager[Any]]
+) -> None:
+    with plant(*MISTAKES[mistake], ATTENTION) as wrong:
         torch.set_num_threads(2)
         try:
             for case in (CASES["window over tiles"], {"lens": ((1, 1500), (9, 9)), "page": 16, "heads": (4, 2)}):
-                judged(ATTENTION, lambda **call: torch.ops.core_cpu_wrong.attention(**call), steps(**case), CPU)
+                judged(ATTENTION, lambda **call: wrong.attention(**call), steps(**case), CPU)
         except AssertionError:
             return
         finally:

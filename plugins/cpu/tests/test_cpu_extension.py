@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,9 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("core_cpu::attention", "CPU
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each test load anew; what this process has loaded already stays."""
+    monkeypatch.setattr(extension, "_loaded", set())
     extension.load.cache_clear()
     yield
     extension.load.cache_clear()
@@ -49,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("CORE_CPU_KERNELS_DIR", str(made))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
+    monkeypatch.setattr(extension, "use_measured", lambda path: None)
     loaded: list[Path] = []
     return made
 
@@ -60,11 +63,44 @@ def num_calls(folder: Path) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
 def test_it_is_compiled_once_and_counted(folder: Path) -> None:
     with extension.KERNELS.counting() as count:
-        assert extension.load() == "" and count() == 1
+        assert extension.load("attention") == "" and count() == 1
         extension.load.cache_clear()
-        assert extension.load() == "" and count() == 1
+        assert extension.load("attention") == "" and count() == 1
     assert num_calls(folder) == 1
-    assert [path.name for path in folder.glob("*.so")] == [f"{extension.identity()}.so"]
+    assert [path.name for path in folder.glob("*.so")] == [f"attention-{extension.identity()}.so"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_an_early_build_is_the_one_that_is_loaded(folder: Path) -> None:
+    core.select_device("cpu").parts.prepare()
+    assert extension.load("attention") == ""  # waits for it
+    for thread in threading.enumerate():
+        if thread.name == "core-cpu-kernels":
+            thread.join()
+    assert num_calls(folder) == len(extension._OF_EACH_MODEL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_what_is_loaded_is_not_built_early_for_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_AFTER_LOADING", {})
+    for source in extension._OF_EACH_MODEL:
+        assert extension.load(source) == ""
+    monkeypatch.setenv("CORE_CPU_KERNELS_DIR", str(folder.parent / "other"))
+    core.select_device("cpu").parts.prepare()
+    for thread in threading.enumerate():
+        if thread.name == "core-cpu-kernels":
+            thread.join()
+    assert num_calls(folder) == len(extension._OF_EACH_MODEL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_an_early_build_that_fails_leaves_the_reason_to_who_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(script(folder.parent / "broken", "echo 'error: no such header' >&2\nexit 1")))
+    core.select_device("cpu").parts.prepare()
+    assert "no such header" in extension.load("attention")
+    assert caplog.text.count("no such header") == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
@@ -90,9 +126,10 @@ def test_what_it_is_made_of_tells_builds_apart(folder: Path, tmp_path: Path, mon
 def test_a_compiler_that_fails_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     script(tmp_path / "c++", "echo 'x.h:1: fatal error: no such file' >&2\nexit 1")
     with caplog.at_level(logging.WARNING):
-        reason = extension.load()
+        reason = extension.load("attention")
         assert (
-            reason.endswith("c++ can't compile them: x.h:1: fatal error: no such file") and extension.load() == reason
+            reason.endswith("c++ can't compile them: x.h:1: fatal error: no such file")
+            and extension.load("attention") == reason
         )
     (record,) = caplog.records
     assert "no kernels of the plugin" in record.message and reason in record.message
@@ -103,7 +140,7 @@ def test_a_compiler_that_fails_is_said_once(folder: Path, caplog: pytest.LogCapt
 def test_a_folder_that_others_may_write_to_is_not_used(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
-    assert "others may write to" in extension.load()
+    assert "others may write to" in extension.load("attention")
 
 
 def test_without_a_compiler_the_device_has_no_kernels_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +155,10 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip(extension.why_not())
     device = core.select_device("cpu")
     assert device.capabilities.extra["kernels"] == extension.identity()
-    assert [each.name for each in device.ops] == ["cpu_attention"]
+    names = [(each.op, each.name) for each in device.ops]
+    collectives = ["all_reduce", "reduce_scatter", "all_gather"]
+    shared = [(f"core::{name}", "cpu_shared_memory") for name in collectives]
+    assert names == [("core::attention", "cpu_attention"), ("core::linear", "cpu_linear"), *shared]
     assert extension.KERNELS in device.kernel_compilers
 
 

@@ -1,4 +1,4 @@
-"""Triton, as `core` knows it: how many kernels it compiled, where it keeps them, and whose version counts."""
+"""Triton as a `KernelCompiler` of core: its count of compiled kernels, its folder, and its version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which canonical ops the plugin's kernels implement, and the calls that each one takes.
 
-Imports Triton, and so is imported only where `kernels_missing` finds nothing to say.
+Imports Triton, so it is imported only if `kernels_missing` returns "".
 """
 
 from __future__ import annotations

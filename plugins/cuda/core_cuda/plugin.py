@@ -26,7 +26,7 @@ from core_cuda.sleeping import DeviceMemory
 log = logging.getLogger("core.cuda")
 _BFLOAT16_CAPABILITY = (8, 0)
 _KERNEL_CAPABILITY = (8, 0)
-"""What the kernels' asynchronous copies and matrix products of bfloat16 need, and what Triton supports."""
+"""The least compute capability: needed by Triton, and by the kernels' asynchronous copies and bfloat16 products."""
 
 
 @hookimpl
@@ -82,7 +82,7 @@ def core_register_ops(context: DeviceContext) -> Sequence[OpImplementation]:
 
 
 def kernels_missing(capability: tuple[int, int]) -> str:
-    """Return why the plugin's kernels can't run on a GPU of this compute capability, or nothing."""
+    """Return why the plugin's kernels can't run on a GPU of this compute capability, or ""."""
     if capability < _KERNEL_CAPABILITY:
         needed, found = (".".join(map(str, each)) for each in (_KERNEL_CAPABILITY, capability))
         return f"they need compute capability {needed}, and the GPU has {found}"
@@ -130,7 +130,7 @@ def _require(index: int) -> None:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for all work of the GPU, and first for another thread's capture, which that would break."""
+    """Wait for all work of the GPU, but first for another thread's capture, which a synchronisation would break."""
     with capture_lock(device):
         torch.cuda.synchronize(device)
 

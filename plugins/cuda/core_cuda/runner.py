@@ -1,4 +1,4 @@
-"""CUDA graphs for `StreamGraphBackend`: `torch.cuda.CUDAGraph`, and what it takes to end a broken capture."""
+"""CUDA graphs for `StreamGraphBackend`: `torch.cuda.CUDAGraph`, and the steps to end a broken capture."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.kernel_cases import CPU, DTYPES, moved
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.ops import launching
 from core_cuda.ops.attention import prefill as prefill_attention
-from core_cuda.ops.attention.prefill import PrefillConfig, PrefillShape
+from core_cuda.ops.attention.prefill_config import PrefillConfig, PrefillShape, candidates, choose
 from core_cuda.ops.cache_write import write_cache
 
 SMALL = PrefillConfig(block_m=32, block_n=16, pack=2, num_warps=4, num_stages=2, tma=False)
@@ -98,8 +98,8 @@ def shape_of(call: Call) -> PrefillShape:
 @pytest.mark.parametrize("size", [64, 128, 256, 512])
 def test_every_candidate_computes_the_same(size: int, kernel_device: torch.device) -> None:
     call = steps(((50, 190), (1, 20)), sizes=(size, size), heads=(4, 1), page=16, dtype=torch.bfloat16)
-    tried = prefill_attention.candidates(shape_of(call))
-    assert tried[0] == prefill_attention.choose(shape_of(call)) and len(set(tried)) == len(tried) > 1
+    tried = candidates(shape_of(call))
+    assert tried[0] == choose(shape_of(call)) and len(set(tried)) == len(tried) > 1
     # All of them take a while on a host.
     for config in tried if kernel_device.type == "cuda" else tried[:2]:
         judged(ATTENTION, prefill_attention.prefill, call, kernel_device, config=config)
@@ -110,7 +110,7 @@ def test_long_prompts_take_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     small = PrefillShape(
         num_tokens=128, num_seqs=1, num_heads=32, num_kv_heads=8, key_size=128, value_size=128, element_bytes=2
     )
-    assert prefill_attention.choose(small).block_m < prefill_attention.choose(replace(small, num_tokens=4096)).block_m
+    assert choose(small).block_m < choose(replace(small, num_tokens=4096)).block_m
 
 
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
@@ -122,6 +122,34 @@ def test_what_the_step_itself_brings_is_not_read_from_the_cache(tma: bool, kerne
     alone = prefill_attention.attend(**inputs, config=config)
     assert all(torch.equal(call[name].view(torch.uint8), was.view(torch.uint8)) for name, was in before.items())
     assert torch.equal(alone, prefill_attention.prefill(**call, config=config))
+
+
+@pytest.mark.parametrize(
+    ("lens", "options", "tokens"),
+    [
+        (((4, 4), (1, 9), (1, 21), (3, 6)), {}, [4, 5]),
+        (((4, 4), (1, 9)), {"window": 5}, [4]),
+        (((4, 4), (1, 9)), {"causal": False}, []),
+        (((9, 9),), {}, []),
+    ],
+    ids=["mixed", "window", "not causal", "one sequence"],
+)
+def test_the_kernel_of_decode_serves_sequences_of_one_token(
+    lens: Any, options: Any, tokens: list[int], monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+) -> None:
+    call, real, written = steps(lens, **options), prefill_attention.decode, []
+
+    def decode(*args: Any, prompts: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        before = prompts.clone()
+        real(*args, prompts=prompts.fill_(torch.nan), **kwargs)
+        written.extend((~prompts.isnan().flatten(1).all(1)).nonzero().flatten().tolist())
+        other = [row for row in range(len(prompts)) if row not in written]
+        prompts[other] = before[other]
+        return prompts
+
+    monkeypatch.setattr(prefill_attention, "decode", decode)
+    judged(ATTENTION, prefill_attention.prefill, call, kernel_device, config=SMALL)
+    assert written == tokens
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -1,4 +1,4 @@
-"""What the plugin declares for a conformance run, and the example call for the renewal of host-side lists."""
+"""The plugin's declarations for a conformance run, and the example call for the renewal of host-side lists."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _FAKES = {
     "fakes/grouped_mlp/npu_grouped_mlp": _UNWRITTEN.format("npu_moe_init_routing_v2"),
     "fakes/add_rms_norm_quantize/npu_add_rms_norm_quantize": _MASKED,
 }
-"""What torch's check of a traced call finds, comparing results that no implementation here reads."""
+"""Failures of torch's check of traced calls that come from results which no implementation here reads."""
 
 _HIDDEN_WRITE = "torch_npu 2.13: its kernel writes {}, and its schema says that it does not"
 _OWN_INPUT = (
@@ -82,7 +82,7 @@ _SCHEMAS = {
     "fakes/foreign/npu.npu_format_cast": _OWN_INPUT,
     "fakes/foreign/npu.npu_format_cast.tensor": _OWN_INPUT,
 }
-"""Schemas that are not true of their ops, which no fake can make up for; tests compare all else of these."""
+"""Ops with wrong schemas, which no fake can correct; tests compare everything else of these ops."""
 
 PROFILE = ConformanceProfile(
     not_supported=MappingProxyType(

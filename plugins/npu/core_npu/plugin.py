@@ -29,7 +29,8 @@ from core_npu.task_queue import task_queue
 
 @hookimpl
 def core_open_device(context: OpenContext) -> DeviceParts:
-    """Open the NPU and make it the current one of the process; torch_npu is imported only where the probe found all."""
+    """Open the NPU and make it the current one of the process; torch_npu is imported only if the probe found
+    everything."""
     asked = f"device 'npu:{context.index}'"
     found = probe()
     if not found.available:
@@ -44,7 +45,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
             remedy="choose a smaller index, or make more devices visible with ASCEND_RT_VISIBLE_DEVICES",
         )
     npu.set_device(context.index)
-    # Else the kernel of GELU is not told which form is asked for; torch_npu decides at the first call of the process.
+    # Without this torch_npu, at the first call of the process, picks a GELU kernel that ignores the requested form.
     npu.use_compatible_impl(True)
     stream = npu.Stream()
     name, simulated = npu.get_device_name(context.index), _is_simulated()
@@ -73,7 +74,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
 
 @hookimpl
 def core_register_passes() -> Sequence[Pass]:
-    """Fuse what models that call torch_npu's own ops leave apart."""
+    """Fuse neighbouring calls of torch_npu's own ops in models."""
     from core_npu.passes.registry import available
 
     return available()
@@ -118,7 +119,7 @@ def _import_runtime(asked: str) -> Any:
     try:
         import torch_npu
     except Exception as error:
-        # A torch_npu made for another torch or CANN fails here with whatever its loader meets first.
+        # A torch_npu built for another torch or CANN may fail here with any error of its loader.
         raise DeviceUnavailableError(
             asked,
             found=f"torch_npu is installed and cannot be imported: {type(error).__name__}: {error}",
@@ -148,9 +149,10 @@ def _is_simulated() -> bool:
 
 
 def _synchronize(npu: Any, index: int) -> None:
-    """Wait for all work of the NPU, and first for another thread's capture, which that would break.
+    """Wait for all work of the NPU, but first for another thread's capture, which a synchronisation would break.
 
-    Here failures of torch_npu's task queue come to light: raises `DeviceUnavailableError` where it has ended by one.
+    This is where failures of torch_npu's task queue show: raises `DeviceUnavailableError` if a failure has ended the
+    queue.
     """
     device = torch.device("npu", index)
     with capture_lock(device), task_queue(device).watched("waiting for the NPU"):

@@ -20,7 +20,7 @@ SIMULATED = "CORE_NPU_SIMULATED"
 """Environment variable of the tests: 1 lets a simulated runtime count as a device."""
 
 _MARK = b"ascend_sim_version"
-"""The symbol by which a simulated runtime tells that it is one."""
+"""The symbol that marks a simulated runtime."""
 
 _DEVICE_NODE = re.compile(r"davinci\d+")
 _LIBRARIES = ("libascendcl.so", "libhccl.so")
@@ -46,7 +46,7 @@ Missing = tuple[str, str]
 
 
 def probe(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Probe:
-    """Look for what an NPU needs, and name everything that is missing. root: where the file system begins."""
+    """Look for the parts that an NPU needs, and name everything that is missing. root: where the file system begins."""
     environ = os.environ if environ is None else environ
     runtime = find_runtime(root, environ)
     if runtime is not None and runtime.simulated:
@@ -161,7 +161,7 @@ def _missing_package(*, cann_found: bool, environ: Mapping[str, str]) -> list[Mi
         found = f"torch_npu {torch_npu} is made for torch {_minor(torch_npu)}, and torch {torch} is installed"
         return [(found, f"install torch_npu {_minor(torch)}, or torch {_minor(torch_npu)}")]
     if not cann_found and environ.get(_AUTOLOAD, "1") == "1":  # as torch has it
-        # Not a thing that is missing; but what comes next, on any device.
+        # Nothing is missing, but the next step fails on any device.
         return [
             ("torch_npu is installed, and without CANN `import torch` fails by it", f"until then set {_AUTOLOAD}=0")
         ]

@@ -20,8 +20,8 @@ from core_npu.update_tasks import GraphTasks, capturing
 __all__ = ["NPUGraphBackend", "NPUGraphs"]
 
 _EXHAUSTED = re.compile(r"\b(?:20700[5789]|207010)\b|Alloc sq cq fail|stream resources are insufficient", re.IGNORECASE)
-"""What the runtime says when what graphs are made of is used up: streams above all, of which a device has some 2000 and
-every graph holds one at least. The codes are ACL's (no resource, events, streams, notifies, models); older drivers give
+"""Errors of the runtime when the resources of graphs are used up: mostly streams, of which a device has some 2000 and
+every graph holds at least one. The codes are ACL's (no resource, events, streams, notifies, models); older drivers give
 another code with the first text."""
 
 _BROKEN: list[Any] = []
@@ -86,7 +86,7 @@ class NPUGraphs:
         """
         import torch_npu
 
-        with suppress(RuntimeError):  # it was told, where the capture could be ended and the graph not be made
+        with suppress(RuntimeError):  # the allocator already knows: the capture ended, but the graph could not be made
             torch_npu._C._npu_endAllocateToPool(self.torch_device.index, pool)
         with suppress(RuntimeError):  # the capture never got as far as the allocator
             torch_npu._C._npu_releasePool(self.torch_device.index, pool)
@@ -118,8 +118,8 @@ class NPUGraphBackend(StreamGraphBackend):
     """Captures each key, or each part of one, into an `NPUGraph`; renews the host-side lists of whole keys.
 
     A graph with such lists waits on the device for their renewal, so a replay that was not preceded by `update` would
-    hang: it is refused, as is an update that does not fit. `update` waits until the replay before it is done, since
-    the tasks of a running graph must not change; what the host prepares for a step, it should do before.
+    hang: it is refused, as is an update that does not fit. `update` waits for the previous replay, since the tasks of a
+    running graph must not change; prepare a step's inputs on the host before it.
 
     Once torch_npu's task queue has ended, all of them raise `DeviceUnavailableError`: graphs would give old values.
     """
@@ -210,7 +210,7 @@ class NPUGraphBackend(StreamGraphBackend):
 
         step is not read: `update` has put it into the graph.
         """
-        if self._queue.ended:  # all that a replay pays for it
+        if self._queue.ended:  # the only cost in a replay
             self._queue.require(f"a replay of {key}")
         self._require(key, "replay")
         renewed = self._renewed.get(key)
@@ -254,7 +254,7 @@ class NPUGraphBackend(StreamGraphBackend):
         )
 
     def _drop_parts(self, key: GraphKey) -> None:
-        """Give back the streams of what was captured of a key: the rest of it will not come."""
+        """Give back the streams of a key's captured parts, since its other parts will not be captured."""
         self._device.synchronize()
         for part in [each for each in self._graphs if each._replace(part=WHOLE) == key._replace(part=WHOLE)]:
             self._graphs.pop(part).graph.reset()

@@ -22,10 +22,10 @@ from core.errors import DeviceUnavailableError
 __all__ = ["TaskQueue", "task_queue"]
 
 _TOLD = re.compile(r"process exits for this inner error|Task queue thread is exit", re.IGNORECASE)
-"""What torch_npu says of a launch that failed in its queue, and of a queue that has ended."""
+"""Errors of torch_npu for a failed launch in its queue, and for a queue that has ended."""
 
 _FIRST = 0x5EED_0000
-"""Counted on from here: a value that memory hardly holds by chance."""
+"""First test value: one that memory hardly holds by chance."""
 
 
 class TaskQueue:
@@ -64,7 +64,7 @@ class TaskQueue:
 
     @contextmanager
     def watched(self, asked: str) -> Iterator[None]:
-        """Refuse the block where the queue has ended, and look after each error of the runtime whether it has."""
+        """Refuse the block if the queue has ended, and check the queue after each error of the runtime."""
         self.require(asked)
         try:
             yield
@@ -75,8 +75,8 @@ class TaskQueue:
     def _does_nothing(self) -> bool:
         """Write a new value into a tensor and read it back.
 
-        On the default stream, which is never captured. An error that says nothing of the queue may be left over from
-        before, or belong to a capture that could not be ended: what can't be read proves nothing.
+        On the default stream, which is never captured. A failing read proves nothing: its error may be left over from
+        before, or belong to a capture that could not be ended.
         """
         npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu registers it
         for _ in range(2):

@@ -1,6 +1,6 @@
 """The update tasks of a captured graph: calls whose host-side lists are renewed before each replay.
 
-What an op's code sees of it is in core_npu/updates.py.
+The interface for the code of ops is in core_npu/updates.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTS = (torch.int32, torch.int64)
 
 
 class _Place(NamedTuple):
-    """Where values stand: entries start to stop of an input, flattened."""
+    """A range of values: entries start to stop of an input, flattened."""
 
     name: str
     start: int
@@ -35,13 +35,13 @@ class _Place(NamedTuple):
 class Argument:
     """One host-side argument of a captured op."""
 
-    #: Where its values stand.
+    #: The ranges of its values.
     places: tuple[_Place, ...]
-    #: Makes the argument of one list for each place; None takes the single list as it is.
+    #: Makes the argument from one list per range; None uses the single list as it is.
     transform: Callable[..., Any] | None
 
     def value(self, step: Mapping[str, Sequence[int]]) -> Any:
-        """Return what the op takes, for the values of a step."""
+        """Return the op's argument for the values of a step."""
         return made([list(step[place.name][place.start : place.stop]) for place in self.places], self.transform)
 
 
@@ -72,7 +72,7 @@ class GraphTasks:
 
     #: The static inputs of the key, by name.
     inputs: Mapping[str, Tensor]
-    #: Whether ops are recorded now; otherwise they run to warm up.
+    #: Whether ops are being recorded; otherwise they run as warm-up.
     recording: bool = False
     tasks: list[_Task] = field(default_factory=list)
     _seen: dict[str, list[int]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class GraphTasks:
                 task.issue(stream, values)
 
     def values(self, place: _Place) -> list[int]:
-        """Return values as the last warm-up saw them."""
+        """Return the values of the last warm-up."""
         if not self.recording:
             self._seen[place.name] = read_list(self.inputs[place.name])
         elif place.name not in self._seen:
@@ -200,20 +200,20 @@ def record(
 ) -> Any:
     """Run one call in a task group of the capture under way, add its task, and return what the op returns.
 
-    args, kwargs: all of the call but its host-side arguments, of which `host` says where values come from and `values`
-    what they are now.
+    args, kwargs: the call without its host-side arguments. host: the sources of these arguments. values: their present
+    values.
     """
     npu = _npu()
     stream = npu.current_stream()
     event = npu.ExternalEvent()
-    # An event holds from its record on until it is reset: reset right behind the wait, it serves one replay.
+    # An event stays set from its record until its reset. Reset right after the wait, it serves one replay.
     event.wait(stream)
     event.reset(stream)
     npu.graph_task_group_begin(stream)
     try:
         result = op(*args, **kwargs, **values)
     except BaseException:
-        with suppress(RuntimeError):  # the capture is lost; the error under way tells the cause
+        with suppress(RuntimeError):  # the capture is lost; the error being raised gives the cause
             npu.graph_task_group_end(stream)
         raise
     handle = npu.graph_task_group_end(stream)
@@ -227,7 +227,7 @@ def _npu() -> Any:
 
 
 def made(lists: Sequence[list[int]], transform: Callable[..., Any] | None) -> Any:
-    """Return what an op takes, made of one list per tensor."""
+    """Return an op's argument, made from one list per tensor."""
     return lists[0] if transform is None else transform(*lists)
 
 
@@ -238,7 +238,7 @@ def read_list(tensor: Tensor) -> list[int]:
 
 
 def check_ints(tensor: Tensor) -> None:
-    """Raise `UsageError` unless a tensor holds ints that a list of the host can be made of."""
+    """Raise `UsageError` unless a tensor holds ints that can become a list on the host."""
     if tensor.dtype not in _INTS:
         raise UsageError(
             f"host-side values of a tensor of {tensor.dtype}", found="no ints", remedy="give an int32 or int64 tensor"

@@ -11,7 +11,7 @@ from typing import TypeVar
 _INT, _FLOAT, _BOOL = ctypes.c_int32, ctypes.c_float, ctypes.c_bool
 
 PA_ENCODER, PREFIX_ENCODER = 3, 4
-"""What self-attention reads: packed keys and values, or pages."""
+"""Where self-attention reads keys and values: packed, or in pages."""
 
 NO_MASK, MASK, ALIBI, SPEC = 0, 1, 2, 3
 COMPRESSED_SELF, COMPRESSED_PAGED = 3, 5

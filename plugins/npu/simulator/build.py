@@ -45,11 +45,11 @@ class Wanted:
 
     #: File names.
     libraries: tuple[str, ...]
-    #: Functions bound when it is loaded.
+    #: Functions that the loader resolves when torch_npu is loaded.
     linked: tuple[str, ...]
-    #: Functions that it looks up by name.
+    #: Functions that torch_npu looks up by name.
     optional: tuple[str, ...]
-    #: Names aclnn… and Atb…, of calls and of their preparation.
+    #: Functions named aclnn… and Atb…: launches, and the calls that prepare them.
     kernels: tuple[str, ...]
 
 
@@ -183,7 +183,7 @@ def _compile(wheel: Path, wanted: Wanted, work: Path, into: Path) -> None:
 
 
 def _link(target: Path, inputs: list[Path | str]) -> None:
-    # Warnings off: generated functions have whatever type the compiler's own notion of their name contradicts.
+    # Warnings are off: some generated functions share a name with a compiler built-in of another type.
     # Not optimised: a thousand functions of 64 arguments would take most of the time of a build.
     flags = ["-shared", "-fPIC", "-O0", "-w", "-fno-builtin", "-fexceptions", f"-Wl,-soname,{target.name}"]
     _run("gcc", *flags, "-o", target, *inputs)
@@ -209,8 +209,8 @@ def _unsupported_source(names: list[str]) -> str:
 def _kernel_source(names: tuple[str, ...]) -> str:
     """Write the aclnn functions: preparations pass their arguments on as they lie in registers and on the stack.
 
-    Both supported conventions give the first integers and the first 8 floating point numbers registers of their own and
-    put what is left on the stack in slots of 8 bytes, so one prototype reads any list of arguments.
+    Both supported conventions pass the first integers and the first 8 floating point numbers in separate registers, and
+    all others on the stack in slots of 8 bytes. So one prototype reads any list of arguments.
     """
     registers = REGISTERS[os.uname().machine]
     words = [f"long w{i}" for i in range(NUM_WORDS)]
@@ -225,7 +225,7 @@ def _kernel_source(names: tuple[str, ...]) -> str:
     ]
     for name in names:
         own = "sim_atb_" if name.startswith("Atb") else "sim_"
-        # The second form asks for the largest workspace that other lengths may need; the call is not launched.
+        # GetMaxWorkspaceSize asks for the largest workspace that any length may need; no launch follows it.
         if name.endswith(("GetWorkspaceSize", "GetMaxWorkspaceSize")):
             kernel = name.removesuffix("GetWorkspaceSize").removesuffix("GetMaxWorkspaceSize")
             body = f'long w[] = WORDS; double d[] = DOUBLES; return {own}prepare("{kernel}", w, d);'

@@ -1,4 +1,4 @@
-"""The door of tests to the simulated runtime: events, launches, failures on demand, memory, streams."""
+"""The tests' interface to the simulated runtime: events, launches, failures on demand, memory, streams."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class _Entry(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the runtime did."""
+    """One event of the runtime."""
 
     #: launch, capture, update (a kernel was launched, for now, into a graph, or to replace arguments), run (its handler
     #: ran), copy, fill, record, wait, value_wait, value_write, synchronize, malloc, free, capture_begin, join, invalid,
     #: capture_end, group_begin, group_end, update_begin, update_end, replay, graph_destroy, deadlock, error, missing,
     #: not_computed, unsupported.
     kind: str
-    #: Of the function or kernel.
+    #: Name of the function or kernel.
     name: str
     #: -1 where it does not apply.
     stream: int

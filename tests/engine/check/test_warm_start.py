@@ -27,7 +27,7 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
 
-NOTHING = {"traces": 0, "passes": 0, "kernels": 0, "captures": 2}
+NOTHING = {"traces": 0, "passes": 0, "kernels": 0, "measured": 0, "captures": 2}
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 8, "sampling": ("greedy",)}
 SMALL |= {"decode_buckets": (2,), "prefill_buckets": (32,)}

@@ -11,7 +11,7 @@ import pytest
 from core.engine.http.protocol import CompletionRequest
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
-from tests.engine.http.serving import TEXTS, Served, events, offline
+from tests.engine.http.serving import CONFIG, TEXTS, Served, events, offline
 
 GREEDY: dict[str, Any] = {
     "model": "tiny",
@@ -84,6 +84,32 @@ def test_several_prompts_give_a_choice_each_in_their_order(served: Served, expec
     assert answer.usage is not None and answer.usage.completion_tokens == 48
     by_ids = served.openai.completions.create(prompt=[ids, ids], max_tokens=12, **GREEDY)
     assert [choice.text for choice in by_ids.choices] == [expected[TEXTS[2]].text] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_usage_counts_the_prompt_tokens_that_the_cache_held(served: Served, kind: str, stream: bool) -> None:
+    """Nobody sent this text before; later, all full blocks before the last token are there."""
+    text = f"Once {kind} was {'streamed' if stream else 'whole'}, and then " + "one and two and three and " * 3
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+
+    def usage(prompts: int = 1, n: int = 1) -> Any:
+        if kind == "chat":
+            messages: Any = [{"role": "user", "content": text}]
+            made: Any = served.openai.chat.completions.create(messages=messages, max_tokens=2, n=n, **options, **GREEDY)
+        else:
+            made = served.openai.completions.create(prompt=[text] * prompts, max_tokens=2, n=n, **options, **GREEDY)
+        return (list(made)[-1] if stream else made).usage
+
+    first, second, several = usage(), usage(), usage(n=3)
+    block, count = CONFIG.block_size, first.prompt_tokens
+    whole = (count - 1) // block * block
+    assert count > 2 * block and first.prompt_tokens_details.cached_tokens < block
+    # Of several choices, a prompt counts once.
+    for again in (second, several):
+        assert again.prompt_tokens == count and again.prompt_tokens_details.cached_tokens == whole
+    if kind == "completion":
+        assert usage(prompts=2).prompt_tokens_details.cached_tokens == 2 * whole
 
 
 @pytest.mark.parametrize("stream", [False, True])

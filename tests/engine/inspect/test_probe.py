@@ -107,6 +107,13 @@ def test_the_sequence_that_differs_most_counts() -> None:
     assert not largest_difference(broken, expected) <= 1
 
 
+def test_tokens_that_neither_allows_are_left_out_of_a_difference() -> None:
+    expected = torch.tensor([[1.0, -torch.inf, 1.0]])
+    assert largest_difference([torch.tensor([[1.0, -torch.inf, 2.0]])], [expected]) == pytest.approx(0.5**0.5)
+    assert not largest_difference([torch.tensor([[1.0, 5.0, 1.0]])], [expected]) <= 1
+    assert not largest_difference([torch.tensor([[1.0, torch.inf, 1.0]])], [expected]) <= 1
+
+
 @pytest.mark.parametrize("model_type", ["zaya", "recurrent_gemma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_recurrent_state_is_found_in_half_precision_too(model_type: str, dtype: torch.dtype) -> None:

@@ -42,6 +42,19 @@ def test_a_sequence_shares_the_full_blocks_that_begin_alike() -> None:
     assert cache.pools[0].num_free == 19 - 3  # the second still holds what they share
 
 
+@pytest.mark.parametrize("chunk", [11, 5])
+def test_what_looks_ahead_is_shared_up_to_the_token_behind(chunk: int) -> None:
+    cache = BlockTables([BlockPool(20)], (0,), block_size=SIZE, looks_ahead=True)
+    first = computed(cache, new(0, list(range(12))), chunk)
+    first.num_computed = first.num_settled = 11
+    cache.settle(first)
+    for index, (other, reused) in enumerate({99: 4, 8: 8}.items(), start=1):
+        sequence = new(index, [*range(8), other, 98])
+        assert cache.join(sequence) and sequence.num_reused == reused
+    another = new(3, [50, *range(1, 12)])
+    assert cache.join(another) and another.num_reused == 0
+
+
 def test_at_least_one_token_is_left_to_be_computed() -> None:
     cache = tables(20)
     computed(cache, new(0, list(range(8))))

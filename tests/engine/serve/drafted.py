@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from core.compilation.options import CompileOptions
@@ -55,3 +57,48 @@ def own_tokens(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], par
     numbers = EngineSequence(0, list(prompt), params, make_generator(params))
     rows = [sampling_row(params, 0.0 if params.greedy else numbers.uniform(i)) for i in range(len(tokens))]
     return next_tokens(logits, torch.tensor(rows), "random").tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Have tests of the module that imports this run on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_failed_drafts_are_taken_again(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: list[SamplingParams],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    more_than: int,
+) -> None:
+    """Let three in ten steps of what drafts fail; every request gets the tokens of an engine without failures.
+
+    more_than: failures there have to be.
+    """
+    expected = [each.token_ids for each in engine.generate(prompts, params)]
+    drafts: Any = engine.drafter._runner  # type: ignore[attr-defined]
+    run, rng, failures = drafts.run, random.Random(0), [0]
+
+    def failing(step: Any, behind: Any = None) -> Any:
+        if rng.random() < 0.3:
+            failures[0] += 1
+            raise RuntimeError("what drafts fails")
+        return run(step, behind)
+
+    monkeypatch.setattr(drafts, "run", failing)
+    ids = [engine.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    tokens: dict[int, list[int]] = {index: [] for index in ids}
+    while engine.has_unfinished:
+        try:
+            outputs = engine.step()
+        except RuntimeError as error:
+            assert str(error) == "what drafts fails"
+            continue
+        for output in outputs:
+            tokens[output.request_id] += output.token_ids
+    assert failures[0] > more_than and [tuple(tokens[index]) for index in ids] == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,19 +22,12 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from tests.engine.serve.drafted import CONFIG, MAX_LEN, nearly, tiny
+from tests.engine.serve.drafted import one_thread as one_thread
 from tests.recording import acme
 
 EAGER = replace(CONFIG, cache_tokens=None, options=replace(CONFIG.options, mode="off"))
 GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
 TEXTS = ["If the argument is", "Return a list of the names", "The"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

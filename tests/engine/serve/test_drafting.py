@@ -5,28 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
 from core.engine.config import SamplingParams
 from core.engine.serve.engine import Engine
-from tests.engine.serve.drafted import CONFIG, MAX_LEN, VOCAB, nearly, own_tokens, tiny
+from tests.engine.serve.drafted import (
+    CONFIG,
+    MAX_LEN,
+    VOCAB,
+    assert_failed_drafts_are_taken_again,
+    nearly,
+    own_tokens,
+    tiny,
+)
+from tests.engine.serve.drafted import one_thread as one_thread
 from tests.recording import acme
 
 EAGER = replace(CONFIG, options=replace(CONFIG.options, mode="off"))
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.7, seed=3)
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [40]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["captured", "windows", "unlike"])
@@ -112,25 +111,4 @@ def test_no_draft_of_the_served_model_itself_is_wrong_whatever_the_schedule(mode
 
 
 def test_a_step_of_the_draft_model_that_fails_is_taken_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [each.token_ids for each in engine.generate(PROMPTS, [GREEDY, HOT, GREEDY])]
-    drafts: Any = engine.drafter._runner  # type: ignore[attr-defined]
-    run, rng, failures = drafts.run, random.Random(0), [0]
-
-    def failing(step: Any, behind: Any = None) -> Any:
-        if rng.random() < 0.3:
-            failures[0] += 1
-            raise RuntimeError("the draft model fails")
-        return run(step, behind)
-
-    monkeypatch.setattr(drafts, "run", failing)
-    ids = [engine.add_request(p, params) for p, params in zip(PROMPTS, [GREEDY, HOT, GREEDY], strict=True)]
-    tokens: dict[int, list[int]] = {index: [] for index in ids}
-    while engine.has_unfinished:
-        try:
-            outputs = engine.step()
-        except RuntimeError as error:
-            assert str(error) == "the draft model fails"
-            continue
-        for output in outputs:
-            tokens[output.request_id] += output.token_ids
-    assert failures[0] > 3 and [tuple(tokens[index]) for index in ids] == expected
+    assert_failed_drafts_are_taken_again(engine, PROMPTS, [GREEDY, HOT, GREEDY], monkeypatch, more_than=3)

@@ -111,6 +111,8 @@ def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, s
         for job in jobs:
             assert job.completion is not None
             assert list(job.completion.token_ids) == job.tokens
+            # Of the prompt alone, also where it was computed again with what it had generated.
+            assert job.completion.num_cached_tokens in range(0, len(job.prompt), BLOCK)
             if job.tokens:
                 assert job.tokens == own_tokens(engine.loaded.model, job)
             stopped = bool(job.tokens) and job.tokens[-1] in job.params.stop_token_ids
@@ -123,11 +125,14 @@ def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, s
 
 
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
-    before = engine.stats()
+    before, cached = engine.stats(), 0
     for seed in range(1000, 1006):
         rng = random.Random(seed)
-        serve(engine, draw(rng, engine.loaded.vocab_size), rng)
+        jobs = draw(rng, engine.loaded.vocab_size)
+        serve(engine, jobs, rng)
+        cached += sum(job.completion.num_cached_tokens for job in jobs if job.completion is not None)
     after = engine.stats()
     counts = Counter({name: getattr(after, name) - getattr(before, name) for name in ("preempted", "reused", "ahead")})
+    counts["cached"] = cached
     assert min(counts.values()) > 0 and after.mixed_steps > before.mixed_steps, counts
     assert after.discarded > before.discarded

@@ -18,8 +18,8 @@ from core.compilation.trace.tracing import trace
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged.runner import PagedRunner
+from core.engine.steps.inputs import step_inputs
 from core.engine.steps.runner import EngineConfig
-from core.engine.steps.step import step_inputs
 from core.host.selection import select_device
 from tests.marks import slow_except
 

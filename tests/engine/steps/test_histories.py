@@ -19,11 +19,14 @@ from core.engine.config import SamplingParams
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.engine import Engine
+from core.engine.steps import histories as histories_module
+from core.engine.steps import penalties
 from core.engine.steps import sequence as sequences
 from core.engine.steps.histories import Histories
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import NUM_SLOTS, Sequence
 from core.engine.steps.step import Part, Step
+from core.errors import ModelError
 from tests.recording import acme
 
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
@@ -152,6 +155,46 @@ def test_a_step_that_failed_is_shaped_by_what_came_before_it(engine: Engine, mon
     assert failed > 4 and tuple(tokens) == expected.token_ids
 
 
+def out_of_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("the card has\n  no more")
+
+
+def test_a_step_that_ran_out_of_memory_for_a_row_loses_no_request_and_no_rule(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [HEAVY, GREEDY, replace(HEAVY, logit_bias=((7, 3.0),))]
+    expected = [done.token_ids for done in engine.generate(PROMPTS[:3], params)]
+    requests = [engine.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=False)]
+    found: dict[int, list[int]] = {request: [] for request in requests}
+    for name in ("rules_row", "least_share"):
+        with monkeypatch.context() as planted:
+            planted.setattr(histories_module, name, out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.step()
+    while engine.has_unfinished:
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    assert [tuple(tokens) for tokens in found.values()] == expected
+
+
+def test_a_device_without_room_for_the_histories_is_one_error_and_the_model_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    before, config = loaded.config._attn_implementation, replace(CONFIG, **KINDS["without graphs"])
+    with monkeypatch.context() as planted:
+        planted.setattr(torch.Tensor, "repeat", out_of_memory)
+        with pytest.raises(ModelError) as caught:
+            Engine(loaded, acme(), config)
+    error = caught.value
+    # Four sequences, null row included, of 64 tokens and 101 rules.
+    assert error.asked == "2640 bytes for the penalties of 3 sequences of 64 tokens"
+    assert error.found == "the memory of cpu ran out: the card has no more" and "max_num_seqs" in error.remedy
+    assert loaded.config._attn_implementation == before
+    with Engine(loaded, acme(), config) as engine:
+        assert len(engine.generate(PROMPTS[:1], HEAVY)[0].token_ids) == 14
+
+
 def part(index: int, prompt: list[int]) -> Part:
     """Return the first part of a sequence with a penalty."""
     return Part(Sequence(index, prompt, HEAVY), len(prompt))
@@ -168,6 +211,20 @@ def test_a_row_is_its_sequences_until_another_one_needs_it() -> None:
     again = Step("decode", (Part(second.sequence, 1), Part(third.sequence, 3)))
     assert histories.rows_of(again).tolist() == [1, 2, 2, 2]
     assert histories.tokens[1, :1].tolist() == [3] and second.sequence.num_noted == 1  # brought from the host
+
+
+def test_a_row_that_could_not_be_written_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    histories = Histories(2, 16, torch.device("cpu"))
+    first, second = part(4, [1, 2]), part(7, [3])
+    third = Part(Sequence(9, [5, 6, 7], replace(HEAVY, logit_bias=((7, 3.0),))), 3)
+    assert histories.rows_of(Step("prefill", (first, second))).tolist() == [1, 1, 2]
+    with monkeypatch.context() as planted:
+        planted.setattr(histories_module, "rules_row", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            histories.rows_of(Step("prefill", (third,)))
+    assert histories.rows_of(Step("prefill", (second, third))).tolist() == [2, 1, 1, 1]
+    assert histories.rules[1, :-1].tolist() == pytest.approx(penalties.rules_row(third.sequence, NUM_SLOTS))
+    assert histories.rows_of(Step("prefill", (first, third))).tolist() == [2, 2, 1, 1, 1]  # second's
 
 
 def test_what_a_failed_step_noted_counts_no_more() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from core.engine.config import Phase, SamplingParams
+from core.engine.steps.inputs import step_inputs, step_tensors
 from core.engine.steps.sampling import make_generator
 from core.engine.steps.sequence import Sequence
-from core.engine.steps.step import Part, Step, rows_ahead, step_inputs, step_tensors
+from core.engine.steps.step import Part, Step, rows_ahead
 
 CPU = torch.device("cpu")
 HOT = SamplingParams(temperature=0.5, top_k=7, top_p=0.75, seed=1)
@@ -40,6 +41,20 @@ def test_a_prefill_step_flattens_sequences_and_finds_their_slots() -> None:
     assert step["seq_lens"] == [5, 2]
     assert step["query_starts"] == [0, 5, 7]
     assert step["logit_rows"] == [4, 6]
+
+
+def test_a_chained_step_knows_the_slot_behind_each_row() -> None:
+    emitting = sequence([5, 6, 7, 8], blocks=[3, 1], computed=2)  # the next token begins a block
+    silent, last = sequence([11, 12], blocks=[2]), sequence([21], blocks=[4])
+    parts = Part(emitting, 2), Part(silent, 2), Part(last, 1)
+    parts[1].emits = False
+    step = Step("prefill", parts)
+    chained = step_tensors(step, max_blocks=3, block_size=4, device=CPU, chained=True)
+    assert chained["next_slots"].tolist() == [4, 2, 17]  # a slot of the null block for what has no next token
+    assert step_inputs(3, chained=True).keys() - step_inputs(3).keys() == {"next_slots"}
+    for part in parts:
+        part.emits = False
+    assert not step_tensors(step, max_blocks=3, block_size=4, device=CPU, chained=True)["next_slots"].any()
 
 
 def test_a_decode_step_has_one_token_of_each() -> None:

@@ -178,7 +178,7 @@ def state(trial: Trial, mode: Mode) -> None:
         cache.copy_(start)
         runs.zero_()
 
-    # Sets of inputs to check captures on: which slots are valid is not for core to guess.
+    # Sets of inputs to check captures on, since core can't guess which slots are valid.
     examples = [{"x": rows(device, 2, seed), "slots": torch.arange(2, device=cache.device)} for seed in (1, 2)]
     state: dict[str, Any] = {"bound": {"cache": cache}, "reset": reset, "examples": examples}
     with make(device, mode, function, inputs, BUCKETS, **state) as program:

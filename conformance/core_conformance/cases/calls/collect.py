@@ -1,4 +1,5 @@
-"""Area graphs, whole programs: calls of what `core.compile` and `core.capture` made; cases/graphs tries the backend."""
+"""Area graphs, whole programs: calls of programs by `core.compile` and `core.capture`; cases/graphs tests the
+backend."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def _compare(trial: Trial, what: str, program: Program, model: Model, x: Tensor,
             state = {"x": x, **dict(model.named_parameters())}
             exact = exact if exact is not None else tensors(oracle.exact(_functional(model), state)[0])
             trial.judge(name, ours, theirs, exact[index])
-        else:  # rounding may tip a comparison where kernels differ
+        else:  # rounding may flip a comparison if kernels differ
             trial.same(f"{name}: its shape", tuple(ours.shape), tuple(theirs.shape))
 
 
@@ -161,7 +162,7 @@ PROMISES = (
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
-    """Yield the cases about programs."""
+    """Yield the cases on programs."""
     yield from cases_of(PROMISES, device)
     for case in cases_of([host_arguments.UPDATES], device):
         no_updates = "" if device.capabilities.update else "the device declares update=False"

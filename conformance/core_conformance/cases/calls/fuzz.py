@@ -43,7 +43,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
 
 
 class _Stateful(nn.Module):
-    """Rows go through a gated MLP, are written to slots of a cache, and are mixed with what other slots hold."""
+    """A gated MLP whose rows are written to slots of a cache and mixed with the content of other slots."""
 
     up: Tensor
     gate: Tensor

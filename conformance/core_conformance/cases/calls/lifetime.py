@@ -47,7 +47,7 @@ def failing_capture(trial: Trial, mode: Mode) -> None:
     def arm() -> None:
         ARMED.armed = True
 
-    # Where nothing is recorded there is only the run that warms up.
+    # Without a recording only the warm-up runs.
     ARMED.armed = mode == "compile"
     try:
         make(device, mode, function, buckets=BUCKETS, reset=arm)
@@ -169,7 +169,7 @@ def threads(trial: Trial, mode: Mode) -> None:
 
     programs = [(_scaled(device, mode, by), by) for by in (2.0, 3.0)]
     tasks: list[Callable[[], None]] = [partial(serve, *each) for each in programs]
-    # Where a program is made by a trace, torch traces in one thread at a time.
+    # torch traces in one thread at a time.
     in_threads(trial, *tasks, *([] if mode == "piecewise" else [prepare]))
     trial.fail(*found[:3])
     for program, by in programs:

@@ -36,7 +36,7 @@ ARMED = _Armed()
 
 @torch.library.custom_op("core_conformance::doubled", mutates_args=())
 def _doubled(x: Tensor) -> Tensor:
-    """Return 2 · x; what "piecewise" cuts at."""
+    """Return 2 · x; the op at which "piecewise" cuts."""
     return x * 2
 
 

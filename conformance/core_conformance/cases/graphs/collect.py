@@ -1,4 +1,5 @@
-"""Area graphs: what a `GraphBackend` promises, tried on the device's own by hand. cases/calls tries whole programs."""
+"""Area graphs: the promises of `GraphBackend`, tested directly on the device's backend. cases/calls tests whole
+programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Driving a device's `GraphBackend` by hand: a subject captured whole or in two parts, replayed, and judged.
+"""Drives a device's `GraphBackend` directly: captures a subject whole or in two parts, replays it, and judges the
+result.
 
-What a replay gives is compared with the subject's own Python, run on the same tensors: the callable uncaptured.
+The result of a replay is compared with the uncaptured subject, run in Python on the same tensors.
 """
 
 from __future__ import annotations
@@ -55,27 +56,27 @@ def _copies_of(tensors: Values, *middle: Tensor) -> Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is captured."""
+    """A callable to capture, with its tensors."""
 
-    #: All that it reads or writes, at addresses that stay.
+    #: All tensors that it reads or writes, at constant addresses.
     tensors: dict[str, Tensor]
-    #: Names of those that a runner would copy a call's inputs into; the others are weights and state.
+    #: Names of the tensors that hold a call's inputs; the others are weights and state.
     inputs: tuple[str, ...] = ("x",)
-    #: The part that the first graph holds.
+    #: The part of the first graph.
     first: Callable[[Values], Tensors]
-    #: What runs eagerly between two graphs where graphs are captured in parts, and within the one elsewhere.
+    #: The call between the two parts: eager if graphs are captured in parts, else inside the single graph.
     between: Callable[..., Tensors] = copies
-    #: The part that the second graph holds.
+    #: The part of the second graph.
     second: Callable[..., Tensors] = _copies_of
 
     def run(self, tensors: Values | None = None) -> Tensors:
-        """Run it uncaptured, on these tensors or its own."""
+        """Run the subject uncaptured, on these tensors or its own."""
         tensors = self.tensors if tensors is None else tensors
         with torch.no_grad():
             return self.second(tensors, *self.between(*self.first(tensors)))
 
     def twin(self) -> Subject:
-        """Return the same subject on tensors of its own, which hold what this one's hold now."""
+        """Return the same subject on copies of the tensors with their present content."""
         own = oracle.own(self.tensors)
         return replace(self, tensors=own)
 
@@ -86,14 +87,14 @@ class Subject:
 
 
 class Watcher:
-    """Told when a recording is about to begin, all warm-ups being over, and when it has ended and nothing was replayed
-    yet; does nothing by itself."""
+    """Is called when warm-ups are over and a recording begins, and when it has ended and nothing was replayed; does
+    nothing itself."""
 
     def before(self) -> None:
-        """Take note that a recording is about to begin."""
+        """Is called before a recording begins."""
 
     def after(self) -> None:
-        """Take note that a recording has ended."""
+        """Is called after a recording has ended."""
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Captured:
     backend: GraphBackend
     key: GraphKey
     subject: Subject
-    #: What capturing returned; held, with all that lies between the parts.
+    #: The outputs of the capture and the values between the parts, kept alive.
     outputs: Tensors
     middle: Tensors = ()
     targets: Tensors = ()
@@ -111,7 +112,7 @@ class Captured:
     empty: list[bool] = field(default_factory=list)
 
     def replay(self) -> Tensors:
-        """Replay it on what its tensors hold, and return its outputs."""
+        """Replay it on the present content of its tensors, and return its outputs."""
         if not self.in_parts:
             return self.backend.replay(self.key)
         self.empty.append(self.backend.replay(part(self.key, 0)) == ())
@@ -120,7 +121,7 @@ class Captured:
         return self.outputs
 
     def land(self) -> None:
-        """Run the eager part, and leave what it returns where the second graph reads it."""
+        """Run the eager part, and copy its result to where the second graph reads it."""
         with torch.no_grad():
             for target, result in zip(self.targets, self.subject.between(*self.middle), strict=True):
                 target.copy_(result)
@@ -181,7 +182,7 @@ def capture(
     backend = device.graph_backend()
     with session(backend):
         captured = record(mode, backend, subject, key, watcher)
-        device.synchronize()  # in the session: outside of it, another thread may be capturing
+        device.synchronize()  # inside the session, since another thread may be capturing outside of it
     return captured
 
 
@@ -205,9 +206,10 @@ class _Names(TorchDispatchMode):
 
 
 class Wanted:
-    """What a subject should give on the present content of its tensors, found by running it on copies of them.
+    """The expected result of a subject on the present content of its tensors, found by a run on copies.
 
-    is_exact: in every bit, since the plugin declares none of its ops to differ. tensors: what they hold after the run.
+    is_exact: whether every bit must be equal; false if the plugin declares that an op may differ. tensors: their
+    expected content after the run.
     """
 
     def __init__(self, trial: Trial, subject: Subject) -> None:

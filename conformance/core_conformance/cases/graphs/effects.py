@@ -34,19 +34,19 @@ ROUNDS = 4
 
 
 class _Unchanged(Watcher):
-    """Compares what tensors hold, and the random state, before and after each recording."""
+    """Compares the content of tensors and the random state before and after each recording."""
 
     def __init__(self, trial: Trial, tensors: Values) -> None:
         self._trial, self._tensors = trial, tensors
         self.num_recordings = 0
 
     def before(self) -> None:
-        """Note what there is once the warm-up is over."""
+        """Save the state after the warm-up."""
         self._trial.device.synchronize()
         self._held, self._state = oracle.own(self._tensors), random_state(self._trial.device)
 
     def after(self) -> None:
-        """Compare it with what there is once the recording is over."""
+        """Compare the saved state with the state after the recording."""
         self._trial.device.synchronize()
         self.num_recordings += 1
         for name, held in self._held.items():
@@ -89,7 +89,7 @@ def writes_once(trial: Trial, mode: Mode) -> None:
     twin = subject.twin()
     generator = torch.Generator().manual_seed(trial.seed)
     for number in range(2 * ROUNDS):
-        # Every second replay runs on what the one before it ran on: one that does nothing then is caught too.
+        # Every second replay has the inputs of the one before, so that a replay that does nothing is caught too.
         if number % 2 == 0:
             slots = torch.randperm(len(subject.tensors["cache"]), generator=generator)[:TOKENS]
             for each in (subject, twin):

@@ -36,7 +36,7 @@ BROKEN, LATER = GraphKey("decode", (4,)), GraphKey("decode", (2,))
 
 
 class Planted(Exception):
-    """What a captured callable raises."""
+    """The exception that a captured callable raises."""
 
 
 def unknown_keys(trial: Trial, mode: Mode) -> None:
@@ -45,7 +45,7 @@ def unknown_keys(trial: Trial, mode: Mode) -> None:
     own = [part(KEY, 0), part(KEY, 1)] if mode in PARTS else [KEY]
     for key in own:
         _refuse(trial, backend, key, "before any capture")
-    backend.cleanup()  # of nothing
+    backend.cleanup()  # nothing was captured yet
     with session(backend):
         captured = record(mode, backend, weighted(trial.device))
     others = [
@@ -99,7 +99,7 @@ def failed_capture(trial: Trial, mode: Mode, where: str) -> None:
             trial.fail("the callable raised, and capturing it did not")
         failing.check_untouched()
         failing.raises = False
-        # In the same session, as core goes on after a module that can't be captured.
+        # In the same session, as core continues after a module that can't be captured.
         third = record(mode, backend, later, LATER)
     device.synchronize()
     key = part(BROKEN, 1) if mode in PARTS else BROKEN
@@ -145,13 +145,13 @@ class _Failing(Watcher):
         self.subject = replace(plain, tensors=tensors, first=first, second=second)
 
     def before(self) -> None:
-        """Raise in the recording that begins now, if it is that one's turn."""
+        """Raise in the recording that begins now, if this is the one to break."""
         self._held = int(self.subject.tensors["runs"])
         self.raises = self.num_recordings == self._skip
         self.num_recordings += 1
 
     def check_untouched(self) -> None:
-        """Require that what the abandoned recording wrote is not there."""
+        """Require that the writes of the abandoned recording are undone."""
         if self.num_recordings:
             self._trial.device.synchronize()
             self._trial.same("what an abandoned recording wrote", int(self.subject.tensors["runs"]), self._held)
@@ -193,7 +193,7 @@ def capture_again(trial: Trial, mode: Mode) -> None:
     """Capture a key again over the old one and after cleanup, in the same backend, several times."""
     backend = trial.device.graph_backend()
     for number in range(3):
-        for again in range(1 + number % 2):  # at times over what is there, which is another callable
+        for again in range(1 + number % 2):  # sometimes over an existing graph of another callable
             by = 10.0 * number + 5 * again
             with session(backend):
                 both = [

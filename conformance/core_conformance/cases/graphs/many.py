@@ -36,7 +36,7 @@ from core_conformance.rules.tolerances import GROWTH_ALLOWANCE_BYTES
 from core_conformance.trial import Trial
 
 COMPARED = (1, 10, 100, 300, 600)
-"""After how many replays results are compared; the last is how many there are."""
+"""The numbers of replays after which results are compared; the last is the total."""
 INPUTS = 16
 NUM_PAIRS = 300
 """Pairs of ops in each part of a long graph."""
@@ -45,7 +45,7 @@ PLANES = ((2, 6), (3, 4), (4, 3), (12, 1), (6, 2), (1, 12))
 """Dimensions whose products are all that of (12,), which is a key as well."""
 KEYS = (*(GraphKey("decode", (4 * number,)) for number in range(1, 19)), *(GraphKey("decode", dims) for dims in PLANES))
 STRIDE = 5
-"""Has no divisor in common with the number of keys or programs: every fifth, and all come up once."""
+"""A step that has no common divisor with the number of keys or programs, so that each comes up once."""
 WARM_REPLAYS, REPLAYS, REPLAYS_A_STEP = 100, 400, 50
 WARM_CAPTURES, CAPTURES, CAPTURES_A_STEP = 10, 40, 10
 STATUS = Path("/proc/self/status")
@@ -67,7 +67,8 @@ def _counting(device: Device) -> Subject:
 
 
 def many_replays(trial: Trial, mode: Mode) -> None:
-    """Replay beside a twin that runs uncaptured; compare a few times, what is between shows in the count of runs."""
+    """Replay beside a twin that runs uncaptured; compare a few times, since errors in between change the count of
+    runs."""
     subject = _counting(trial.device)
     captured = capture(trial.device, mode, subject)
     subject.tensors["runs"].zero_()
@@ -138,7 +139,7 @@ def memory_many(trial: Trial, mode: Mode) -> None:
     device = trial.device
     if _resident() is None:
         trial.note(f"the size of the process was not looked at: {STATUS} can't be read")
-    with frozen():  # what was there before is not looked through at each collection
+    with frozen():  # collections skip objects that existed before
         subject = _counting(device)
         captured = capture(device, mode, subject)
         _repeat(captured.replay, WARM_REPLAYS)
@@ -179,9 +180,10 @@ def _sizes(device: Device) -> dict[str, int]:
 
 
 def _resident() -> int | None:
-    """Return the resident size of this process in bytes; None where the system does not tell."""
+    """Return the resident size of this process in bytes; None if the system does not report it."""
     with suppress(AttributeError, OSError, TypeError):
-        # What earlier cases freed and the C library kept would hide a leak that fits into it. Only glibc has this.
+        # Return freed memory to the system: what the C library keeps from earlier cases would hide a leak. Only glibc
+        # has this call.
         ctypes.CDLL(None).malloc_trim(0)
     try:
         lines = STATUS.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Promises about memory: what graphs take comes back, also from captures that failed, and the account moves."""
+"""Promises about memory: graphs, and failed captures too, give their memory back, and the device's account shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Raise(Watcher):
 
 
 def settled(device: Device) -> MemoryInfo:
-    """Return the account when all work is done and what nobody uses has been given back."""
+    """Return the device's account after all work is done and unused memory is released."""
     gc.collect()
     device.synchronize()
     device.parts.empty_cache()
@@ -58,7 +58,7 @@ def given_back(trial: Trial, mode: Mode, *, fails: bool) -> None:
     """Capture large tensors, replay, drop all, several times over; the first round may leave libraries' workspaces."""
     device = trial.device
     levels = []
-    with frozen():  # what was there before is not looked through at each collection
+    with frozen():  # collections skip objects that existed before
         before = settled(device)
         _check_account(trial, before, "at first")
         for number in range(ROUNDS + 1):

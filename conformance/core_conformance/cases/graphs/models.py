@@ -1,4 +1,4 @@
-"""Small subjects of capture, each with something that a faulty graph gets wrong; numbers are exact where it can be.
+"""Small subjects of capture, each with something that a faulty graph gets wrong; numbers are exact where possible.
 
 Legend: T tokens, W width, H heads, D head size, S slots of a cache.
 """
@@ -48,7 +48,7 @@ def _projected(tensors: Values) -> Tensors:
 
 
 def _attended(x: Tensor, qkv: Tensor) -> Tensors:
-    """Return x and what causal attention gives [T, W]."""
+    """Return x and the result of causal attention [T, W]."""
     query, key, value = qkv.unbind(0)
     scores = query @ key.transpose(-1, -2) / sqrt(query.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
@@ -117,7 +117,8 @@ def writer(device: Device) -> Subject:
 
 
 def slow(device: Device, width: int = 384) -> Subject:
-    """Return a chain of products that takes a device long enough to be read from too early; permutations, so exact."""
+    """Return a chain of products that takes a device long enough to be read from too early; its factors are
+    permutations, so it is exact."""
     order = torch.randperm(width, generator=torch.Generator().manual_seed(5))
     tensors = {"x": whole((width, width), 1, like(device)), "shuffle": torch.eye(width)[order].to(like(device))}
 

@@ -21,7 +21,7 @@ PARTS: tuple[Mode, ...] = ("piecewise", "segmented")
 
 
 class Scope(NamedTuple):
-    """The modes that a promise is about, and why it is not about the others."""
+    """The modes that a promise covers, and why it does not cover the others."""
 
     modes: Sequence[Mode]
     elsewhere: str
@@ -34,11 +34,11 @@ WITHOUT_PYTHON = Scope(GRAPHS, "a compiled program is called at each replay, and
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """Something that capture promises."""
+    """One promise of capture."""
 
     name: str
     what: str
-    #: Tries it in a mode; where `dtypes` are given, in each of them, its third argument.
+    #: Tests the promise in a mode; if `dtypes` are given, in each of them (the third argument).
     run: Callable[..., None]
     scope: Scope = EVERYWHERE
     dtypes: Sequence[torch.dtype] = ()

@@ -1,4 +1,5 @@
-"""Promises about what a replay gives: the values of the uncaptured callable, on what lies at the captured addresses."""
+"""Promises about the result of a replay: the values of the uncaptured callable on the content of the captured
+addresses."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ def replays(trial: Trial, mode: Mode, dtype: torch.dtype) -> None:
     """Replay a layer on changed inputs, and twice on the same ones."""
     subject = block(trial.device, dtype, trial.seed)
     x = subject.tensors["x"]
-    # The last input is the first one again: what a graph keeps from run to run would show.
+    # The last input repeats the first one: state that a graph keeps between runs would show.
     values = [normal((TOKENS, WIDTH), trial.seed + 1 + number % ROUNDS, x) for number in range(ROUNDS + 1)]
     wanted = []
     for value in values:
         subject.write(x=value)
         wanted.append(Wanted(trial, subject))
-    subject.write(x=torch.zeros_like(x))  # what is there at capture is in none of the replays
+    subject.write(x=torch.zeros_like(x))  # no replay has the content that the capture saw
     captured = capture(trial.device, mode, subject)
     kept: list[Tensors] = []
     for number, (value, each) in enumerate(zip(values, wanted, strict=True)):
@@ -82,7 +83,8 @@ def outputs(trial: Trial, mode: Mode) -> None:
 
 
 def _reuse_memory(device: Device, like: Tensors) -> None:
-    """Take memory of the same sizes, fill it, and give it back: what is not held would be overwritten."""
+    """Allocate memory of the same sizes, fill it, and free it: outputs whose memory is not held would be
+    overwritten."""
     gc.collect()
     taken = [torch.empty_like(tensor).fill_(1) for tensor in like for _ in range(3)]
     taken += [torch.empty_like(tensor).view(-1).fill_(1) for tensor in taken]
@@ -100,7 +102,7 @@ def read_at_once(trial: Trial, mode: Mode) -> None:
     width = len(inverse)
     scope: Any = nullcontext
     for number in range(2 * ROUNDS):
-        if number == ROUNDS:  # and once more on another stream
+        if number == ROUNDS:  # and again on another stream
             scope = device.parts.side_stream
         device.synchronize()
         with scope():
@@ -170,7 +172,7 @@ def constants(trial: Trial, mode: Mode) -> None:
 
 
 def keys(trial: Trial, mode: Mode) -> None:
-    """Replay several keys whose graphs differ in nothing that their outputs show."""
+    """Replay several keys whose outputs have the same metadata."""
     device, backend = trial.device, trial.device.graph_backend()
     found = [
         GraphKey("decode", (8,)),
@@ -194,7 +196,7 @@ def segments(trial: Trial, mode: Mode) -> None:
 
     def between(product: Tensor) -> Tensors:
         seen.append(float(product.sum()))
-        return (product * len(seen),)  # by a number of the host, which no graph could renew
+        return (product * len(seen),)  # scale by a number of the host, which no graph could update
 
     subject = replace(plain, between=between)
     captured = capture(trial.device, mode, subject)

@@ -49,7 +49,7 @@ def in_threads(trial: Trial, *tasks: Callable[[], None]) -> None:
 
 
 def _subjects(device: Device, number: int) -> tuple[Subject, Subject]:
-    """Return a subject of one thread, and one that writes state; both differ from thread to thread in their values."""
+    """Return two subjects for one thread, the second with state; values differ between threads."""
     state = writer(device)
     state.write(slots=torch.arange(TOKENS) + number)
     return weighted(device, float(10 * number)), state
@@ -72,7 +72,7 @@ def _serve(captured: Captured, number: int, found: list[str]) -> None:
 
 
 def _servers(device: Device, mode: Mode, subjects: Sequence[Subject], found: list[str]) -> list[Callable[[], None]]:
-    """Capture the subjects one after the other; return what serves each of them."""
+    """Capture the subjects one after the other; return their captured programs."""
     programs = [capture(device, mode, subject) for subject in subjects]
     return [partial(_serve, captured, number, found) for number, captured in enumerate(programs)]
 

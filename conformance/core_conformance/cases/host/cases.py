@@ -1,4 +1,4 @@
-"""Level 0: whether the plugin loads, says the truth about itself, and refuses what it can't do in clear words."""
+"""Level 0: the plugin loads, describes itself correctly, and refuses with clear errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def metadata(trial: Trial) -> None:
     except InvalidVersion:
         trial.fail(f"version {info.version!r} is none by PEP 440")
     if not info.in_tree:
-        # That it contains this version is part of the verdict.
+        # The judgement includes whether the range contains this version.
         trial.require(
             bool(info.requires_core),
             "its metadata states no range of core: add a requirement such as 'core>=0.1,<0.2' to its dependencies",
@@ -58,7 +58,7 @@ def metadata(trial: Trial) -> None:
 
 
 def probe(trial: Trial) -> None:
-    """Run the probe, and hold it to what it says: each device that it counts opens, and no other does."""
+    """Run the probe and check its answer: each device that it counts opens, and no other does."""
     info = entry_of(trial).info
     if not info.probe_entry_point:
         raise NotSupported("the plugin brings no probe")
@@ -163,7 +163,7 @@ def hooks(trial: Trial) -> None:
     trial.note(f"implements {', '.join(implemented)}")
     for hook in implemented:
         if hook == "core_open_device":
-            continue  # `opening` calls it
+            continue  # the case `opening` calls this hook
         try:
             loaded.call(hook, context)
         except CoreError as error:

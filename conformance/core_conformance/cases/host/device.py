@@ -82,7 +82,7 @@ def _check_fp64(trial: Trial, device: Device) -> None:
 
 
 def memory(trial: Trial) -> None:
-    """Read the account while a large tensor is held and afterwards; what graphs hold is for area graphs."""
+    """Read the account while a large tensor is held and afterwards; area graphs covers the memory of graphs."""
     device = present(trial)
     parts, own = device.parts, device.torch_device.type != "cpu"
     gc.collect()
@@ -127,7 +127,7 @@ def _account(trial: Trial, device: Device, when: str) -> MemoryInfo:
 
 
 def modes(trial: Trial) -> None:
-    """Hold each declared mode against the methods that the device's graph backend has."""
+    """Compare each declared mode with the methods of the device's graph backend."""
     device = present(trial)
     declared = device.capabilities.modes
     trial.note(f"declares {', '.join(declared) or 'no mode'}")
@@ -178,7 +178,8 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _refusal(trial: Trial, what: str, ask: Callable[[], Any]) -> CoreError | None:
-    """Return the error that `ask` is refused with; note a failure where it is not, or not by the form of errors."""
+    """Return the error by which `ask` is refused; note a failure if it is not refused, or the error lacks the usual
+    form."""
     try:
         ask()
     except CoreError as error:
@@ -193,7 +194,7 @@ def _refusal(trial: Trial, what: str, ask: Callable[[], Any]) -> CoreError | Non
 
 
 class _Planted(Exception):
-    """What leaves a side stream in the middle of work."""
+    """The exception that ends work on a side stream."""
 
 
 def side_stream(trial: Trial) -> None:

@@ -29,7 +29,8 @@ def logits(trial: Trial, bench: Bench) -> None:
 
 
 def judge_yardstick(trial: Trial, bench: Bench) -> None:
-    """Judge the eager model on the device by the error that it has on the host; what is off here, area torch finds."""
+    """Judge the eager model on the device by the error that it has on the host; area torch finds the cause of a
+    failure."""
     made = bench.reference
     eager, host, exact = (torch.cat(rows) for rows in (made.eager, made.host, made.exact))
     by_t2(trial, "logits of transformers' own eager model", eager, host, lambda: exact)
@@ -44,7 +45,7 @@ def judge_rows(
     *,
     against: Followed | None = None,
 ) -> None:
-    """Judge the pooled logits of a run along eager's paths by T1. against: a run to take for the yardstick's."""
+    """Judge the pooled logits of a run along eager's paths by T1. against: a run that replaces the yardstick."""
     counts = [len(tokens) for tokens in run.tokens]
     if against is not None:
         counts = [min(count, len(tokens)) for count, tokens in zip(counts, against.tokens, strict=True)]
@@ -133,7 +134,7 @@ def batch(trial: Trial, bench: Bench) -> None:
     trial.require(num_joined == num_ended, f"{num_joined} requests joined the batch and {num_ended} ended")
     if engine.route == "paged":
         trial.require(after.mixed_steps > before.mixed_steps, "no step held prompts and generating sequences")
-        trial.require(after.chunked > 0, "no prompt was computed in chunks")  # here, or alone where that ran before
+        trial.require(after.chunked > 0, "no prompt was computed in chunks")  # now, or when it ran alone
         trial.require(after.reused > before.reused, "no sequence found its beginning in the cache")
 
 

@@ -48,10 +48,10 @@ def graphs(trial: Trial, bench: Bench) -> None:
 
 
 def _require_modes(trial: Trial, bench: Bench, report: ProgramReport) -> None:
-    """Require the modes that the device prefers of the tree's own model, and graphs in some mode of every other one.
+    """Require the device's preferred modes for the embedded model, and graphs in some mode for every other one.
 
-    What no graph can hold in a model's own code (a copy from the host, say) is not the device's fault, as long as the
-    report says so; that each mode works is what area graphs shows.
+    Code of a model that no graph can hold (a copy from the host, say) is not the device's fault, as long as the report
+    says so. Area graphs tests each mode.
     """
     for phase, mode in report.modes.items():
         wanted = bench.engine.config.modes_of(phase, bench.device.capabilities)[0]
@@ -88,7 +88,7 @@ def determinism(trial: Trial, bench: Bench) -> None:
 
 
 def passes(trial: Trial, bench: Bench) -> None:
-    """Require that the lifts which the model owes fired, and compare with the same model without any pass."""
+    """Require that the model's expected lifts fired, and compare with the same model without any pass."""
     report = bench.engine.report()
     if not report.traces and report.notes and bench.subject.model_type is not None:
         # As for modes: a model's own code may keep it from being traced where the device captures it in parts.
@@ -148,8 +148,10 @@ def release(trial: Trial, subject: Subject, dtype: str) -> None:
 
 
 def _counts_tensors(trial: Trial) -> bool:
-    """Tell whether the account grows by a tensor that nobody has written to: that of an allocator does, a process's
-    resident size, which keeps what the C library does, does not."""
+    """Tell whether the account grows by a tensor that nobody has written to.
+
+    An allocator's account does. The resident size of a process does not: it counts what the C library keeps.
+    """
     before = _taken(trial)
     block = torch.empty(RELEASE_MIN_BYTES, dtype=torch.uint8, device=trial.device.torch_device)
     grown = _taken(trial) - before
@@ -158,7 +160,7 @@ def _counts_tensors(trial: Trial) -> bool:
 
 
 def _open_and_close(trial: Trial, subject: Subject, dtype: str) -> tuple[int, int, int]:
-    """Return the bytes taken from the device before, with, and after an engine."""
+    """Return the bytes in use on the device before, with, and after an engine."""
     from core.engine.config import SamplingParams
     from core.engine.serve.engine import Engine
     from core.engine.steps.runner import EngineConfig

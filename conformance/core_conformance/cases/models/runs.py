@@ -1,4 +1,4 @@
-"""Models at work: what the cases of one model and dtype share, and the ways in which they run it."""
+"""State that the cases of one model and dtype share, and the ways in which they run the model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ABORTED = (1, 3, 4)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Followed:
-    """What an engine gave along given paths, per prompt."""
+    """The output of an engine along given paths, per prompt."""
 
     #: The tokens it took at each step.
     tokens: list[list[int]]
-    #: (n, V), n being NUM_TOKENS, or less where it left the path too often.
+    #: (n, V), n being NUM_TOKENS, or less if the engine left the path too often.
     logits: list[Tensor]
 
     @property
@@ -53,7 +53,7 @@ class Followed:
 
 @dataclass(kw_only=True, slots=True)
 class Bench:
-    """What the cases of one model in one dtype share."""
+    """State that the cases of one model in one dtype share."""
 
     device: Device
     subject: Subject
@@ -70,7 +70,7 @@ class Bench:
 
     @property
     def hint(self) -> str:
-        """What to do about wrong numbers."""
+        """Remedies for wrong numbers."""
         model = f" {self.subject.model_type}" if self.subject.model_type else ""
         lowering = self.subject.lowering(self.dtype)
         options = f" --dtype {self.dtype}" + (f" --lowering {lowering}" if lowering else "")
@@ -89,7 +89,7 @@ _shared: list[tuple[tuple[Any, ...], Bench | Exception]] = []
 
 
 def bench(trial: Trial, subject: Subject, dtype: str) -> Bench:
-    """Return what the cases of a model share, built by the first of them; what the case before shared is closed.
+    """Return the shared state of a model's cases, built by the first of them; the state of another model is closed.
 
     One at a time: neighbouring cases run in one worker, in order. Building that failed fails for each of them.
     """
@@ -98,7 +98,7 @@ def bench(trial: Trial, subject: Subject, dtype: str) -> Bench:
         close_shared()
         try:
             found: Bench | Exception = _make(trial.device, subject, dtype, trial.seed)
-        except Exception as error:  # any device's code runs in there
+        except Exception as error:  # a device's code may raise anything
             found = error
         _shared.append((key, found))
     made = _shared[0][1]
@@ -157,7 +157,7 @@ def another_engine(shared: Bench, record: Record | None = None, **changes: Any) 
 def follow(engine: Engine, prompts: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Followed:
     """Generate after each prompt alone, step by step beside a path; where a token leaves it, begin anew behind it.
 
-    So a token that is as good by rounding hides nothing that comes after it.
+    So an equally good token (a tie by rounding) does not hide errors after it.
     """
     from core.engine.config import SamplingParams
 

@@ -34,16 +34,16 @@ class Subject:
     """One model."""
 
     name: str
-    #: What no other one shows.
+    #: The property that no other model covers.
     adds: str
     #: Passes that have to fire on it.
     lifts: tuple[str, ...]
-    #: None for the trained one.
+    #: The model type; None for the trained model.
     model_type: str | None = None
     #: Fields of the tiny configuration of that type.
     changes: tuple[tuple[str, Any], ...] = ()
-    #: Those it is run in. A router in half precision may send a token elsewhere by rounding alone, so mixtures of
-    #: experts are judged in fp32 only.
+    #: The dtypes in which it runs. A router in half precision may send a token elsewhere by rounding alone, so mixtures
+    #: of experts are judged in fp32 only.
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     #: The engine's cache.
     route: str = "paged"
@@ -163,9 +163,9 @@ def engine_config(subject: Subject, dtype: str, device: Device, **changes: Any) 
 class Reference:
     """Greedy generation by transformers' own eager model, for each prompt."""
 
-    #: The tokens it took.
+    #: The tokens that it chose.
     paths: list[list[int]]
-    #: The logits it took them from, (NUM_TOKENS, V).
+    #: The logits that it chose them from, (NUM_TOKENS, V).
     eager: list[Tensor]
     #: The fp64 logits after the same tokens.
     exact: list[Tensor]
@@ -187,7 +187,7 @@ def refer(loaded: LoadedModel, device: Device, prompts: Sequence[Sequence[int]],
     from core.engine.inspect.probe import counts_from_zero
 
     model: Any = loaded.model
-    # PyTorch's fused attention leaves soft caps out, and is written by the device's vendor as what it is to judge.
+    # PyTorch's fused attention leaves soft caps out; and the vendor who is judged writes it, so it is no yardstick.
     spelled_out = "eager" if model._can_set_attn_implementation() else loaded.config._attn_implementation
     paths, eager = [], []
     with implementation(model, spelled_out):

@@ -39,7 +39,7 @@ RULES: Mapping[str, Callable[[Trial, Judged], None]] = MappingProxyType(
     | {"quantize_asymmetric": judge_asymmetric}
     | {"quantize": judge_quantized, "moe_route": judge_route, "sample": judge_sample}
 )
-"""Ops whose results are judged otherwise than value by value."""
+"""Ops whose results are not judged value by value."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
@@ -68,7 +68,7 @@ def judged_ops(device: Device) -> list[CanonicalOp]:
 
 
 def candidates(op: CanonicalOp, device: Device) -> dict[str, OpImplementation]:
-    """Return what may run in an op's place, by name: its form between graphs, and the device's implementations."""
+    """Return by name what may replace an op: its form between graphs, and the device's implementations."""
     found = [each for each in device.ops if each.op == op.qualified_name]
     if op.eager is not None:
         found.insert(0, OpImplementation(op=op.qualified_name, name="eager", fn=op.eager))
@@ -99,11 +99,13 @@ def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation,
         trial.note(f"{len(names)} calls refused: {reason} ({names[0]}{', …' if names[1:] else ''})")
     if admitted or trial.failures:
         return
+    reasons = "; ".join(refused)
+    if op.is_collective:
+        raise NotSupported(f"{reasons}; the cases graphs/processes judge it between processes")
     if not any(_admits(trial, op, of, other) for other in declared_dtypes(trial.device)):
-        reasons = "; ".join(refused)
         trial.fail(f"its condition takes none of the suite's calls, in any dtype of the device: {reasons}")
         return
-    raise NotSupported("; ".join(refused))
+    raise NotSupported(reasons)
 
 
 def _admits(trial: Trial, op: CanonicalOp, of: OpImplementation, dtype: torch.dtype) -> bool:
@@ -146,7 +148,7 @@ def judge_call(
         mine, theirs = args[key][start:].cpu(), eager_args[key][start:].cpu()
         new = contract.computed(op, sample.kwargs, key)
         if new is not None:
-            # What it computes may be rounded in its own way; what it leaves alone may not change in a bit.
+            # Elements that it computes may be rounded differently; elements that it does not write must keep every bit.
             new = new[start:]
             judge(trial, f"{name}, {key}", mine[new], theirs[new], partial(_written_exactly, exact, key, start, new))
             mine, theirs = mine[~new], theirs[~new]
@@ -156,7 +158,7 @@ def judge_call(
 
 
 def _written_exactly(exact: Callable[[], Any], key: str, start: int, chosen: torch.Tensor) -> torch.Tensor:
-    """Return what fp64 writes into an argument, of its elements the chosen ones."""
+    """Return the chosen elements that the fp64 run writes into an argument."""
     written: torch.Tensor = exact()[1][key][start:][chosen]
     return written
 

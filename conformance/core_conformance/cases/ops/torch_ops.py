@@ -1,7 +1,7 @@
-"""Area "torch": the device's own torch operators, which all further criteria take for their yardstick.
+"""Area "torch": the device's own torch operators, which are the yardstick of all further criteria.
 
-T2: a device's operator may have four times the error of the formula computed on the host in fp32. What only moves or
-selects has to be exact.
+T2: a device's operator may have four times the error of the formula computed on the host in fp32. An operator that only
+moves or selects has to be exact.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def judge_operator(trial: Trial, *, operator: Operator, dtype: torch.dtype) -> N
 
 
 def judge_mover(trial: Trial, *, mover: Mover, dtype: torch.dtype) -> None:
-    """Require the very bits that the answer in plain Python has."""
+    """Require the same bits as the answer in plain Python."""
     tensors = mover.inputs(Draw(dtype, torch.device("cpu"), seed=trial.seed))
     wanted = torch.tensor(mover.lists(*(tensor.tolist() for tensor in tensors)), dtype=mover.result or dtype)
     for name, _, given in _laid_out(trial, {"": tensors}, dense=mover.dense):

@@ -1,4 +1,4 @@
-"""Whether a pass is what it says: each match it claims is a change, each site has a name, its uuid is stable."""
+"""Checks a pass's claims: each match is a change, each site has a name, its uuid is stable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Signature = tuple[Any, ...]
 
 
 def signatures(module: fx.GraphModule) -> dict[str, Signature]:
-    """Return what each node of a graph does, by name, without what nothing uses."""
+    """Return the call of each node of a graph, by name, without unused nodes."""
     live = Snapshot(module).module()
     remove_dead(live.graph)
     return {node.name: (node.op, node.target, str(node.args), str(node.kwargs)) for node in live.graph.nodes}
@@ -40,7 +40,7 @@ def touched(before: fx.GraphModule, after: fx.GraphModule) -> tuple[list[str], l
 
 
 def unclaimed(walk: Walk, declared: Pass) -> list[str]:
-    """Return the claims of a pass's report on one graph that the graph contradicts."""
+    """Return the claims in a pass's report that the graph contradicts."""
     report, change = walk.reports[declared.name], walk.changes.get(declared.name)
     reasons = [] if change is None else list(_false_claims(report, change))
     if report.expected is not None and report.expected != report.matched:
@@ -98,7 +98,8 @@ def _marked_sites(name: str, change: Change) -> int | None:
 
 
 def unstable(bench: Bench, change: Change) -> list[str]:
-    """Return what is wrong with a second run of a pass over what it left: it must be right again, or do nothing."""
+    """Return what is wrong with a second run of a pass over its own result, which must be correct again or do
+    nothing."""
     report, again = bench.again(change, Snapshot(change.after).module())
     if report.error:
         return [f"a second run fails: {report.error}"]

@@ -1,7 +1,7 @@
-"""Level 2: each pass of the device fires, reports what it did, and keeps the numbers, on its matches and next to them.
+"""Level 2: each pass of the device fires, reports what it did, and keeps the numbers, on matches and near-misses.
 
-Nothing here knows what a pass does. Where it has to fire it says itself (`Pass.examples`, or its patterns), and else a
-corpus of small models says it.
+Nothing here knows what a pass does. A pass must fire on its own examples (`Pass.examples`, or its patterns), else on a
+corpus of small models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from core_conformance.dtypes import DTYPES, dtype_name, working_dtype
 from core_conformance.trial import NotSupported, Skip, Trial
 
 _NUM_MODELS = 2
-"""In how many models near-misses are made."""
+"""Number of models in which near-misses are made."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
@@ -76,7 +76,7 @@ def _cases(device: Device, declared: Pass) -> Iterator[Case]:
 
 
 def refusal(device: Device, declared: Pass) -> str:
-    """Return why the pass's guards keep it off this device whatever the graph, or ""."""
+    """Return why the pass's guards exclude this device for every graph, or ""."""
     whatever = replace(declared.guards, dtypes=None, min_rank=0, constants=False)
     nothing = fx.GraphModule(nn.Module(), fx.Graph())
     context = PassContext(
@@ -129,7 +129,7 @@ def _check_firing(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
 
 
 def _explain_nothing(trial: Trial, declared: Pass, found: Firings) -> None:
-    # Each pass of core has its model in the corpus; what another one lacks, no missing model would have shown.
+    # Each pass of core has its model in the corpus, so a pass of core must match there.
     if found.missing and declared.owner == "core":
         raise Skip(f"it matches nowhere, and some models do not run here: {'; '.join(found.missing)}")
     trial.fail(found.nowhere(declared))
@@ -151,7 +151,7 @@ def _check_numbers(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
 
 
 def _judge(trial: Trial, name: str, change: Change) -> str:
-    """Judge what a pass made of a graph; return why it could not be judged, "" where it could."""
+    """Judge the rewrite of a graph by a pass; return why it could not be judged, or ""."""
     found = change.verification
     reason = "" if found.fault is None else f"at {found.fault.where or found.fault.node}: {found.fault.reason}"
     trial.record(name, "T1", found.worst_ratio, reason)
@@ -172,7 +172,7 @@ def _judge_by_trace(trial: Trial, name: str, change: Change) -> None:
 
 
 def _check_near_misses(trial: Trial, declared: Pass, dtype: torch.dtype) -> None:
-    """Change graphs in which the pass matched, and judge whatever it makes of them."""
+    """Change graphs in which the pass matched, and judge the pass on them."""
     own = bench(trial.device)
     found = firings(own, declared, dtype)
     changes = _varied([change for change in found.changes(declared.name) if change.report.matched])
@@ -199,7 +199,7 @@ def _judge_near_miss(trial: Trial, own: Bench, change: Change, what: str, module
     values = list(bind(module, change.graph.values()[0], change.constants).values())
     try:
         run_graph(module, values)
-    except Exception:  # such a model there is not
+    except Exception:  # there is no such model
         return None
     report, again = own.again(change, module)
     name = f"{change.sample.name}, {what}"

@@ -1,4 +1,4 @@
-"""Where a pass owes a match: the examples of its declaration, else its own patterns, run as models.
+"""Models in which a pass must match: the examples of its declaration, else its own patterns, run as models.
 
 A pattern says which ops it matches and not on which shapes: likely ones are tried until the pattern runs on them and
 the pass matches.
@@ -22,7 +22,7 @@ from core_conformance.cases.passes.models import SIZE, Built
 from core_conformance.cases.passes.runs import Sample
 
 _NUMBERS: tuple[tuple[Any, ...], ...] = ((2.5, 2.5, 2.5), (0.61, 1.7, 0.3), (2, 2, 2), (-1, -1, -1))
-"""Numbers for a pattern's literals, taken in turn: equal ones first, since a check may want them so."""
+"""Numbers for a pattern's literals, taken in turn: equal ones first, since a check may require equality."""
 _ROWS, _MATRIX, _HEADS = (5, SIZE), (SIZE, SIZE), (2, 4, 5, 16)
 _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     (_ROWS, _ROWS),
@@ -51,7 +51,7 @@ class Pattern(nn.Module):
 
 
 def declared_samples(declared: Pass) -> list[Sample]:
-    """Return the examples of a pass, each of which owes a match."""
+    """Return the examples of a pass, each of which must give a match."""
     if declared.examples is None:
         return []
     try:
@@ -137,7 +137,7 @@ def _running(function: Callable[..., Any], literals: Sequence[str] = ()) -> Iter
         try:
             with torch.no_grad():
                 result = model(*(tensor.clone() for tensor in inputs))
-        except Exception:  # a pattern runs on what it was written for, and says so in its own way
+        except Exception:  # a pattern fails with any exception on inputs it was not written for
             continue
         if all(isinstance(each, Tensor) for each in (result if isinstance(result, (tuple, list)) else (result,))):
             yield partial(_built, model, inputs)
@@ -188,5 +188,5 @@ def _module(pattern: InductorGraphPattern) -> fx.GraphModule:
 
 
 def _key(expression: Any) -> Any:
-    """Return what tells one part of a pattern from another: named arguments of one name are one."""
+    """Return the identity of a part of a pattern: arguments of the same name are one."""
     return getattr(expression, "name", None) or id(expression)

@@ -1,4 +1,4 @@
-"""Where a pass fires: in its own examples or patterns, each of which owes a match, and in the corpus."""
+"""Where a pass fires: in its own examples or patterns, each of which must give a match, and in the corpus."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from core_conformance.cases.passes.runs import CORPUS, Bench, CannotRun, Change,
 
 @dataclass
 class Firings:
-    """What became of one pass over all samples of a dtype."""
+    """The results of one pass over all samples of a dtype."""
 
-    #: Of every sample that ran.
+    #: The walk of every sample that ran.
     walks: list[Walk] = field(default_factory=list)
     #: Why an own example counts as a failure.
     silent: list[str] = field(default_factory=list)
-    #: What else is worth reading.
+    #: Further notes for the report.
     notes: list[str] = field(default_factory=list)
     #: The samples that do not run here, each with the reason.
     missing: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def _firings(bench: Bench, declared: Pass, dtype: torch.dtype) -> Firings:
     taken = [_try(bench, declared, index, tries, dtype, found) for index, tries in patterns]
     for sample in CORPUS.values():
         _walk(bench, declared, sample, dtype, found)
-    # A pattern that other passes leave nothing of is no fault where the pass matches elsewhere.
+    # It is no fault if other passes rewrite all of a pattern, as long as the pass matches elsewhere.
     (found.notes if found.matched(declared.name) else found.silent).extend(filter(None, taken))
     return found
 

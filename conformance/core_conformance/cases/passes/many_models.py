@@ -1,6 +1,6 @@
 """Models in which a pass has many sites, and rows of them past 8,192 columns; and a sample's model several times over.
 
-What a pass keeps from site to site, and what its kernels do in wide rows, shows in neither one site nor narrow rows.
+State that a pass carries between sites needs many sites to show, and faults of kernels in wide rows need wide rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from core_conformance.cases.passes.models import EPSILONS, Built, Parts, RmsNorm, perturb
 
 NUM_SITES = 6
-"""At least, in each of these models."""
+"""The least number of sites in each of these models."""
 WIDTH = 8704
 """Past 8,192, and a multiple of 128 and 512 and no power of two."""
 _TOKENS = 2
@@ -32,7 +32,7 @@ class Repeated(nn.Module):
         self.num_inputs = num_inputs
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return what each copy gives of its inputs."""
+        """Return each copy's outputs for its inputs."""
         given = [inputs[start : start + self.num_inputs] for start in range(0, len(inputs), self.num_inputs)]
         return tuple(model(*each) for model, each in zip(self.models, given, strict=True))
 

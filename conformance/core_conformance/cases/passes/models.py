@@ -1,4 +1,4 @@
-"""Small models of what language models are made of: norms, residuals, gates, soft caps, experts, writes, repetitions.
+"""Small models of the parts of language models: norms, residuals, gates, soft caps, experts, writes, repetitions.
 
 Passes are run over each. Sizes are odd where models allow it, the scalars differ from place to place, and each module
 calls its parts by several spellings. H is the hidden size, T the number of tokens.
@@ -207,7 +207,7 @@ def rows(num_tokens: int = TOKENS, *, scale: float = 1.0, seed: int = 0) -> Tens
 
 
 def perturb(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Spread each parameter that is constant, in place: weights of exactly 1 hide that they were left out."""
+    """Perturb each constant parameter, in place: weights of exactly 1 would hide that they were left out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

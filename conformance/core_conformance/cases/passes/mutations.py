@@ -41,10 +41,10 @@ _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
     ("rsqrt", "reciprocal"),
     (aten.rsqrt.default, aten.reciprocal.default),
 )
-"""What a node may compute instead, on the same arguments: something of the same shape and dtype."""
+"""Replacements of a node's function: same arguments, same shape and dtype of the result."""
 _INSTEAD = {first: second for pair in _FUNCTIONS for first, second in (pair, pair[::-1])}
 Edit = tuple[str, Callable[[], object]]
-"""A change in words, and what makes it."""
+"""A description of a change, and the function that makes it."""
 Mutation = Callable[[fx.GraphModule, list[fx.Node], Change], Iterator[Edit]]
 """Yields the changes that it could make to a graph, whose nodes are those of sites; only one of them is made."""
 
@@ -94,7 +94,7 @@ def _replace_number(node: fx.Node, position: int, factor: float) -> None:
     def other(leaf: Any) -> Any:
         if not _is_free(node, leaf) or next(seen) != position:
             return leaf
-        # What is small (an eps) is added to something: one per cent more of it could not be seen.
+        # A small number (an eps) is added to something: a change of one per cent could not be seen.
         return leaf * factor if abs(leaf) >= 0.01 else math.copysign(0.01, leaf)
 
     node.args, node.kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), other)

@@ -1,4 +1,4 @@
-"""Passes run over samples, one after another as in a program, and what each did to each graph, kept to be judged.
+"""Runs passes over samples, one after another as in a program, and keeps each pass's effect on each graph.
 
 A sample is traced once per process, dtype and device, and walked once per list of passes: the cases of all passes share
 that.
@@ -60,7 +60,8 @@ class CannotRun(Exception):
 
 
 def traced(sample: Sample, dtype: torch.dtype, device: torch.device) -> PhaseGraph:
-    """Build a sample in a dtype on a device, no weight constant, and trace it; raise `CannotRun` where it has to."""
+    """Build a sample in a dtype on a device, perturb constant weights, and trace it; raise `CannotRun` if it does not
+    run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, inputs = sample.build()
@@ -90,13 +91,13 @@ def copied(graph: PhaseGraph) -> PhaseGraph:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; what holds no floats as it is."""
+    """Return a floating tensor in a dtype, any other tensor unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass
 class Change:
-    """What one pass did to one graph: its report, the graph before and after, and what their placeholders hold."""
+    """One pass's effect on one graph: its report, the graph before and after, and the values of their placeholders."""
 
     sample: Sample
     dtype: torch.dtype
@@ -104,7 +105,7 @@ class Change:
     report: PassReport
     before: fx.GraphModule
     after: fx.GraphModule
-    #: The sample as it was traced, which no pass has touched.
+    #: The sample as traced, before any pass.
     graph: PhaseGraph
     constants: Constants
 
@@ -257,7 +258,7 @@ _LAST: list[Bench] = []
 
 
 def bench(device: Device) -> Bench:
-    """Return the bench of a device: the one of the call before where it is the same device."""
+    """Return the bench of a device; the last call's bench if the device is the same."""
     if not _LAST or _LAST[0].device is not device:
         _LAST[:] = [Bench(device)]
     return _LAST[0]

@@ -1,4 +1,4 @@
-"""A graph backend that looks on: the device's own, with what it captured kept, so that it can also run uncaptured."""
+"""A graph backend that observes: it wraps the device's own and keeps captured callables, to run them uncaptured too."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from core.device import Device
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What witnesses saw."""
+    """The record of the witnesses."""
 
     #: Whether to run the callables themselves instead of their graphs.
     uncaptured: bool = False
-    #: By the key that was captured whole.
+    #: The captured callables, by key.
     callables: dict[GraphKey, BoundCallable] = field(default_factory=dict)
     #: Calls of `replay` by key, parts included.
     replays: Counter[GraphKey] = field(default_factory=Counter)
@@ -41,7 +41,7 @@ class Record:
 
 
 class Witness:
-    """Passes everything on to a backend; what that has besides the six methods (segments, updates) it has too."""
+    """Forwards everything to a backend, optional methods (segments, updates) included."""
 
     def __init__(self, backend: GraphBackend, record: Record) -> None:
         self._backend = backend
@@ -89,7 +89,7 @@ def watched(device: Device, record: Record) -> Device:
     factory = device.graph_backend
 
     def make() -> GraphBackend:
-        witness: Any = Witness(factory(), record)  # the protocol's other methods are the backend's own
+        witness: Any = Witness(factory(), record)  # other methods are the backend's own
         return witness  # type: ignore[no-any-return]
 
     return replace(device, graph_backend=make)

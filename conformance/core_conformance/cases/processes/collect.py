@@ -1,4 +1,4 @@
-"""Area graphs, on two processes: a tensor-parallel forward gives on both what one process gives that holds all of it.
+"""Area graphs, on two processes: a tensor-parallel forward gives the results of one process that holds the whole model.
 
 Each process opens the device, joins the process group that torch has for such devices, and runs ranked.py.
 """
@@ -59,7 +59,7 @@ def why_alone(device: Device) -> str:
 
 
 def num_devices(device: Device) -> int:
-    """Return how many processes can have a device of this type: any number where it is the host."""
+    """Return how many processes can have a device of this type: any number for the host."""
     if device.torch_device.type == "cpu":
         return SIZE
     return int(torch.get_device_module(device.torch_device).device_count())
@@ -77,7 +77,8 @@ def judge_both(trial: Trial, *, id: str) -> None:
 
 
 def report(trial: Trial, outcomes: list[Outcome]) -> None:
-    """Report the outcomes of all ranks. Where one is lost, the others fail for want of it, which is a note."""
+    """Report the outcomes of all ranks. If one is lost, the failures of the others follow from it and are only
+    notes."""
     lost = [rank for rank, outcome in enumerate(outcomes) if outcome.status in _LOST]
     for rank, outcome in enumerate(outcomes):
         trial.measurements += outcome.measurements

@@ -28,7 +28,7 @@ CUT: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
-    """How tensors go between processes."""
+    """The collectives of a forward."""
 
     #: The sum over the processes.
     reduce: Callable[[Tensor], Tensor]
@@ -78,7 +78,7 @@ def of_graphs() -> Moves:
 
 
 def of_torch() -> Moves:
-    """Return the moves by torch's functions, whose results wait for themselves: graphs of a trace alone hold them."""
+    """Return the collectives by torch's functions, whose results wait implicitly: only traced graphs can hold them."""
     from torch.distributed import _functional_collectives as collectives
 
     group: Any = distributed.group.WORLD
@@ -100,7 +100,7 @@ def weights(seed: int, like: Tensor) -> dict[str, Tensor]:
 
 
 def forward(x: Tensor, held: Weights, moves: Moves) -> dict[str, Tensor]:
-    """Return hidden states and rows [n, W] and results [n, V] of x [n, W], by what a process holds of the weights."""
+    """Return hidden states and rows [n, W] and results [n, V] of x [n, W], from this process's part of the weights."""
     hidden = x + moves.reduce(functional.linear(functional.silu(functional.linear(x, held["up"])), held["down"]))
     hidden = doubled(hidden)
     part = moves.scatter(functional.linear(functional.silu(functional.linear(hidden, held["wide"])), held["narrow"]))
@@ -109,7 +109,7 @@ def forward(x: Tensor, held: Weights, moves: Moves) -> dict[str, Tensor]:
 
 
 class Shard(nn.Module):
-    """What one of the processes runs."""
+    """The forward of one process."""
 
     def __init__(self, whole: Weights, moves: Moves, rank: int, size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Two processes of one job, each a lane of its own, started as torchrun does it, and what became of a case in both."""
+"""Two processes of one job, each with its own lane, started as torchrun does, and the outcomes of a case in both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What processes were started with: another case that wants the same uses them again."""
+    """The options of started processes: a case with equal options reuses the processes."""
 
     options: tuple[WorkerOptions, ...]
     environment: frozenset[tuple[str, str]]
@@ -48,7 +48,7 @@ class Pair:
         ]
 
     def run(self, case: CaseInfo) -> list[Outcome]:
-        """Run a case in all processes at once; return what became of it, in the order of ranks."""
+        """Run a case in all processes at once; return the outcomes in the order of ranks."""
         with ThreadPoolExecutor(len(self._lanes)) as pool:
             return list(pool.map(lambda lane: lane.run(case), self._lanes))
 
@@ -65,7 +65,7 @@ _KEPT: dict[_Started, Pair] = {}
 def run_in_both(
     case: CaseInfo, devices: Sequence[str], *, suite: str, seed: int, timeout_factor: float
 ) -> list[Outcome]:
-    """Run a case in a process for each device, and return what became of it in the order of ranks.
+    """Run a case in a process for each device, and return the outcomes in the order of ranks.
 
     Processes are kept for the next case, as long as both passed: after a failure one of them may still wait for a
     message of the other. suite: the module that collects the case there.

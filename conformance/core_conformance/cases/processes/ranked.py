@@ -1,6 +1,6 @@
-"""What each of the processes runs: the cases of collect.py from inside, as a suite of their own for a lane's worker.
+"""The suite that each process of a distributed case runs: collect.py starts the processes, this module judges inside.
 
-torchrun's variables say which process this is (pair.py sets them).
+The environment variables of torchrun (set by pair.py) give a process its rank.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from core_conformance.rules import oracle
 from core_conformance.trial import Trial
 
 CASES = ()
-"""None of level 0."""
+"""This module has no cases of level 0."""
 
 GROUP_TIMEOUT_S = 80.0
-"""How long a collective waits for the other process, which is a third of what a case has: so of two processes the one
-that hangs is the one without an answer."""
+"""How long a collective waits for the other process. A third of a case's time-out: the waiting process still reports in
+time, so only the process that hangs gives no answer."""
 CASE_TIMEOUT_S = 240.0
 
 BUCKETS = [4, 8]
 _COUNTS = (8, 4, 4, 8, 8, 4, 4, 8, 8, 4, 4, 8)
-"""Rows of each call. None is padded: rows that were scattered and gathered have a size of which a trace can't tell
-where padding lies."""
+"""Rows of each call. No call is padded: after a scatter and a gather, a trace can't tell which rows are padding."""
 _TRACED: tuple[Mode, ...] = ("full", "piecewise", "compile")
 
 
@@ -60,7 +59,7 @@ class Form(NamedTuple):
 
     what: str
     moves: Callable[[], Moves]
-    #: Whether it is compiled as the device does that by itself, by its lowering and passes.
+    #: Whether the device's own lowering and passes compile the forward.
     lowered: bool = False
     modes: tuple[Mode, ...] = get_args(Mode)
 
@@ -75,12 +74,12 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 
 
 def case_id(form: str, mode: Mode) -> str:
-    """Return the id of a case, the same inside and outside."""
+    """Return the id of a case, for the parent process and for the processes that it starts."""
     return f"graphs/processes/{form}/{mode}"
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
-    """Yield what this process runs of each case."""
+    """Yield this process's share of each case."""
     for name, form in FORMS.items():
         for mode in form.modes:
             run = partial(shared_calls, form=form, mode=mode)
@@ -88,7 +87,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
 
 
 def shared_calls(trial: Trial, *, form: Form, mode: Mode) -> None:
-    """Serve a sharded forward on changing inputs, and judge each call against one process that holds all of it."""
+    """Serve a sharded forward on changing inputs. Judge each call against the unsharded forward."""
     device, dtype = trial.device, working_dtype(trial.device)
     backend = distributed.get_default_backend_for_device(device.torch_device)
     place = initialize(backend, timeout_s=GROUP_TIMEOUT_S * trial.timeout_factor)
@@ -118,8 +117,8 @@ def _program(device: Device, form: Form, mode: Mode, shard: Shard) -> Program:
 
 @contextmanager
 def _runs_of(function: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Yield a list that gets an entry for each call of a function on this thread: a counter in the function itself
-    would be state of Python's, which a capture refuses."""
+    """Yield a list that gets an entry for each call of a function on this thread: a counter inside the function would
+    be Python state, which a capture refuses."""
     code, found = function.__code__, []
 
     def seen(frame: Any, event: str, argument: Any) -> None:
@@ -142,7 +141,7 @@ def _judge_call(trial: Trial, name: str, result: Mapping[str, Tensor], whole: Ma
 
 
 def _account(trial: Trial, program: Program, mode: Mode, place: Processes) -> None:
-    """Require that this process ran in the mode asked for; both did, since each is asked."""
+    """Require that this process ran in the mode asked for. Both processes check this."""
     report = program.report()
     trial.same("the number of processes", place.size, 2)
     trial.same("the mode", dict(report.modes), {"main": mode})

@@ -1,4 +1,4 @@
-"""What attention ops store in the paged key/value cache and read back from it: the values themselves, or codes of them.
+"""How attention ops store values in the paged key/value cache and read them back: as they are, or as codes.
 
 A cache of `float8_e4m3fn` holds codes: value = code * scale, one scale for the whole cache, () or for each key/value
 head, (K,). It takes half the memory of half precision (Micikevicius et al., arXiv 2209.05433, for the format).
@@ -32,7 +32,7 @@ def write_cache(
 
 
 def stored(new: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Return new (..., K, D) as a cache of this dtype holds it.
+    """Return new (..., K, D) in the form that a cache of this dtype stores.
 
     Codes are new / scale, cut off at the range of their dtype and rounded to nearest even, as `core::quantize` makes
     them; scale () or (K,), None for 1. Any other cache holds new itself, in its dtype.
@@ -45,7 +45,8 @@ def stored(new: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tens
 
 
 def read(cached: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Return what a part of a cache (..., K, D) stands for, in this dtype: the reverse of `stored`, up to rounding."""
+    """Return the dequantised values of a part of a cache (..., K, D), in this dtype: the inverse of `stored`, up to
+    rounding."""
     values = cached.to(dtype)
     return values if scale is None else values * _by_head(scale, dtype)
 

@@ -20,6 +20,7 @@ from core.common.ops.attention.cache import check_scales, read
 from core.common.ops.attention.cache import write_cache as write_cache  # devices' own kernels write by it too
 from core.common.ops.attention.eager import by_sequence
 from core.common.ops.attention.samples import calls as calls  # behind a rotation too
+from core.common.ops.attention.samples import step_indices
 from core.common.ops.attention.scores import exponentials, soft_capped
 from core.common.ops.declaration import CanonicalOp, declare
 
@@ -168,5 +169,6 @@ ATTENTION = declare(
         calls=calls,
         break_point=True,
         eager=partial(by_sequence, reference),
+        indices=step_indices,
     )
 )

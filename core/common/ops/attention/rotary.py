@@ -1,8 +1,8 @@
 """`core::rotary_attention`: the rotation of query and key, with or without their norms, and the attention after it.
 
 One op for what stands between the projection of query, key and value and the output projection: `core::rotary` or
-`core::qk_norm_rotary`, then `core::attention`. A kernel may so rotate a key while it writes it into the cache, and a
-query where it reads it: neither is stored in between.
+`core::qk_norm_rotary`, then `core::attention`. So a kernel may rotate a key while it writes the key into the cache, and
+a query while it reads the query: neither is stored in between.
 
 Shapes: T tokens of this step, H query heads, K key/value heads, D head size of query and key, V head size of value, R
 rotated features (D unless rotary_dim says otherwise); the cache, its tables and lengths as in `core::attention`. Heads
@@ -21,6 +21,7 @@ from torch import Tensor
 import core.common.ops.attention.paged as attention
 from core.common.ops.arguments import Draw, check, check_floating, check_ranks, check_shape
 from core.common.ops.attention.eager import by_sequence
+from core.common.ops.attention.samples import step_indices
 from core.common.ops.declaration import CanonicalOp, declare
 from core.common.ops.rotary.rotation import STYLES, check_rotary, qk_norm_rotary, rotary
 
@@ -142,6 +143,7 @@ ROTARY_ATTENTION = declare(
         seed=21,
         break_point=True,
         eager=_turned_first(partial(by_sequence, attention.reference)),
+        indices=step_indices,
     )
 )
 """Rotate query and key, write key and value into the cache, attend; gives (T, H, V) in the query's dtype.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -112,4 +113,26 @@ def _calls_of_codes(draw: Draw) -> dict[str, dict[str, Any]]:
         "codes, a scale per head": coded([0.02079, 0.11231], [0.03067, 0.00717], **by_head),
         "codes, no scale": coded([], [], lens=_MIXED, window=3),
         "codes, beyond the range": coded([0.00311], [0.00419, 0.02043], lens=_MIXED, softcap=2.5),
+    }
+
+
+def step_indices(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the integer tensors of a call as a step has them: sequences are half as long as they may be.
+
+    Tokens are spread over them evenly. Each reads blocks of its own as far as there are any, and all tokens write to
+    the null block.
+    """
+    table, starts, lens = (arguments[name] for name in ("block_table", "query_starts", "seq_lens"))
+    num_seqs, width = table.shape
+    num_blocks, page = arguments["key_cache"].shape[:2]
+    blocks = torch.arange(num_seqs * width, device=table.device) % num_blocks
+    tokens, most = arguments["query"].shape[0], arguments["max_query_len"]
+    tokens = min(tokens, num_seqs * most) if most else tokens
+    first = torch.arange(num_seqs + 1, device=starts.device) * tokens // max(num_seqs, 1)
+    new = first.diff()
+    return {
+        "block_table": blocks.view(num_seqs, width).to(table.dtype),
+        "query_starts": first.to(starts.dtype),
+        "seq_lens": (new + (width * page - new).clamp(min=0) // 2).to(lens.dtype),
+        "slot_mapping": torch.zeros_like(arguments["slot_mapping"]),
     }

@@ -26,7 +26,7 @@ def _or_copy(among: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(among)
     def run(x: Tensor, group: str, *where: Any, **named: Any) -> Tensor:
-        found = _shared(group)
+        found = shared_group(group)
         if found is None:
             return x.clone(memory_format=torch.contiguous_format)
         return among(x, found, *where, **named)
@@ -85,12 +85,12 @@ _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def group_size(group: str) -> int:
     """Return how many processes a group has; 1 where no process group is initialised."""
-    found = _shared(group)
+    found = shared_group(group)
     return 1 if found is None else int(found.size())
 
 
-def _shared(group: str) -> Any:
-    """Return the process group of that name, None if there is nobody to share with."""
+def shared_group(group: str) -> Any:
+    """Return the process group of torch that a collective names, None if there is nobody to share with."""
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     # torch resolves names for its own ops alone, and types the result of WORLD as optional though it is set by now.

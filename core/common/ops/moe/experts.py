@@ -7,7 +7,7 @@ Source: Shazeer et al., arXiv 1701.06538.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -185,6 +185,13 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
     return calls | {"one token": _experts(draw, 1), "no tokens": _experts(draw, 0)}
 
 
+def _even_indices(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Give the experts the same number of rows each, as far as these go."""
+    indices, num_experts = arguments["indices"], arguments["gate_up"].shape[0]
+    experts = torch.arange(indices.numel(), device=indices.device) % num_experts
+    return {"indices": experts.view_as(indices).to(indices.dtype)}
+
+
 GROUPED_MLP = declare(
     CanonicalOp(
         schema="grouped_mlp(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, *, str kind, "
@@ -196,5 +203,6 @@ GROUPED_MLP = declare(
         calls=_calls,
         seed=9,
         costly=True,
+        indices=_even_indices,
     )
 )

@@ -10,6 +10,7 @@ are quantised. Gate and second quantisation stand between two of these ops, wher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -170,6 +171,13 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
     return {name: {"ends": ends, "out_dtype": draw.dtype, **call} for name, call in calls.items()}
 
 
+def _even_ends(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Give the experts the same number of rows each."""
+    ends, num_rows = arguments["ends"], arguments["x"].shape[0]
+    reached = torch.arange(1, len(ends) + 1, device=ends.device) * num_rows // max(len(ends), 1)
+    return {"ends": reached.to(ends.dtype)}
+
+
 QUANTIZED_GROUPED_LINEAR = declare(
     CanonicalOp(
         schema="quantized_grouped_linear(Tensor x, Tensor? x_scale, Tensor ends, Tensor w_codes, Tensor w_scale, "
@@ -179,5 +187,6 @@ QUANTIZED_GROUPED_LINEAR = declare(
         check=_check,
         calls=_calls,
         seed=14,
+        indices=_even_ends,
     )
 )

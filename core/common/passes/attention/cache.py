@@ -1,6 +1,6 @@
 """Let attention write the key/value cache that it attends over: two `index_copy_` and the op become one op.
 
-What the op writes is what they wrote, at the place where attention reads it; a reader in between is a near-miss.
+The op writes the same values at the place where attention reads them; a reader between write and op is a near-miss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Write:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return an attention over a whole cache with the two writes before it, or why they must stay apart."""
+    """Return an attention over a whole cache together with the two writes before it, or why they can't be fused."""
     if node.target is not DENSE_ATTENTION.overload or len(node.args) != 3 or node.kwargs.get("key_cache") is not None:
         return None
     query, key, value = node.args
@@ -56,7 +56,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _last_writer(context: PassContext, operand: Any, node: fx.Node) -> fx.Node | None:
-    """Return what last wrote the caller's tensor that an operand lies in, None for tensors made in the graph."""
+    """Return the last write to the caller's tensor that holds an operand; None for tensors made in the graph."""
     writes, order = context.analysis("writes"), context.analysis("order")
     kept = (holder.op in ("placeholder", "get_attr") for key in writes.of(operand) for holder in writes.holders[key])
     if not any(kept):
@@ -66,7 +66,7 @@ def _last_writer(context: PassContext, operand: Any, node: fx.Node) -> fx.Node |
 
 
 def _write(node: fx.Node) -> _Write | None:
-    """Read a write of all sequences and heads at some positions of dimension 2."""
+    """Match a write of all sequences and heads at some positions of dimension 2."""
     args: Any = node.args
     if node.target in ("index_copy_", torch.ops.aten.index_copy_.default) and len(args) == 4 and not node.kwargs:
         cache, dim, positions, new = args

@@ -1,8 +1,8 @@
 """Lift attention, as one `scaled_dot_product_attention` or written out, to `core::dense_attention`.
 
-A softmax is attention's if its result, rounded and thinned out by nothing but casts and dead dropout, multiplies
-values. From there the matcher reads back to the product of query and key. What it meets are the op's arguments; a mask
-stays an operand, and anything that the op has no argument for is a near-miss.
+A softmax belongs to attention if its result multiplies values, with only casts and inactive dropout in between. From
+there the matcher reads back to the product of query and key. The steps that it meets become the op's arguments; a mask
+stays an operand. A step that the op has no argument for makes the site a near-miss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from core.common.passes.attention.terms import (
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the attention around a softmax or a `scaled_dot_product_attention`, or why it has to stay."""
+    """Return the attention around a softmax or a `scaled_dot_product_attention`, or why it can't be lifted."""
     kind = view.kind(node)
     if kind not in ("sdpa", "softmax", "_softmax"):
         return None
@@ -71,7 +71,7 @@ def _mask(node: fx.Node, mask: Any, rank: int) -> Mask:
 
 
 class _Reach:
-    """Tells what lies after the last write into query, key or value: the op, in its place, can't stand for the rest."""
+    """Tells which nodes come after the last write into query, key or value: only these may the op replace."""
 
     def __init__(self, context: PassContext, end: fx.Node) -> None:
         self._order: Mapping[fx.Node, int] = context.analysis("order")
@@ -83,14 +83,14 @@ class _Reach:
         return self._order[node] >= self._first
 
     def start_after_writes_of(self, *nodes: fx.Node) -> bool:
-        """Set the start behind the last write into these nodes; tell whether that shortens the reach."""
+        """Move the start behind the last write into these nodes; return whether that moved it."""
         places = [self._order[writer] + 1 for writer in self._writes.writers(*nodes)]
         before, self._first = self._first, max([self._first, *(at for at in places if at <= self._end)])
         return self._first > before
 
 
 def _keys_and_values(reach: _Reach, first: Product, second: Product) -> tuple[Operand, Operand]:
-    """Go back from the right operands of both products, behind the repetition of heads where it is the same."""
+    """Go back from the right operands of both products; skip the repetition of heads if it is the same in both."""
 
     def operands(repeats: bool) -> tuple[Operand, Operand]:
         options = {"scales": first.is_matmul, "transposes": first.is_matmul}
@@ -207,7 +207,7 @@ def _heads(scores: Scores, query: Operand) -> Any:
 
 
 def _check_unused(found: Attention) -> None:
-    """Refuse an attention whose scores or weights somebody else reads: they would be computed twice."""
+    """Refuse an attention whose scores or weights another node reads: they would be computed twice."""
     sinks = found.sinks.nodes if found.sinks is not None else ()
     inside = {*found.nodes, found.anchor, *sinks, *(n for operand in found.operands for n in operand.nodes)}
     for node in found.nodes:
@@ -217,7 +217,7 @@ def _check_unused(found: Attention) -> None:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Tell whether what a softmax reads comes from a product of two computed tensors, a few steps before."""
+    """Tell whether a softmax reads, a few steps back, a product of two computed tensors."""
     return any(view.kind(source) in PRODUCTS for source in _sources(node, 12))
 
 

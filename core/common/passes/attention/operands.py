@@ -17,8 +17,8 @@ from core.common.passes import same_sizes, view
 class Operand:
     """A tensor as the op will take it: `node`, and methods still to be called on it (name, arguments).
 
-    swapped: the last two dimensions of node are the other way round. flat: batch and heads were one dimension. scale:
-    what it was multiplied by. nodes: all that lies behind, peeled off.
+    swapped: the last two dimensions of `node` are swapped. flat: batch and heads were one dimension. scale: the number
+    that the tensor was multiplied by. nodes: the nodes that were skipped.
     """
 
     node: fx.Node
@@ -29,25 +29,25 @@ class Operand:
     steps: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
 
     def then(self, method: str, *args: Any) -> None:
-        """Note a method to be called on what the op takes."""
+        """Note a method to call on the tensor that the op takes."""
         self.steps.append((method, args))
 
     def behind(self, source: Any, *nodes: fx.Node, **changes: Any) -> Operand:
-        """Return the operand one step further back, at the source of these nodes."""
+        """Return the operand one step further back, at the input of these nodes."""
         return replace(self, node=source, nodes=(*self.nodes, *nodes), **changes)
 
 
 Reach = Callable[[fx.Node], bool]
-"""Whether a node lies where the op may stand for it."""
+"""Whether the op may replace a node."""
 
 
 def peel(
     node: fx.Node, reach: Reach, *, repeats: bool = True, scales: bool = False, transposes: bool = False
 ) -> Operand:
-    """Go back from a product's operand (…, a, b) to the tensor that attention is about, as far as `reach` allows.
+    """Go back from a product's operand (…, a, b) to attention's query, key or value, as far as `reach` allows.
 
-    Also behind the repetition of heads (repeats), a number it was multiplied by (scales), swapped last dimensions
-    (transposes).
+    Skips on the way: the repetition of heads (repeats), a multiplication by a number (scales), a swap of the last
+    dimensions (transposes).
     """
     steps: list[Callable[[Operand], Operand | None]] = [_uncast, _unflattened]
     steps += [_untransposed] * transposes + [_unrepeated] * repeats + [_unscaled] * scales
@@ -119,7 +119,8 @@ def _unscaled(found: Operand) -> Operand | None:
 
 
 def times_number(node: fx.Node, kind: str = "") -> tuple[fx.Node, float] | None:
-    """Return (x, number) if the node is x times or divided by a number. kind: what it computes, if known better."""
+    """Return (x, number) if the node multiplies or divides x by a number. kind: what the node computes, where the
+    caller knows."""
     kind = kind or view.kind(node)
     if kind == "div" and len(node.args) == 2 and not node.kwargs:
         divided, number = node.args

@@ -1,4 +1,4 @@
-"""Modules in which `fuse_attention_quantize` owes a match, for the conformance suite."""
+"""Modules in which `fuse_attention_quantize` must match, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 class _Coded(nn.Module):
-    """An attention behind a rotation, whose rows are quantised as an output projection has it."""
+    """An attention after a rotation, whose rows are quantised as for an output projection."""
 
     def __init__(self, attention: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _Coded(nn.Module):
         self.register_buffer("scale", torch.tensor(0.0131) if options.get("granularity") == "tensor" else None)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Take what the attention takes; return the values of the codes, (1, T, H * D)."""
+        """Take the arguments of the attention; return the dequantised result, (1, T, H * D)."""
         out = self.attention(*inputs)[None]
         rows = out.reshape(1, out.shape[1], -1).contiguous()
         codes, scale = torch.ops.core.quantize(rows, self.scale, **self.options)
@@ -32,7 +32,7 @@ class _Coded(nn.Module):
 
 
 def examples() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
-    """Yield one scale that is given, and one made of each token; the latter of normed heads."""
+    """Yield two modules: one with a given scale, and one with a scale per token behind normed heads."""
     forms: tuple[dict[str, Any], ...] = (
         {"dtype": _FP8, "granularity": "tensor"},
         {"dtype": torch.int8},

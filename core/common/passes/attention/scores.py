@@ -18,7 +18,7 @@ from core.common.passes import Refused, view
 from core.common.passes.attention.operands import times_number
 
 LOWEST = -1e30
-"""A hidden score at or below this is as good as any lower one: what is added to it is lost in rounding."""
+"""Any score at or below this hides its position: whatever is added to such a score is lost in rounding."""
 
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 """The kinds of node that may multiply query and key."""
@@ -32,8 +32,8 @@ _LOOKED_THROUGH = ("cast", "contiguous", "clone", "reshape", "view", "unflatten"
 class Mask:
     """One mask: a tensor added to the scores, times factor, or a boolean one.
 
-    shown: for a boolean one, which value leaves a score as it is. fill: what it puts in place of the others. rank: of
-    the scores that it was applied to.
+    shown: the value of a boolean mask that keeps a score. fill: the number that replaces all other scores. rank: the
+    rank of the scores that the mask was applied to.
     """
 
     node: fx.Node
@@ -57,7 +57,7 @@ class Scores:
 
 
 def read_scores(node: fx.Node) -> Scores:
-    """Return what goes into the softmax that reads `node`; raises `Refused` where a step has no place in the op."""
+    """Return the scores that the softmax reads at `node`; raises `Refused` for a step that the op can't express."""
     scores = Scores()
     _read(_read_sinks(node, scores), scores, 1.0)
     scores.masks.reverse()
@@ -106,12 +106,12 @@ def _cast(node: fx.Node, scores: Scores) -> fx.Node | None:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return the kind of a step, those in place included: whether nobody else sees the write, `fuse` asks."""
+    """Return the kind of a step, also of an in-place one; `fuse` checks that nobody else sees its write."""
     return _IN_PLACE.get(node.target) or view.kind(node)
 
 
 def _read(node: fx.Node, scores: Scores, factor: float) -> None:
-    """Go back from a node that counts `factor` times in what the softmax reads."""
+    """Go back from a node that enters the softmax's input multiplied by `factor`."""
     while (kind := kind_of(node)) not in PRODUCTS:
         _note_heads(node, scores)
         scores.nodes.append(node)
@@ -135,7 +135,7 @@ def _read(node: fx.Node, scores: Scores, factor: float) -> None:
 
 
 def _is_floor(node: fx.Node, kind: str) -> bool:
-    """Tell whether a node raises to a number what lies below it, one so low that it hides a score as well."""
+    """Tell whether a node clamps scores from below at a number so low that it still hides a score."""
     if kind not in ("max", "maximum", "clamp", "clamp_min") or view.operand(node, 2, "max") is not None:
         return False
     bound = number_of(view.operand(node, 1, "other" if kind.startswith("max") else "min"))
@@ -150,7 +150,7 @@ def _first(node: fx.Node) -> fx.Node:
 
 
 def _note_heads(node: fx.Node, scores: Scores) -> None:
-    """Keep what the scores have as number of heads wherever they have four dimensions."""
+    """Note the number of heads of the scores, if they have four dimensions."""
     sizes = view.shape(node)
     if sizes is None or len(sizes) not in (3, 4):
         raise Refused(node, f"the scores {node} have {len(sizes or ())} dimensions")
@@ -170,7 +170,7 @@ def _read_sum(node: fx.Node, scores: Scores, factor: float) -> None:
             _add_mask(attempt, node, mask, factor)
             _read(source, attempt, factor)
         except Refused as refused:
-            # The operand that got further says more.
+            # The operand that was followed further back gives the clearer reason.
             failed = refused if failed is None or view.kind(failed.node) == "" else failed
             continue
         for name in ("product", "scale", "softcap", "masks", "heads", "nodes"):
@@ -215,7 +215,7 @@ def _read_fill(node: fx.Node, operands: tuple[Any, Any], factor: float, scores: 
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number, or the one that a tensor without dimensions is made of in the graph; None for anything else."""
+    """Return a number, also one that the graph wraps in a tensor without dimensions; None for anything else."""
     if isinstance(value, fx.Node) and value.target in (torch.tensor, torch.scalar_tensor):
         value = value.args[0]
     elif isinstance(value, fx.Node) and value.target is torch.full and value.args[0] in ((), []):

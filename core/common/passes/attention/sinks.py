@@ -11,7 +11,8 @@ from core.common.passes.attention.operands import Operand, Reach
 
 
 def per_head(node: fx.Node, heads: Any, reach: Reach) -> Operand | None:
-    """Return the tensor (H,) that the node is, spread over other dimensions; None if it differs by token."""
+    """Return the tensor (H,) that the node broadcasts over its other dimensions; None if the node's values differ by
+    token."""
     found = Operand(node)
     while view.kind(found.node) in ("expand", "reshape", "view", "unsqueeze", "cast") and reach(found.node):
         found = found.behind(found.node.args[0], found.node)
@@ -24,7 +25,7 @@ def per_head(node: fx.Node, heads: Any, reach: Reach) -> Operand | None:
 def gate_of(product: fx.Node, scores: fx.Node, heads: Any, reach: Reach) -> tuple[fx.Node, Operand] | None:
     """Return (result, sinks) where attention's result is multiplied by `sigmoid(logsumexp(scores) - sinks)`.
 
-    That factor is `Z / (Z + exp(sink))`, Z the softmax's denominator: the sinks have come into it afterwards.
+    That factor is `Z / (Z + exp(sink))` with Z the softmax's denominator: it adds the sinks after the softmax.
     """
     result = view.only_user(product)
     gate: Any = view.other(result, product) if result is not None and view.kind(result) == "mul" else None

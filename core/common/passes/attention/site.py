@@ -1,4 +1,4 @@
-"""From what was read of an attention to the site: `core::dense_attention`, and what its operands still need."""
+"""Makes the site of `core::dense_attention` from a matched attention, with the views that its operands still need."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from core.common.passes.attention.scores import Mask
 
 @dataclass(slots=True)
 class Attention:
-    """An attention as read: `anchor` gives its result; heads: H, None where the scores have three dimensions alone.
+    """A matched attention: `anchor` holds its result; heads: H, None if the scores have only three dimensions.
 
-    result: methods to call on what the op gives, to get what the anchor gives. nodes: the interior but for what lies
-    behind the operands.
+    result: methods that turn the op's result into the anchor's value. nodes: the interior, without the nodes that
+    compute the operands.
     """
 
     anchor: fx.Node
@@ -77,7 +77,7 @@ def _options(found: Attention) -> dict[str, Any]:
 
 
 def _bring_to_four(found: Attention) -> None:
-    """Give query, key and value a dimension of heads where they have lost it, or never had one."""
+    """Add a dimension of heads to query, key and value that have none."""
     ranks = [len(view.shape(operand.node) or ()) for operand in found.operands]
     for operand, rank in zip(found.operands, ranks, strict=True):
         if rank == 3 and found.heads is not None:
@@ -116,7 +116,7 @@ def _is_as_is(mask: Mask) -> bool:
 
 
 def _mask_steps(mask: Mask, heads: Any) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return what brings a mask of three-dimensional scores to four."""
+    """Return the views that give a mask of three-dimensional scores a fourth dimension."""
     sizes = view.shape(mask.node) or ()
     if len(sizes) > mask.rank:
         raise Refused(mask.node, f"{mask.node} has {len(sizes)} dimensions, the scores have {mask.rank}")
@@ -133,7 +133,7 @@ _Steps = Sequence[tuple[str, tuple[Any, ...]]]
 def _graph(
     found: Attention, masks: Sequence[tuple[Mask, _Steps]], options: dict[str, Any]
 ) -> tuple[tuple[fx.Node, ...], fx.GraphModule]:
-    """Return the nodes that the op and its preparation read, and both as a graph of these."""
+    """Return the op together with the preparation of its operands as one graph, and the nodes that this graph reads."""
     graph = fx.Graph()
     sources = [*(operand.node for operand in found.operands), *(mask.node for mask, _ in masks)]
     sources += [found.sinks.node] if found.sinks is not None else []
@@ -156,7 +156,7 @@ def _graph(
 
 
 def _as_op_takes(graph: fx.Graph, mask: Mask, node: fx.Node, masks: Sequence[object]) -> fx.Node:
-    """Return an additive mask, or a boolean one where it is the only one and hides for good."""
+    """Return an additive mask, or a boolean mask if it is the only one and nothing can unhide what it hides."""
     if mask.shown is None:
         return node if mask.factor == 1 else graph.call_function(operator.mul, (node, mask.factor))
     if len(masks) == 1 and mask.fill == -float("inf"):

@@ -16,9 +16,9 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Two operands. orders: what permutes lhs, rhs and (from the op's) the result; empty where nothing has to be.
+    """Two operands. orders: permutations of lhs, of rhs, and of the op's result; empty if none is needed.
 
-    is_matmul: the last two dimensions are multiplied as matrices, so that keys stand there the other way round.
+    is_matmul: the last two dimensions are multiplied as matrices, so keys are transposed there.
     """
 
     lhs: fx.Node
@@ -58,14 +58,15 @@ def read_values_product(node: fx.Node, weights: fx.Node) -> Product:
 
 
 def multiplies(node: fx.Node, weights: fx.Node) -> bool:
-    """Tell whether a node multiplies the weights, as its first operand, with something else."""
+    """Tell whether a node multiplies the attention weights (its first operand) with something else."""
     if view.kind(node) in ("matmul", "bmm"):
         return bool(node.args) and node.args[0] is weights
     return view.kind(node) == "einsum" and weights in _einsum_operands(node)
 
 
 def result_of(product: fx.Node, order: Order, heads: Any) -> tuple[fx.Node, list[fx.Node], Steps]:
-    """Return the node that gives attention's result, the nodes on the way to it, and what it is of (B, H, T, V)."""
+    """Return the node that holds attention's result, the nodes on the way to it, and its permutation of (B, H, T,
+    V)."""
     sizes = view.shape(product) or ()
     if order:
         return product, [], [("permute", order)]
@@ -108,6 +109,6 @@ def _match(terms: Sequence[str], wanted: Sequence[Sequence[str]]) -> bool:
 
 
 def _order(given: str, wanted: Sequence[str]) -> Order:
-    """Return what permutes dimensions so named to the wanted order, nothing if they are in it."""
+    """Return the permutation that brings named dimensions into the wanted order; empty if they already are."""
     order = tuple(given.index(letter) for letter in wanted)
     return () if order == tuple(range(len(order))) else order

@@ -1,4 +1,4 @@
-"""Compute once what is computed several times: equal calls of equal inputs, and what nothing uses not at all.
+"""Common subexpressions and dead code: compute equal calls of equal inputs once, and unused results not at all.
 
 Dynamo unrolls layers, and each layer spells out its masks, positions and tables anew. A later call gives way to an
 earlier one where both must give the same bits (no random numbers, no write into an input in between, no switch of modes
@@ -39,7 +39,7 @@ def run(context: PassContext) -> PassResult:
 
 
 class _Unknown(Exception):
-    """An argument of which it is not known when two of its kind are equal."""
+    """An argument of a kind whose equality can't be decided."""
 
 
 class _Search:
@@ -55,7 +55,7 @@ class _Search:
         self.misses: list[NearMiss] = []
 
     def visit(self, node: fx.Node) -> None:
-        """Look for an earlier node that gives the same; take it in this one's place if it may."""
+        """Look for an earlier node with the same value, and use it in place of this node if that is safe."""
         written = self._writes.written.get(node)
         if written is not None:
             self._versions.update({key: self._versions.get(key, 0) + 1 for key in written})
@@ -82,7 +82,7 @@ class _Search:
         self._graph.erase_node(node)
 
     def _state(self, node: fx.Node) -> frozenset[tuple[object, int]]:
-        """Return which version of the written storages the node reads; a view of one reads nothing of it."""
+        """Return which versions of the written storages the node reads; a node that only views a storage reads none."""
         if not self._versions:
             return frozenset()
         read = self._writes.of(*node.all_input_nodes) - self._writes.of(node)
@@ -104,11 +104,11 @@ _HARMLESS = frozenset({"_log_api_usage_once", "lazy_load_decompositions", "_asse
     "_vmap_increment_nesting",
     "_vmap_decrement_nesting",
 }
-"""Calls with an effect that no other call can see: what a `vmap` computes has no plain value, and is never joined."""
+"""Calls whose effect no other call can see: values inside a `vmap` are not plain tensors and are never joined."""
 
 
 def _switches(node: fx.Node) -> bool:
-    """Tell whether a call may switch how others compute, as entering autocast does."""
+    """Tell whether a call may change how later calls compute, as entering autocast does."""
     return name_of(node) not in _HARMLESS and is_impure(node)
 
 

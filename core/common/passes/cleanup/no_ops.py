@@ -1,9 +1,9 @@
-"""Remove what computes nothing: casts to the same dtype, `x * 1`, `contiguous()` on what is, views of the same shape.
+"""Remove what computes nothing: casts to the same dtype, `x * 1`, `contiguous()` of contiguous tensors, equal views.
 
-Two kinds. A node whose value is its input's very memory, read the same way, goes whatever else happens to that memory.
-A node that copies its input (`x * 1`, `clone`) goes only where nobody can tell the copy from the original: neither is
-written from then on, and the caller does not get both, nor one in place of an input. Values keep every bit, so
-`x + 0.0` stays: it turns -0.0 into 0.0.
+Two kinds. A node whose value is its input's very memory, read the same way, is removed, whatever else happens to that
+memory. A node that copies its input (`x * 1`, `clone`) is removed only if nobody can tell the copy from the original:
+neither is written afterwards, the caller does not get both, and the caller does not get an input in place of its copy.
+Values keep every bit, so `x + 0.0` stays: it turns -0.0 into 0.0.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _is_log(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node, sharing: Sharing) -> fx.Node | None:
-    """Return the input whose value the node gives again, or None."""
+    """Return the input that the node returns unchanged, or None."""
     if not isinstance(value_of(node), Tensor):
         return None
     source = _copied(node) or _viewed(node, sharing)
@@ -77,7 +77,8 @@ def _viewed(node: fx.Node, sharing: Sharing) -> fx.Node | None:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Tell whether torch itself says what the node does: the fake of somebody's op may return its argument as it is."""
+    """Tell whether the node calls torch's own code: the fake of another library's op may return its argument
+    unchanged."""
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(node.target).partition(".")[0] in ("aten", "prims") and not is_impure(node)
     return not isinstance(node.target, torch._ops.HigherOrderOperator) and not is_impure(node)
@@ -94,7 +95,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
         first, number = node.args
         if isinstance(first, fx.Node) and _is_neutral(kind, number, value_of(first)):
             return first
-    elif name_of(node) == "clone" or name_of(node).endswith("dropout"):  # dropout that drops is impure, and not known
+    elif name_of(node) == "clone" or name_of(node).endswith("dropout"):  # active dropout is impure and not known here
         source = node.args[0] if node.args else None
         return source if isinstance(source, fx.Node) else None
     return None
@@ -102,7 +103,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 def _is_neutral(kind: str, number: Any, value: Any) -> bool:
     if not view.is_number(number) or not isinstance(value, Tensor) or value.is_complex():
-        return False  # infinity times 1 + 0i is no number
+        return False  # infinity times 1 + 0i is NaN
     if kind in ("mul", "div"):
         return bool(number == 1)
     if number != 0 or not value.is_floating_point():

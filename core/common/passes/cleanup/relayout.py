@@ -1,4 +1,5 @@
-"""What changes in a graph's fake values when some of its tensors get other strides: views, and what follows strides."""
+"""Recomputes a graph's fake values when some of its tensors get other strides: views, and ops whose results follow
+strides."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from core.common.passes.values.recipes import Recipe, call_key, recipe_of, signa
 class Relayout:
     """Reruns the fakes of what depends on changed values, as far as anything changes. One per graph.
 
-    The layers of a model are alike: what a call did to its arguments' metadata is remembered and done again.
+    The layers of a model are alike: so the effect of a call on metadata is remembered and reused for equal calls.
     """
 
     def __init__(self, order: Mapping[fx.Node, int]) -> None:
@@ -30,7 +31,7 @@ class Relayout:
         Raises `Refused` at a node that can't compute on the new strides. Nothing in the graph changes.
         """
         new = dict(changed)
-        left = {memory(leaf) for node in changed for leaf in tensors(value_of(node))}
+        replaced = {memory(leaf) for node in changed for leaf in tensors(value_of(node))}
         waiting = [(self._order[user], user) for node in changed for user in node.users]
         heapq.heapify(waiting)
         seen: set[fx.Node] = set()
@@ -39,21 +40,21 @@ class Relayout:
             if node in seen or node.op == "output":
                 continue
             seen.add(node)
-            value = self._value(node, new, left)
+            value = self._value(node, new, replaced)
             if value is not None:
                 new[node] = value
-                left.update(memory(leaf) for leaf in tensors(value_of(node)))
+                replaced.update(memory(leaf) for leaf in tensors(value_of(node)))
                 for user in node.users:
                     heapq.heappush(waiting, (self._order[user], user))
         return new
 
-    def _value(self, node: fx.Node, new: Mapping[fx.Node, Any], left: set[int]) -> Any:
-        """Return the node's value on the new ones, None where it stays as it is."""
+    def _value(self, node: fx.Node, new: Mapping[fx.Node, Any], replaced: set[int]) -> Any:
+        """Return the node's value computed from the new values, None if it does not change."""
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: new[n] if n in new else value_of(n))
         leaves = flat((args, tuple(kwargs.values())))
         old = value_of(node)
         before = signatures(flat(old))
-        moved = any(memory(leaf) in left for leaf in tensors(old))
+        moved = any(memory(leaf) in replaced for leaf in tensors(old))
         key = (node.op, moved, before, call_key(node.target, args, kwargs, leaves))
         if key in self._recipes:
             known = self._recipes[key]

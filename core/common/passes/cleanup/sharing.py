@@ -1,4 +1,4 @@
-"""Which values share memory, kept up to date while nodes give way to others whose memory then serves for both."""
+"""Which values share memory, kept up to date while nodes are replaced by others whose memory then serves both."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RESHAPING = frozenset(
 
 
 class Sharing:
-    """The memory of a graph's values: who writes it and when, whether the caller owns it or gets it.
+    """The memory of a graph's values: which nodes write it and when, and whether the caller owns or receives it.
 
-    Two nodes may take each other's place where nobody can tell their memory apart. Each replacement joins memory, and
-    the next one is judged with that in mind: two outputs never come to lie in one storage, one step after another.
+    One node may replace another if nobody can tell their memory apart. Each replacement joins memory, and later ones
+    are judged with the joined memory. So even a series of replacements never puts two outputs into one storage.
     """
 
     def __init__(self, context: PassContext) -> None:
@@ -48,7 +48,7 @@ class Sharing:
         return frozenset(map(self._root, self._writes.storages.get(node, ())))
 
     def refusal(self, node: fx.Node, stand_in: fx.Node, since: fx.Node) -> str:
-        """Return why the stand-in's memory may not serve for that of the node, made by the node alone; "" if it may.
+        """Return why the stand-in's memory can't replace the memory that the node allocates, or "".
 
         The stand-in holds the node's value right after `since`.
         """
@@ -64,7 +64,7 @@ class Sharing:
         return ""
 
     def join(self, node: fx.Node, stand_in: fx.Node) -> None:
-        """Note that the stand-in takes the node's place."""
+        """Record that the stand-in replaces the node."""
         keys = (*self.of(stand_in), *self.of(node))  # none for numbers
         for key in keys[1:]:
             first = self._root(keys[0])

@@ -1,8 +1,8 @@
 """Fuse all-gathers with the linear layer after them, and linear layers with the reduce-scatter after them.
 
 A kernel of `core::all_gather_linear` or `core::linear_reduce_scatter` may exchange one part of the tokens while it
-computes another: asynchronous tensor parallelism. The collectives are those that `sequence_parallel` leaves, or that a
-model asks for. Where a device brings neither op, both become again what they were.
+computes another: asynchronous tensor parallelism. The collectives come from `sequence_parallel` or from the model
+itself. On a device without these ops, the original nodes are put back.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _reads(node: fx.Node, x: fx.Node) -> bool:
-    """Tell whether a node is a linear layer of x, which reads it as nothing else."""
+    """Tell whether a node is a linear layer of x that reads x only as its input."""
     first, weight, bias = linear_operands(node) if _is_linear(node) else (None, None, None)
     return first is x and x not in (weight, bias)
 
@@ -80,7 +80,7 @@ ASYNC_TENSOR_PARALLEL = Pass(
     name="async_tensor_parallel",
     find=find,
     does="Fuse every such pair.",
-    # After the linears have become a device's own, so that a pair that is put back has these.
+    # This runs after linears have become a device's own ops, so a pair that is put back keeps those.
     after=("lift_collectives", "sequence_parallel", "merge_linears", "lift_linear", "fuse_gated_linear"),
     guards=Guards(world_size=(2, None)),
     params=MappingProxyType(

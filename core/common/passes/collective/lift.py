@@ -51,7 +51,7 @@ def _name(node: fx.Node) -> str:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return a collective with the wait for it, and the write of its result where there is one."""
+    """Return a collective with its `wait_tensor`, and with the write of its result if there is one."""
     name = _name(node)
     if name not in _OPS:
         known = name.partition("::")[0] in _OTHERS and not name.endswith("::wait_tensor")
@@ -90,7 +90,8 @@ def _refusal(node: fx.Node, given: Mapping[str, Any], group: Any) -> str:
 
 
 def _written(wait: fx.Node, x: Any) -> fx.Node | None:
-    """Return the node that writes the result of an all-reduce into what was reduced, if that is all that is done."""
+    """Return the node that copies the result of an all-reduce back into the tensor that was reduced, if that is its
+    only use."""
     user = view.only_user(wait)
     if user is None or len(user.args) != 2 or user.args[0] is not x or user.args[1] is not wait:
         return None

@@ -1,8 +1,8 @@
-"""Which collectives a pass is for: of which groups, of how many bytes, of sizes that the processes divide.
+"""Limits of a pass over collectives: which groups, how many bytes, and sizes that the processes divide evenly.
 
-A pass says so in its parameters, one for each number of processes that it is for: `most_bytes_of_2` is the most that a
-tensor may have which 2 processes reduce, `least_bytes_of_2` the least from which the pass pays. A size that a trace
-leaves open is looked at in every bucket that the trace serves.
+The limits are parameters of the pass, one per number of processes: `most_bytes_of_2` is the largest tensor that the
+pass takes from 2 processes, `least_bytes_of_2` the smallest for which it pays. A symbolic size is checked in every
+bucket that the trace serves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def call_of(node: fx.Node, op: CanonicalOp) -> dict[str, object] | None:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the group of a node that is a collective and nothing else, or None."""
+    """Return the group of a plain collective, or None for any other node."""
     op = find_op(node.target)
     if op not in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER):
         return None
@@ -34,7 +34,7 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def refused_group(context: PassContext, group: str) -> str:
-    """Return why a group is none for the pass, or nothing."""
+    """Return why a pass does not take a group, or ""."""
     size = group_size(group)
     if size == 1:
         return f"the group {group!r} has one process"
@@ -45,7 +45,7 @@ def refused_group(context: PassContext, group: str) -> str:
 
 
 def refused_bytes(context: PassContext, group: str, x: view.Operand) -> str:
-    """Return why a tensor is too large or too small in a bucket that the graph serves, or nothing."""
+    """Return why a tensor is too large or too small in a bucket that the graph serves, or ""."""
     size = group_size(group)
     most, least = (context.params.get(f"{end}_bytes_of_{size}") for end in ("most", "least"))
     if most is None and not least:

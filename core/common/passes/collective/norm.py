@@ -1,8 +1,8 @@
-"""Fuse an all-reduce with what normalises its sum: `core::all_reduce_rms_norm` and its kind, up to codes of fp4.
+"""Fuse an all-reduce with the norm of its sum: `core::all_reduce_rms_norm` and relatives, up to quantisation to fp4.
 
-The walk starts at each all-reduce and takes as much of what follows as there is an op for. The sum must be read by the
-norm alone, else the tensor would be reduced twice. What the norm gives may go on to other readers than a quantisation:
-then the op ends before that.
+The search starts at each all-reduce and takes the longest chain after it that an op covers. Only the norm may read the
+sum, else the tensor would be reduced twice. If others than a quantisation read the norm's result, the op ends at the
+norm.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _FUSED: Mapping[str, CanonicalOp] = MappingProxyType(
         ADD_RMS_NORM_QUANTIZE.name: ALL_REDUCE_ADD_RMS_NORM_QUANTIZE,
     }
 )
-"""Name of what follows an all-reduce -> the op that is both."""
+"""Name of the op after an all-reduce -> the op that does both."""
 _OPTIONS = frozenset({"dtype", "granularity", "group_size"})
-"""What that op takes of the arguments of a quantisation, beside the scale."""
+"""The arguments of a quantisation that the fused op takes, besides the scale."""
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
@@ -81,7 +81,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _quantized(node: fx.Node, norm: fx.Node, given: dict[str, Any]) -> Site | None:
-    """Return the site of a norm whose result may be read by a quantisation alone."""
+    """Return the site of a norm, with the quantisation if that alone reads the norm's result."""
     normed, total = calls.outputs(norm)
     last = view.only_user(normed) if normed is not None else None
     op = find_op(last.target) if last is not None else None
@@ -118,7 +118,7 @@ FUSE_ALL_REDUCE_NORM = Pass(
     ),
     guards=Guards(world_size=(2, None)),
     # Kernels that exchange in one step send all to all, which pays less the more processes there are. An implementation
-    # knows its own limits besides, and says so in its condition: the nodes that it does not take are put back.
+    # states its own limits in its condition: nodes that it refuses are put back.
     params=MappingProxyType(
         {
             "most_bytes_of_2": 64 << 20,

@@ -1,10 +1,10 @@
 """Split each all-reduce in front of a norm: a reduce-scatter, the norm of a part of the tokens, and an all-gather.
 
-Sequence parallelism after Korthikanti et al., arXiv 2205.05198. The residual stream between two such norms is needed in
-parts alone, so it stays split: each norm takes the part that the norm before it has left. Where a whole tensor comes
-in (after the embedding) each process takes its part of it, which sends nothing; where a whole sum is read after all,
-as by a norm that had to stay as it is, it is gathered. As many bytes are sent as before, in two collectives; norms run
-on one part of the tokens, and `async_tensor_parallel` may hide both collectives behind the products next to them.
+Sequence parallelism after Korthikanti et al., arXiv 2205.05198. Between two such norms each process needs only its part
+of the residual stream, so the stream stays split: each norm reads the part that the norm before it returned. A whole
+tensor that comes in (after the embedding) is cut locally, which sends nothing. A sum that some node reads whole, such
+as a norm that could not be split, is gathered. As many bytes are sent as before, in two collectives; norms run on one
+part of the tokens, and `async_tensor_parallel` may hide both collectives behind the products next to them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _size(context: PassContext, node: fx.Node, dim: int) -> fx.Node | None:
-    """Return the placeholder of an open number of tokens; None for a fixed one, or one that is no placeholder."""
+    """Return the placeholder of a symbolic number of tokens; None if the number is fixed or computed."""
     size = value_of(node).shape[dim]
     if type(size) is int:
         return None
@@ -97,7 +97,7 @@ def _size(context: PassContext, node: fx.Node, dim: int) -> fx.Node | None:
 
 
 def _read(norm: fx.Node, node: fx.Node) -> Mapping[str, Any] | None:
-    """Return all arguments of a norm of this node by name, None where it is none."""
+    """Return all arguments of a norm node by name, None for any other node."""
     op = find_op(norm.target)
     if op is None or op not in _NORMS:
         return None
@@ -106,7 +106,7 @@ def _read(norm: fx.Node, node: fx.Node) -> Mapping[str, Any] | None:
 
 
 def _refusal(norm: fx.Node, given: Mapping[str, Any]) -> str:
-    """Return why a norm can't be computed in parts of the tokens, or should not be."""
+    """Return why a norm can't or should not be computed on parts of the tokens."""
     if given["x"] is given.get("residual"):
         return f"{norm} adds {given['x']} to itself"
     if given.get("granularity") == "tensor" and given["scale"] is None:
@@ -126,7 +126,7 @@ def _refusal(norm: fx.Node, given: Mapping[str, Any]) -> str:
 
 
 def _adds_part(user: fx.Node, total: fx.Node) -> bool:
-    """Tell whether a reader of a sum is the next norm, which adds the sum of an all-reduce to it."""
+    """Tell whether a reader of the residual sum is the next norm, one that adds the result of an all-reduce."""
     if find_op(user.target) not in _WITH_SUM:
         return False
     x, residual = user.args[:2]
@@ -135,7 +135,8 @@ def _adds_part(user: fx.Node, total: fx.Node) -> bool:
 
 
 class _Split:
-    """Writes the graph that stands for an all-reduce and a norm. given: the norm's arguments, and what is reduced."""
+    """Builds the graph that replaces an all-reduce and a norm. given: the norm's arguments, and the tensor that is
+    reduced."""
 
     def __init__(self, norm: fx.Node, given: Mapping[str, Any], group: str, dim: int) -> None:
         self.given, self._norm, self._where = given, norm, (group, dim)
@@ -143,14 +144,16 @@ class _Split:
     def graph(
         self, node: fx.Node, outputs: Sequence[fx.Node | None], inputs: tuple[fx.Node, ...], size: fx.Node | None
     ) -> fx.GraphModule:
-        """Return a graph of these inputs that gives the whole of each output that is read; node: the all-reduce."""
+        """Return a graph of these inputs that returns each output whole, if something reads it; node: the
+        all-reduce."""
         graph, given = fx.Graph(), dict(self.given)
         known = {each: graph.placeholder(each.name) for each in inputs}
         reduced = known[given.pop("reduced")]
         tokens: Any = None if size is None else known[size]
         if tokens is None and type(value_of(node).shape[self._where[1]]) is not int:
             tokens = graph.call_method("size", (reduced, self._where[1]))
-        # What is split are the tokens; the weight of a norm is whole, even if it should be the same node.
+        # Only the tokens are split. The weight of a norm stays whole, even if it is the same node as a tensor that is
+        # split.
         for name in ("x", "residual"):
             if given.get(name) is node:
                 given[name] = graph.call_function(REDUCE_SCATTER.overload, (reduced, *self._where))
@@ -169,7 +172,7 @@ class _Split:
         if len(outputs) > 1:
             members = [graph.call_function(operator.getitem, (members[0], index)) for index in range(len(outputs))]
         wholes = [
-            # A scale for all tokens is the same everywhere.
+            # One scale for all tokens is the same in every process.
             graph.call_function(ALL_GATHER.overload, (part, *self._where, tokens)) if value_of(old).dim() else part
             for part, old in zip(members, outputs, strict=True)
             if old is not None
@@ -191,10 +194,10 @@ def run(context: PassContext) -> PassResult:
 
 @contextmanager
 def _parts_of_two(sites: Sequence[Site]) -> Iterator[None]:
-    """Take open sizes to be so large that each part has 2 tokens and more, while new values are computed.
+    """Assume, while new values are computed, that symbolic sizes give each part at least 2 tokens.
 
-    As traces take sizes to be 2 and more for passes: a norm asks whether a size is 1, and the only difference that the
-    answer makes is in strides that mean nothing then.
+    Traces make the same assumption (sizes of at least 2) for passes. A norm asks whether a size is 1; the answer
+    changes only strides of that dimension, which have no meaning at size 1.
     """
     values = [value_of(site.anchor) for site in sites]
     kept: list[tuple[Any, dict[Any, Any]]] = []
@@ -216,7 +219,7 @@ def _parts_of_two(sites: Sequence[Site]) -> Iterator[None]:
 
 
 _MANY = 2 * 64
-"""Tokens that give each of 64 processes two."""
+"""Enough tokens for two in each of 64 processes."""
 
 
 def _is_open(value: Any) -> bool:
@@ -228,7 +231,8 @@ def _symbols(size: Any) -> frozenset[Any]:
 
 
 def _keep_split(context: PassContext) -> None:
-    """Let parts of gathered tensors be what was gathered; what only they read is dead then, and goes."""
+    """Replace each part of a gathered tensor by the tensor that was gathered; remove the gathers that nothing reads
+    then."""
     writes = context.analysis("writes")
     for node in list(context.graph.nodes):
         part = call_of(node, LOCAL_SHARD)

@@ -27,7 +27,7 @@ _KEPT = (*ORIGIN, "seq_nr", MADE_BY)
 
 
 def rewrite_updates(graph: fx.Graph, plan: Plan) -> list[str]:
-    """Rewrite every update as planned and return the sites of those that run in place now, in graph order."""
+    """Rewrite every update as planned; return the sites of those that now run in place, in graph order."""
     emitter = _Emitter(graph, plan)
     for node in list(graph.nodes):
         if node in plan.wrapped:
@@ -43,7 +43,7 @@ def rewrite_updates(graph: fx.Graph, plan: Plan) -> list[str]:
 
 
 class _Emitter:
-    """Puts the calls into the graph, in graph order, so that arguments are what they have become by then."""
+    """Inserts the calls in graph order, so that each call reads arguments that are already rewritten."""
 
     def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         self._graph, self._plan = graph, plan
@@ -71,7 +71,7 @@ class _Emitter:
         self._erase(node)
 
     def _base(self, node: fx.Node, call: WrappedCall, index: int) -> fx.Node:
-        """Return what the call writes into: the old value, a copy of it, or a buffer where it only writes."""
+        """Return the target of the call: the old value, a copy of it, or a new buffer for a call that only writes."""
         if call.buffers:
             owner = self._plan.buffers.get((node, index))
             return self._buffer(node, call, index) if owner is None else owner
@@ -87,7 +87,7 @@ class _Emitter:
         return self._call(node, aten.empty_strided.default, (facts["size"], facts["stride"]), kwargs, _anew(value))
 
     def _clone(self, old: fx.Node) -> fx.Node:
-        """Return a copy of the value that lies in memory of its own just as the value lies in its own."""
+        """Return a copy of the value with the same strides in new memory."""
         value = value_of(old)
         if _is_contiguous(value):
             return self._call(old, aten.clone.default, (old,), {}, _anew(value))
@@ -130,7 +130,7 @@ class _Emitter:
         return None
 
     def _results(self, node: fx.Node, call: WrappedCall, made: fx.Node) -> None:
-        """Let the op's own results take the place of those that the wrapper handed through."""
+        """Replace the results that the wrapper passed through by the op's own."""
         if call.buffers:
             return
         value = value_of(node)
@@ -157,7 +157,7 @@ class _Emitter:
     def scatter(self, node: fx.Node, *, is_there: bool) -> None:
         old: Any = node.args[0]
         if not is_there:
-            # A scatter and its view take the same arguments, but for the source.
+            # A scatter takes the arguments of its view, and the source.
             args, kwargs = (old, *node.args[2:]), dict(node.kwargs)
             with self._graph.inserting_before(node):
                 value = _run(VIEWS[node.target], args, kwargs)
@@ -223,7 +223,7 @@ def _anew(value: Any) -> Any:
 
 
 def _run(op: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return the fake value of a view, None where the trace does not tell it."""
+    """Return the fake value of a view, None if the trace does not determine it."""
     fakes = fx.map_arg((tuple(args), dict(kwargs or {})), value_of)
     try:
         return fake_values(op, *fakes)[""]
@@ -232,7 +232,8 @@ def _run(op: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
 
 
 def renew_views(graph: fx.Graph) -> None:
-    """Let the fake values of views lie in the memory of what they view now, whichever nodes were replaced before."""
+    """Recompute the fake values of views, so that they share memory with the nodes that they view after
+    replacements."""
     for node in graph.nodes:
         value = value_of(node)
         if node.op != "call_function" or value is None or not _shows(node) or not node.all_input_nodes:
@@ -242,7 +243,7 @@ def renew_views(graph: fx.Graph) -> None:
             continue
         renewed = _run(node.target, node.args, node.kwargs)
         if renewed is None:
-            del node.meta[value_key(node)]  # unknown is safe, wrong is not
+            del node.meta[value_key(node)]  # no value is safe, a wrong one is not
         else:
             set_value(node, renewed)
 

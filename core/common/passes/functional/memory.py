@@ -1,8 +1,8 @@
 """Where the values of a functional graph would lie once its updates run in place, and who reads what they overwrite.
 
 A functional graph gives every update memory of its own. Here a new version of a value is put into the memory of the old
-one, version by version in graph order; memory is told apart by bytes, so that parts of one buffer that do not meet
-(query and key of a joined projection) do not disturb each other.
+one, version by version in graph order; overlap is decided by bytes, so that disjoint parts of one buffer (query and key
+of a joined projection) do not disturb each other.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Area:
         return all(same_size(a, b) for a, b in pairs)
 
     def is_apart(self, other: Area) -> bool:
-        """Tell whether both are known to have no byte in common.
+        """Tell whether both areas are known to have no byte in common.
 
-        Modulo a stride m, dimensions that move by multiples of m stand still; what remains is an interval. Intervals
-        that do not meet modulo m do not meet at all.
+        Modulo a stride m, dimensions with strides that are multiples of m vanish, and the others cover an interval.
+        Areas whose intervals are disjoint modulo m are disjoint.
         """
         if any(type(n) is int and n == 0 for n, _ in (*self.dims, *other.dims)):
             return True
@@ -72,7 +72,8 @@ class Area:
         return mine is not None and theirs is not None and (mine[1] <= theirs[0] or theirs[1] <= mine[0])
 
     def _interval(self, modulus: int) -> tuple[int, int] | None:
-        """Return the bytes covered modulo a stride (0: at all), None where that is no interval of known ends."""
+        """Return the interval of bytes covered modulo a stride (0: no modulus), None if it is no interval with known
+        ends."""
         if type(self.offset) is not int:
             return None
         start = self.offset % modulus if modulus else self.offset
@@ -86,9 +87,9 @@ class Area:
         return None if modulus and end > modulus else (start, end)
 
     def covers(self, other: Area) -> bool:
-        """Tell whether every byte of another area is known to be one of this one.
+        """Tell whether this area is known to contain every byte of another one.
 
-        Both are read as ranges of indices, one for each stride, as the digits of a number: they are unique where no
+        Both are read as ranges of indices, one per stride, like the digits of a number. The indices are unique if no
         dimension reaches into the next one's stride.
         """
         if self.is_same(other):
@@ -130,9 +131,9 @@ def _same_dims(left: Area, right: Area) -> bool:
 class Memory:
     """The storages of a functional graph, joined as updates are put in place.
 
-    writes: the analysis of the graph, of which nodes are moved but none is added or removed meanwhile. scatters: nodes
-    that give their first argument again but for a part, which the second one gives: node -> the area of that part in
-    the first argument's own storage.
+    writes: the analysis of the graph; meanwhile nodes are moved, but none is added or removed. scatters: nodes that
+    return their first argument with one part replaced by the second argument. Each maps to the area of that part in the
+    first argument's own storage.
     """
 
     def __init__(self, writes: Writes, scatters: Mapping[fx.Node, Area]) -> None:
@@ -143,25 +144,25 @@ class Memory:
         self._stand_ins: dict[fx.Node, fx.Node] = {}
 
     def key(self, node: fx.Node) -> object | None:
-        """Return the one storage of a node's value as the functional graph has it, None where that is not known."""
+        """Return the storage of a node's value in the functional graph, None if unknown."""
         keys = self._writes.of(node)
         return next(iter(keys)) if len(keys) == 1 else None
 
     def root(self, node: fx.Node) -> object | None:
-        """Return what stands for the memory in which the value will lie, None where that is not known."""
+        """Return the representative of the memory that the value will occupy, None if unknown."""
         key = self.key(node)
         return None if key is None else self._place(key)[0]
 
     def area(self, node: fx.Node, part: Area | None = None) -> Area | None:
-        """Return where the value, or a part of its storage, lies in its memory; None where that is not known."""
+        """Return the area that the value, or a part of its storage, occupies in its memory; None if unknown."""
         node = self._stand_ins.get(node, node)
         key, area = self.key(node), part or Area.of(value_of(node))
         return None if key is None or area is None else area.moved(self._place(key)[1])
 
     def join(self, new: fx.Node, old: fx.Node) -> None:
-        """Put a value, and with it all that views it, into the memory of another of the same layout.
+        """Put a value and its views into the memory of another value of the same layout.
 
-        One of another layout must be viewed by nobody: it is taken to lie just where the other does.
+        A value of another layout must have no views: it takes the area of the other value.
         """
         key, root = self.key(new), self.root(old)
         here, there = Area.of(value_of(new)), self.area(old)
@@ -186,12 +187,12 @@ class Memory:
         return tuple(holder for key in self._keys(root) for holder in self._holders(key) if holder.op in OWNED)
 
     def holders(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield all values that lie in the memory of this one, as far as it is joined by now."""
+        """Yield all values in the memory of this one, as joined so far."""
         for key in self._keys(self.root(node)):
             yield from self._holders(key)
 
     def lies_in(self, node: fx.Node, root: object | None) -> bool:
-        """Tell whether a value lies in this memory, as far as it is joined by now."""
+        """Tell whether a value lies in this memory, as joined so far."""
         return any(self._place(key)[0] == root for key in self._writes.of(node))
 
     def _keys(self, root: object | None) -> list[object]:
@@ -201,13 +202,13 @@ class Memory:
         return self._writes.holders.get(key, ())
 
     def readers(self, node: fx.Node, old: fx.Node, area: Area, end: fx.Node | None) -> Iterator[fx.Node]:
-        """Yield who reads, after `node` and before `end`, what has lain in this area of old's memory until now.
+        """Yield the nodes that read, after `node` and before `end`, the present content of this area of old's memory.
 
-        A scatter hands on what it is given, and reads none of it: who reads that from its result is yielded, if anybody
-        does before it is replaced.
+        A scatter passes its argument on without reading it: the readers of its result are yielded instead, as far as
+        they read that area before it is replaced.
         """
         waiting = [(key, self._place(key)[1]) for key in self._keys(self.root(old))]
-        # After `end` an input holds what was copied into it; what was handed on elsewhere is still what it was.
+        # After `end` an input holds the copied value; content that was passed on elsewhere is unchanged.
         ends = {key: end for key, _ in waiting}
         seen: list[tuple[object, Any]] = []
         while waiting:
@@ -231,9 +232,9 @@ class Memory:
     def _handed_on(
         self, scatter: fx.Node, holder: fx.Node, where: Area, shift: Any, area: Area
     ) -> Iterator[tuple[object, Any] | None]:
-        """Yield where an area of an argument is in a scatter's result: the storage, and the shift of its bytes.
+        """Yield the place of an argument's area in a scatter's result: the storage, and the shift in bytes.
 
-        Nothing where the scatter replaces the area, None where that can't be told.
+        Yields nothing if the scatter replaces the area, None if that is unknown.
         """
         part, old, result = self._scatters[scatter], Area.of(value_of(scatter.args[0])), Area.of(value_of(scatter))
         key = self.key(scatter)
@@ -247,7 +248,7 @@ class Memory:
             yield (key, moved) if _same_dims(part, where) else None
 
     def late_readers(self, new: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
-        """Yield who uses the value, or a view of it, after `end`."""
+        """Yield the nodes that use the value, or a view of it, after `end`."""
         for key in self._writes.of(new):
             yield from (user for _, user in self._uses(key, end, None))
 
@@ -261,7 +262,7 @@ class Memory:
                     yield holder, user
 
     def _only_views(self, user: fx.Node, holder: fx.Node) -> bool:
-        """Tell whether a node reads no element of the argument: it views it, or asks for its sizes."""
+        """Tell whether a node reads no element of the argument: a view, or a query of sizes."""
         if user.op != "call_function" or user in self._writes.written:
             return False
         if getattr(user.target, "__name__", "").startswith("sym_"):

@@ -1,8 +1,8 @@
-"""Which updates of a functional graph may run in place: nobody may still need what they overwrite.
+"""Which updates of a functional graph may run in place: no later node may need the overwritten value.
 
-Updates are judged in graph order. One that may run in place puts its new version into the memory of the old one, where
-later updates find it. Whoever reads an old value after its update is moved before it where nothing forbids that, so
-that a copy is left only where two versions are needed at once.
+Updates are judged in graph order. An update that may run in place puts its new version into the memory of the old one,
+where later updates find it. Readers of an old value are moved before the update if nothing forbids that, so that a copy
+remains only where two versions are needed at once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _COPIED = torch.ops.aten.copy.default  # elementwise, though torch does not tag 
 class Plan:
     """What to do with each update."""
 
-    #: Where values will lie.
+    #: The memory of values once the plan is carried out.
     memory: Memory
     #: Calls to unwrap, each with the targets to clone first, by index, and the reasons.
     wrapped: dict[fx.Node, dict[int, str]] = field(default_factory=dict)
-    #: For ops that only write: the input that takes each result.
+    #: For ops that only write: the input into which each result is written.
     buffers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
-    #: ATen ops that get their in-place form; True where they copy a value onto itself, and go.
+    #: ATen ops that get their in-place form; True if they copy a value onto itself and are removed.
     in_place: dict[fx.Node, bool] = field(default_factory=dict)
-    #: Scatters that become a copy into a view; True where the part is there already, and they go.
+    #: Scatters that become a copy into a view; True if the part is already in place and they are removed.
     scatters: dict[fx.Node, bool] = field(default_factory=dict)
-    #: Copies into inputs: True where they copy a value onto itself, False where their source must be copied first.
+    #: Copies into inputs: True if they copy a value onto itself, False if their source must be copied first.
     closing: dict[fx.Node, bool] = field(default_factory=dict)
-    #: Why a copy is left, by node.
+    #: Why a copy remains, by node.
     kept: list[tuple[fx.Node, str]] = field(default_factory=list)
     #: How many nodes were moved.
     moved: int = 0
@@ -102,7 +102,7 @@ class _Planner:
             self._memory.join(target.new, target.old)
 
     def _buffer(self, node: fx.Node, target: Target) -> None:
-        """Let an op that only writes do so into the input that its result is copied to."""
+        """Let an op that only writes write directly into the input that its result is copied to."""
         closing = [n for n in self._found.closing if target.new is not None and n.args[1] is target.new]
         for copy in closing:
             owner: Any = copy.args[0]
@@ -171,10 +171,10 @@ class _Planner:
         *,
         written: bool = True,
     ) -> str:
-        """Return why the update may not run in place, "" where it may; may move readers before it.
+        """Return why the update may not run in place, or ""; may move readers before it.
 
-        others: what it reads besides. taken: areas that it writes through other arguments. written: False for an update
-        whose part is in its place already.
+        others: what the update reads besides. taken: areas that it writes through other arguments. written: False if
+        the written part is already in place.
         """
         memory, old = self._memory, target.old
         if old is None or memory.root(old) is None or memory.area(old) is None:
@@ -193,7 +193,8 @@ class _Planner:
         return ""
 
     def _fits(self, new: fx.Node, old: fx.Node) -> bool:
-        """Tell whether a new version can take the place of the old one: no user of it relies on how it lies there."""
+        """Tell whether a new version can replace the old one in memory: no user relies on the new version's own
+        layout."""
         mine, theirs = value_of(new), value_of(old)
         if same_layout(mine, theirs):
             return True
@@ -205,9 +206,9 @@ class _Planner:
         return is_scatter or (user in self._found.closing and user.args[0] is not source)
 
     def _end(self, node: fx.Node, old: fx.Node, area: Area) -> tuple[fx.Node | None, str]:
-        """Return the copy into the graph's input from which on the memory holds what the caller is to see.
+        """Return the copy into the graph's input after which the memory holds the value for the caller.
 
-        None where the memory is no input's. An input without such a copy must keep its value.
+        None if the memory belongs to no input. An input without such a copy must keep its value.
         """
         memory = self._memory
         places = [(owner, memory.area(owner)) for owner in memory.owners(old)]
@@ -236,7 +237,7 @@ class _Planner:
         return ""
 
     def _needed(self, node: fx.Node, old: fx.Node, area: Area, end: fx.Node | None) -> str:
-        """Return who still reads the old value after the update and cannot be moved before it, "" for nobody."""
+        """Return the readers of the old value after the update that can't be moved before it, "" if there are none."""
         readers = dict.fromkeys(self._memory.readers(node, old, area, end))
         moving: set[fx.Node] = set()
         for reader in readers:
@@ -266,7 +267,8 @@ class _Planner:
         return any(first < writer < last and into & read for writer, into in self._found.writes.written.items())
 
     def _outlives(self, new: fx.Node, end: fx.Node) -> str:
-        """Return who uses a version of an input's value after the input got another, or returns it; "" for nobody."""
+        """Return the nodes that use or return a version of an input's value after the input got a newer one, "" if
+        none."""
         memory = self._memory
         owner, value = end.args[:2]
         is_final = isinstance(value, fx.Node) and memory.key(value) == memory.key(new)

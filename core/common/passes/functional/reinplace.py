@@ -20,10 +20,11 @@ log = logging.getLogger("core.passes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reinplaced:
-    """What became of a graph's updates. functionalized: how many there were. sites: of those that run in place now.
+    """The outcome for a graph's updates. functionalized: how many there were. sites: of the updates that now run in
+    place.
 
-    clones: a copy that is left, each with its reason: of a value before the op that writes it, or of an update that
-    still gives its result in memory of its own. num_moved: nodes that read an old value, moved before its update.
+    clones: the copies that remain, each with its reason: a clone of a value before the op that writes it, or an update
+    that still returns its result in new memory. num_moved: nodes that read an old value, moved before its update.
     """
 
     functionalized: int
@@ -44,10 +45,10 @@ def reinplace(module: fx.GraphModule, *, move_readers: bool = True) -> Reinplace
 
     module: a graph of ATen and custom ops with fake values (`meta["val"]`), functionalised by AOTAutograd, Inductor or
     `to_functional`; changed in place and recompiled. An input is written only if the graph copies a value into it.
-    move_readers: move who reads an old value before its update, rather than copy the value. Not for a graph that
+    move_readers: move the readers of an old value before its update instead of copying the value. Not for a graph that
     Inductor is about to lower: it may compute such a read after the op's write (torch 2.13, and 2.11).
     """
-    renew_views(module.graph)  # a pass that replaced a node may have left the views of it as they were
+    renew_views(module.graph)  # passes may not have updated the fake values of a replaced node's views
     plan = plan_updates(module, move_readers=move_readers)
     misses = tuple(near_miss(node, reason) for node, reason in plan.kept)
     sites = rewrite_updates(module.graph, plan)

@@ -1,8 +1,8 @@
-"""What a functional graph writes: all of its updates, told before any of them is judged.
+"""The updates of a functional graph, collected before any of them is judged.
 
 Three kinds. Calls that functionalisation wrapped (core/common/passes/functional/wrapped.py). An ATen op with an
 in-place form (`index_put` and `index_put_`) gives a new version of its first argument. A scatter of a view
-(`slice_scatter`) gives its first argument again but for one part.
+(`slice_scatter`) returns its first argument with one part replaced.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ VIEWS: Mapping[Any, OpOverload[..., Any]] = {
     aten.diagonal_scatter.default: aten.diagonal.default,
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
-"""Scatters, and the view that shows what each of them replaces: torch has no others."""
+"""Scatters, each with the view of the part that it replaces. torch has no others."""
 
 
 class Updates:
-    """The updates of a graph, told before any of them is judged."""
+    """The updates of a graph, collected before any of them is judged."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.writes: Writes = find_writes(module)
@@ -50,7 +50,8 @@ class Updates:
             self._lead(node.args[1], self.writes.of(node.args[0]))
 
     def _lead(self, node: Any, owner: Collection[object]) -> bool:
-        """Note the ATen ops through which a value is made from the input that it is copied into; tell if it is."""
+        """Note the ATen ops between an input and the value that is copied back into it; return whether there is such a
+        chain."""
         chain: list[fx.Node] = []
         while isinstance(node, fx.Node) and not self.writes.of(node) & set(owner):
             if node in self.scatters:
@@ -86,7 +87,7 @@ class Updates:
 def in_place_form(target: Any) -> OpOverload[..., Any] | None:
     """Return the ATen op that writes the result of a functional one into its first argument; None where there is none.
 
-    Told by schemas: the same overload of the op named with `_`, the same arguments, the first of them written.
+    Decided by schemas: the same overload of the op named with `_`, the same arguments, the first of them written.
     """
     if not isinstance(target, OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return None
@@ -112,8 +113,8 @@ def scattered(node: fx.Node) -> Area | None:
     if view is None or not isinstance(old, Tensor):
         return None
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    bound = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    rest = {name: fx.map_arg(bound[name], value_of) for name in names[2:] if name in bound}
+    named = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    rest = {name: fx.map_arg(named[name], value_of) for name in names[2:] if name in named}
     return _area_of_view(view, old, rest)
 
 
@@ -144,7 +145,7 @@ def _area_of_view(view: OpOverload[..., Any], old: Tensor, rest: Mapping[str, An
 
 
 def _bounds(size: Any, rest: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return where a slice begins and ends, None where that takes a question about a symbolic size."""
+    """Return where a slice begins and ends, None if that would add a guard on a symbolic size."""
     start, end = rest.get("start"), rest.get("end")
     start = 0 if start is None else start
     if type(start) is not int:

@@ -35,11 +35,11 @@ FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One value that an update gives a new version of.
+    """One value of which an update makes a new version.
 
-    old: the version before, None for a result buffer that the op only writes. new: the node that gives the version
-    after, None where nothing uses it. parts: the areas written, in old's own storage. index: which mutable argument it
-    is (v1), which base (v2) or which result (of an out= op).
+    old: the version before, None for a result buffer that the op only writes. new: the node of the version after, None
+    if nothing uses it. parts: the areas written, in old's own storage. index: which mutable argument it is (v1), which
+    base (v2) or which result (of an out= op).
     """
 
     old: fx.Node | None
@@ -62,7 +62,7 @@ class WrappedCall:
     """A call that functionalisation wrapped. arguments: the mutable ones; a list of them for a list, None for None.
 
     plain: all other arguments by name. results: how many values the op itself returns. buffers: the wrapped op only
-    writes into its targets, which the functional graph therefore does not hold.
+    writes its targets, so the functional graph has no nodes for them.
     """
 
     op: OpOverload[..., Any]
@@ -84,7 +84,7 @@ def wrapped_call(node: fx.Node) -> WrappedCall | str:
 
 
 def _honest(node: fx.Node, call: WrappedCall) -> WrappedCall | str:
-    """Refuse an op that returns the very memory it was given where its schema says that it returns its own."""
+    """Refuse an op that returns an argument's memory although its schema declares new memory."""
     value = value_of(node)
     if not isinstance(value, tuple) or call.buffers:
         return call
@@ -128,7 +128,7 @@ def _read_v2(node: fx.Node, op: OpOverload[..., Any]) -> WrappedCall | str:
     members, results = _members(node), _num_results(op)
     if not bases and f"_{names[0]}_size" in kwargs:
         return _read_out(node, op, names, kwargs)
-    read: Any = read_view_information_from_args  # which takes nodes as well as tensors
+    read: Any = read_view_information_from_args  # works on nodes as well as on tensors
     views = read(names, types, kwargs, bases)
     parts: list[list[Area]] = [[] for _ in bases]
 
@@ -152,7 +152,8 @@ def _read_v2(node: fx.Node, op: OpOverload[..., Any]) -> WrappedCall | str:
 
 
 def _read_out(node: fx.Node, op: OpOverload[..., Any], names: list[str], kwargs: dict[str, Any]) -> WrappedCall:
-    """Read an op that only writes its mutable arguments: its results are these, and the graph holds their metadata."""
+    """Match an op that only writes its mutable arguments: they are its results, and the graph holds only their
+    metadata."""
     keys = ("size", "stride", "dtype", "device")
     buffers = tuple({key: kwargs.pop(f"_{name}_{key}") for key in keys} for name in names)
     members: Mapping[int, fx.Node | None] = {0: node} if len(names) == 1 else _members(node)
@@ -195,7 +196,7 @@ def _viewed(base: fx.Node, view: Any) -> Area | None:
 def view_call(view: Any, moved: Any = 0) -> tuple[OpOverload[..., Any], tuple[Any, ...]] | None:
     """Return the ATen op, and its arguments after the base, that make a view torch describes; None for the base itself.
 
-    moved: by how many elements the base lies nearer to the beginning of its storage than the one described.
+    moved: by how many elements the base's storage offset is smaller than that of the base that was described.
     """
     if isinstance(view, SliceViewInfo):
         return aten.slice.Tensor, (view.dim, view.start, view.end)

@@ -1,7 +1,9 @@
-"""Let a device's own products do a model's linear layers: `core::linear`, with the gate of an MLP `core::gated_linear`.
+"""Lift linear layers to `core::linear`, and with the gate of an MLP to `core::gated_linear`, for a device's own
+kernels.
 
-Both run only where the device brings the op, and take only weights that are bound constants: a kernel may then read
-them before what comes earlier in the step is done. They come last, when linears are merged and gates read them whole.
+Both run only where the device brings the op, and take only weights that are constants of the graph: a kernel may then
+read them before earlier work of the step is done. They run last, after linears are merged and gates read the merged
+result whole.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from core.common.passes import Guards, NearMiss, Pass, PassContext, PassTraits, 
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return a linear layer of a bound weight; a near-miss where the weight is computed or written."""
+    """Return a linear layer with a constant weight; a near-miss if the weight is computed or written."""
     if view.kind(node) != "linear":
         return None
     x, weight, bias = linear_operands(node)
@@ -50,7 +52,7 @@ def linear_operands(node: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def _refusal(context: PassContext, x: Any, weight: Any, bias: Any) -> str:
-    """Return why the op can't do a linear of these operands, or nothing."""
+    """Return why the op can't compute a linear of these operands, or ""."""
     assert context.constants is not None  # the guard has seen to it
     for operand in (weight, bias):
         if operand is not None and context.constants.value(operand) is None:

@@ -70,7 +70,7 @@ def run(context: PassContext) -> PassResult:
 
 
 class _Merger:
-    """Merges the groups of one graph, one after another: each frees the memory of its weights before the next."""
+    """Merges the groups of one graph one by one, so that each frees the memory of its weights before the next."""
 
     def __init__(self, context: PassContext) -> None:
         assert context.constants is not None  # the guard has seen to it
@@ -168,7 +168,7 @@ class _Merger:
         self._rewrite(group, (weight, bias, scale), (whole, parts), values)
 
     def _fakes(self, like: FakeTensor, sizes: tuple[int, ...]) -> tuple[FakeTensor, tuple[FakeTensor, ...]]:
-        """Return the fake values of the merged result and of its slices, made like those of another layer's."""
+        """Return the fake values of the merged result and of its slices; equal layers reuse them."""
         key = (signatures((like,)), sizes)
         known = self._recipes.get(key)
         if known is None:
@@ -181,7 +181,7 @@ class _Merger:
         return made, known[1].make((made,))
 
     def _packings(self, group: Sequence[Linear]) -> tuple[Packing, Packing | None, Packing | None]:
-        """Return what is to be laid end to end: weights, biases if there are any, scales where they can be."""
+        """Return the tensors to lay end to end: weights, biases if there are any, and scales that can be joined."""
         sizes = tuple(linear.num_rows for linear in group)
         weights = tuple(self._constants.value(linear.weight) for linear in group)
         # A linear without a bias gets one of zeros where the others have one.
@@ -268,7 +268,7 @@ def _fakes(like: FakeTensor, sizes: Sequence[int]) -> tuple[FakeTensor, tuple[Fa
 
 
 def _differs(key: _Key, groups: Mapping[_Key, Sequence[Linear]]) -> str:
-    """Say in what the linear of a group of its own differs from one that reads the same input."""
+    """Say how a linear that stays alone differs from another one that reads the same input."""
     other, linears = next(item for item in groups.items() if item[0] != key)
     found = [name for name, ours, theirs in zip(_KEY_NAMES, key, other, strict=True) if ours != theirs]
     return f"{linears[0].node.name} reads {linears[0].x.name} too, and differs in: {', '.join(found)}"

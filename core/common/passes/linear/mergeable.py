@@ -18,12 +18,13 @@ from core.common.ops.quantize import QUANTIZED_LINEAR
 from core.common.passes import calls, find_op, site_name, value_of, view
 
 _SHARED = frozenset({"out_dtype", "x_zero_point"})
-"""Further arguments of `core::quantized_linear` that the merged call takes over: each layer has the same."""
+"""Further arguments of `core::quantized_linear`, equal in all layers, that the merged call takes over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Those of a quantised layer. x: of its input; weight: of its weight, () or one row for each `block` channels."""
+    """The scales of a quantised layer. x: of its input; weight: of its weight, () or one row for each `block`
+    channels."""
 
     x: fx.Node
     weight: fx.Node
@@ -43,7 +44,7 @@ class Scales:
 
     @property
     def block(self) -> int:
-        """How many channels share a scale; 0 where all of several do."""
+        """How many channels share a scale; 0 if all channels share one."""
         return 0 if self.num_rows == 1 < self.num_channels else self.num_channels // self.num_rows
 
 
@@ -75,7 +76,7 @@ class Linear:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """What layers have in common that can be merged: the input, its scales and its zero points."""
+        """What layers must share to be merged: the input, its scales and its zero points."""
         scales = () if self.scales is None else (self.scales.x,)
         shared = (node for name, node in self.further.items() if name in _SHARED and isinstance(node, fx.Node))
         return self.x, *scales, *shared
@@ -88,7 +89,7 @@ class Linear:
 
     @property
     def form(self) -> str:
-        """What the scales of weights must have in common to be joined; "" for a plain layer."""
+        """What the weights' scales must share to be joined; "" for a plain layer."""
         if self.scales is None:
             return ""
         return f"{value_of(self.scales.weight).dtype}, {self.scales.num_columns} to a channel"
@@ -128,7 +129,7 @@ def are_alike(scales: Sequence[Scales]) -> bool:
 
 
 def spread(scales: Sequence[Scales], values: Sequence[Tensor]) -> Tensor:
-    """Return (channels, columns): the scale of each channel, one layer's after another's; a new tensor."""
+    """Return a new tensor (channels, columns): the scale of each channel, layer by layer."""
     with torch.no_grad():
         rows = [
             value.reshape(each.num_rows, each.num_columns).repeat_interleave(each.num_channels // each.num_rows, 0)

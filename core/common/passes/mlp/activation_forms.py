@@ -15,7 +15,7 @@ QUICK_GELU = 1.702
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation of `x`. kind: as the op names it; "" where it knows none, and reason says what is the matter."""
+    """An activation of `x`. kind: the op's name for it, or "" if the op does not have it; `reason` then says why."""
 
     kind: str
     x: fx.Node

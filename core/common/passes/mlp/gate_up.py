@@ -41,7 +41,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _parts(node: fx.Node) -> fx.Node | None:
-    """Return what a node is a member of, where that is a tensor taken apart."""
+    """Return the tensor that a node is a part of (of a split or chunk)."""
     parts = node.args[0] if view.kind(node) == "getitem" else None
     return parts if isinstance(parts, fx.Node) and view.kind(parts) in ("split", "chunk") else None
 

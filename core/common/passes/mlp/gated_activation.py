@@ -1,8 +1,8 @@
 """Lift the gate of gated MLPs, `act(gate) * up`, to `core::gated_activation` or its form over one tensor.
 
 The matcher starts at the product: one operand is an activation (core/common/passes/mlp/activation_forms.py), the other
-a tensor of its shape. Bounds and an offset, as gpt-oss has them, are part of the op, and so is taking one projection
-apart (core/common/passes/rotary/halves.py).
+a tensor of its shape. Clamps and an offset, as in gpt-oss, are part of the op, and so is the split of one projection
+(core/common/passes/rotary/halves.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from core.common.passes.mlp.activation_forms import Activation, read_activation
 from core.common.passes.rotary.halves import halves
 
 _ALWAYS_GATES = frozenset({"silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu"})
-"""Of other activations a product is a gate only where its operands are halves, or two projections, of one tensor."""
+"""For any other activation, a product is a gate only if its operands are halves or projections of one tensor."""
 _IN_PLACE = (operator.imul, "mul_", "__imul__")
 _TAKES = frozenset({"getitem", "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "slice"})
 _FOLDS = frozenset({"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "flatten"})
@@ -27,7 +27,7 @@ _PROJECTIONS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "
 
 @dataclass(frozen=True, slots=True)
 class _Gate:
-    """What has been read: the op's operands and options; `computing` are the nodes in between that do arithmetic."""
+    """The match so far: the op's operands and options. `computing`: the nodes in between that do arithmetic."""
 
     gate: fx.Node
     up: fx.Node
@@ -54,7 +54,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _hidden(gated: fx.Node) -> Activation | None:
-    """Return the activation before a cast or a bound: a candidate, but not one that the op can stand for."""
+    """Return the activation before a cast or a clamp: a candidate, but none that the op can replace."""
     kind = view.kind(gated)
     found = read_activation(gated.args[0]) if kind in ("cast", "clamp", "clamp_max") else None
     if found is None or found.kind not in _ALWAYS_GATES:
@@ -73,7 +73,7 @@ def _is_gate(found: Activation, gated: fx.Node, up: fx.Node) -> bool:
 
 
 def _are_projections(gate: fx.Node, up: fx.Node) -> bool:
-    """Tell whether both are halves of one tensor, or come out of projections of one."""
+    """Tell whether both are halves of one tensor, or projections of the same tensor."""
     if halves(gate, up) is not None:
         return True
     left, right = _projected(gate), _projected(up)
@@ -81,8 +81,8 @@ def _are_projections(gate: fx.Node, up: fx.Node) -> bool:
 
 
 def _projected(node: view.Operand) -> fx.Node | None:
-    """Return the tensor whose projection the node is, or None if it is no projection, however taken apart."""
-    for _ in range(16):  # a chain of a bias, a bound, an offset and views, each at most a few times
+    """Return the tensor of which the node is a projection (or part of one), or None."""
+    for _ in range(16):  # a short chain of a bias, a clamp, an offset and views
         kind = view.kind(node)
         if kind in _PROJECTIONS:
             return _unfolded(node.args[1 if kind in ("addmm", "baddbmm") else 0])
@@ -134,7 +134,7 @@ def _site(node: fx.Node, gated: fx.Node, up: fx.Node, found: Activation) -> Site
 
 
 def _options(read: _Gate, gated: fx.Node) -> _Gate:
-    """Read the offset of up and the bounds of both, where they are the op's and serve nothing else."""
+    """Match the offset of up and the clamps of both, if the op has them and nothing else reads them."""
     shifted = view.plus_number(read.up)
     if shifted is not None and view.only_user(read.up) is not None:
         read = replace(read, up=shifted[0], up_offset=shifted[1], computing=(*read.computing, read.up))

@@ -18,14 +18,14 @@ from core.common.passes import NearMiss, Pass, PassContext, Refused, Site, near_
 from core.common.passes.mlp import gated_activation
 from core.common.passes.moe.grouped_mlp_order import Order, is_cleared, other_form, read_order, read_sum
 
-# transformers wraps the product in an op of its own where torch's is not to be had.
+# transformers wraps the product in its own op if torch has none.
 _FALLBACK = ("transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback.default")
 _PRODUCTS = (torch._grouped_mm, torch.ops.aten._grouped_mm.default, getattr(torch.nn.functional, "grouped_mm", None))
 
 
 @dataclass(slots=True)
 class _Product:
-    """One grouped product: rows by the matrices of their experts, plus their biases.
+    """One grouped product: each row times the matrix of its expert, plus that expert's bias.
 
     end: the result. writer: the node that adds the biases in place, if so.
     """
@@ -41,7 +41,8 @@ class _Product:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the experts around their first product, a near-miss for others than the op's, or None for other nodes."""
+    """Return the experts around their first product, a near-miss if the op can't express them, or None for other
+    nodes."""
     if not _is_product(node):
         return other_form(node)
     try:
@@ -60,7 +61,8 @@ def _is_product(node: Any) -> bool:
 
 
 def _second(node: fx.Node) -> NearMiss | None:
-    """Return None for a product that follows another one, told there, and a near-miss for one that stands alone."""
+    """Return None for the second product of a pair (reported at the first), and a near-miss for a product without a
+    partner."""
     pending, seen = [node.args[0]], 0
     while pending and seen < 32:
         current = pending.pop()
@@ -139,7 +141,7 @@ def _product(node: fx.Node, order: Order, positions: Mapping[fx.Node, int]) -> _
 
 
 def _read_bias(product: _Product, order: Order, positions: Mapping[fx.Node, int]) -> None:
-    """Read `product + bias[expert of the row]`; added in place, the sum goes by the product's name from then on."""
+    """Match `product + bias[expert of the row]`. If added in place, later nodes read the sum as the product."""
     node = product.node
     writer = next((user for user in node.users if user.target == "add_" and user.args[0] is node), None)
     added = writer or view.only_user(node)
@@ -175,7 +177,7 @@ def _next_product(first: _Product) -> tuple[fx.Node, fx.Node]:
 
 
 def _gate(context: PassContext, gated: fx.Node, whole: fx.Node) -> Site:
-    """Return the gate of the first product's halves, as it would be lifted alone."""
+    """Return the gate of the first product's halves, as `lift_gated_activation` finds it."""
     gate = gated_activation.find(context, gated)
     if isinstance(gate, NearMiss):
         raise Refused(gated, gate.reason)
@@ -192,7 +194,7 @@ def _check_dtypes(node: fx.Node, order: Order, first: _Product, second: _Product
         raise Refused(node, f"tokens, experts and result differ in dtype: {', '.join(sorted(kinds))}")
 
 
-# The gate goes with the experts it belongs to.
+# The gate is replaced together with its experts.
 LIFT_GROUPED_MLP = Pass(
     name="lift_grouped_mlp", find=find, does="Lift every group of experts.", before=("lift_gated_activation",)
 )

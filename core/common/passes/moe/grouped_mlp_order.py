@@ -73,7 +73,7 @@ def is_cleared(node: fx.Node, rows: fx.Node, elsewhere: fx.Node | None) -> bool:
 def _elsewhere(
     experts: fx.Node, num_experts: Any, counted: fx.Node, positions: Mapping[fx.Node, int]
 ) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return (the column that marks experts beyond the last, nodes); these experts are cut off in place afterwards."""
+    """Return (the column that marks experts beyond the last, nodes); such indices are clamped in place afterwards."""
     mark = next((u for u in experts.users if u.target is operator.ge and u.args == (experts, num_experts)), None)
     column = view.only_user(mark) if mark is not None else None
     cut = next((u for u in experts.users if u.target == "clamp_"), None)
@@ -120,9 +120,9 @@ def _count(offsets: fx.Node, experts: fx.Node, num_experts: Any) -> tuple[fx.Nod
 
 
 def read_sum(out: fx.Node, order: Order, writer: fx.Node | None = None) -> Sum:
-    """Read from the experts' rows to the sum per token: weight, put back in order, sum; raise `Refused` else.
+    """Match the way from the experts' rows to the sum per token: weight, restore the order, sum; else raise `Refused`.
 
-    writer: a node that writes into the rows before they are read, and is no use of them.
+    writer: a node that writes the rows before they are read, not counted as a reader.
     """
     product = _following(out, ("mul",), writer)
     column = view.other(product, out)
@@ -186,12 +186,12 @@ def _is_empty(node: Any) -> bool:
 
 
 def _is_count(node: Any) -> bool:
-    """Tell whether a node is `arange(n)` from 0 in steps of 1; that n fits, the write itself demands."""
+    """Tell whether a node is `arange(n)` from 0 in steps of 1; the write itself requires a fitting n."""
     return isinstance(node, fx.Node) and node.target is torch.arange and len(node.args) == 1
 
 
 def other_form(node: fx.Node) -> NearMiss | None:
-    """Return a near-miss at experts that are computed in another order than by expert, None for other nodes."""
+    """Return a near-miss for experts that are not computed in order of the experts, None for other nodes."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     if name in ("index_add", "index_add_") and len(node.args) == 4:
         row = node.args[2]

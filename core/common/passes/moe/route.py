@@ -1,7 +1,7 @@
 """Lift the choice of experts, from a router's logits to weights and indices, to `core::moe_route`.
 
 The matcher starts at the top-k and reads in both directions: back to the logits (route_scores.py), on through
-normalisation, scale and cast to the weights. What follows a step that the op does not know stays in the graph.
+normalisation, scale and cast to the weights. Everything after a step that the op does not have stays in the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class _Weights:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the routing around a top-k, a near-miss for one that the op has no words for, or None for other top-ks."""
+    """Return the routing around a top-k, a near-miss for a routing that the op can't express, or None for any other
+    top-k."""
     if view.kind(node) != "topk":
         return None
     values, indices = _output(node, 0), _output(node, 1)
@@ -90,7 +91,7 @@ def _site(top: fx.Node, values: fx.Node | None, gathers: list[fx.Node], indices:
 
 
 def _source(top: fx.Node, values: fx.Node | None, gathers: list[fx.Node], ranking: Ranking) -> _Weights:
-    """Return the selected scores: what the top-k gives itself, or what its indices gather from the scores."""
+    """Return the selected scores: the values of the top-k, or the scores gathered at its indices."""
     own = [node for node in gathers if node.args[0] is ranking.scores and is_last(node, 1)]
     if values is None and len(own) == 1:
         _check_hidden(top, ranking)
@@ -156,7 +157,7 @@ def _skip_same(weights: _Weights) -> None:
 
 
 def _read_normalisation(weights: _Weights) -> None:
-    """Read `w / (w.sum(-1, keepdim=True) + eps)`, in place or not; read nothing if it is another one."""
+    """Match `w / (w.sum(-1, keepdim=True) + eps)`, in place or not; any other division is left to the graph."""
     whole = weights.end
     users = list(whole.users)
     total = next((u for u in users if view.kind(u) == "sum"), None)

@@ -33,7 +33,7 @@ class Ranking:
 
 
 def read_ranking(ranked: fx.Node) -> Ranking:
-    """Read what a top-k over experts ranks; raise `Refused` where the op has no words for it."""
+    """Match what a top-k over experts ranks; raise `Refused` if the op can't express it."""
     groups = _read_groups(ranked) if view.kind(ranked) == "masked_fill" else None
     chosen = groups.choice if groups is not None else ranked
     scores, bias = _without_bias(chosen)
@@ -70,7 +70,7 @@ def _check_bias(chosen: fx.Node, scores: fx.Node, bias: fx.Node) -> None:
 
 
 def _scoring(scores: fx.Node) -> tuple[str, fx.Node]:
-    """Return (the op's word for how scores come from logits, the logits); ("", scores) where they are no scores yet."""
+    """Return (the op's name of the scoring function, the logits); ("", scores) if no scoring function was applied."""
     found = view.kind(scores)
     if found == "sigmoid":
         return "sigmoid", scores.args[0]  # type: ignore[return-value]  # a function of one tensor
@@ -90,7 +90,7 @@ def scoring_nodes(scores: fx.Node, scoring: str) -> list[fx.Node]:
 
 
 def is_last(node: fx.Node, index: int) -> bool:
-    """Tell whether a node works on the last dimension of its first argument, and no other."""
+    """Tell whether a node works on the last dimension of its first argument only."""
     rank = len(view.shape(node.args[0]) or ())
     dim = view.operand(node, index, "dim")
     return bool(rank) and (dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim) in (-1, rank - 1)

@@ -17,7 +17,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if node.target is not RMS_NORM.overload:
         return None
     wide = node.args[0]
-    # A sum that is only made wider, or not changed at all, before it is normalised is widened by the norm itself.
+    # If a cast before the norm only widens the sum (or does nothing), the norm's own compute dtype replaces it.
     total, casts = view.without_exact_casts(wide)  # type: ignore[arg-type]  # a norm's input is a node
     if total.target in _IN_PLACE:
         return near_miss(node, f"{total} adds in place")
@@ -42,13 +42,13 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _compute_dtype(norm: fx.Node) -> object:
-    """Return the dtype of the statistics; by default it follows from the input's, and the op's input is the sum."""
+    """Return the dtype of the statistics. Its default follows from the dtype of the op's input, which is the sum."""
     given, dtype = norm.kwargs.get("compute_dtype"), view.dtype(norm.args[0])
     return given if given is not None or dtype is None else at_least_fp32(dtype)
 
 
 def _inner(casts: tuple[fx.Node, ...], norm: fx.Node) -> list[fx.Node]:
-    """Return the casts that go with the site; what is used elsewhere stays, and reads the op's second output."""
+    """Return the casts that the op replaces. A cast used elsewhere stays and reads the op's second output."""
     inner: list[fx.Node] = []
     for cast in casts:
         if any(user is not norm and user not in inner for user in cast.users):

@@ -1,8 +1,8 @@
 """Lift layer norm, one call or written out, to `core::layer_norm`.
 
-In fp32 one call is the op in every bit. In half precision the call may take its sums in another order than the op, and
-written out (Cohere) models do: equal up to rounding in the dtype of the statistics, and lifted only where nothing is
-rounded to a narrower one before the end.
+In fp32, `layer_norm` itself and the op agree in every bit. In half precision the call may sum in another order than the
+op, and so does a norm that a model writes out (Cohere). The results are then equal up to rounding in the dtype of the
+statistics. Such a norm is lifted only if nothing is rounded to a narrower dtype before the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from core.common.passes import NearMiss, Pass, PassContext, Site, at_least_fp32,
 
 @dataclass(slots=True)
 class _Norm:
-    """What has been read so far; `end` computes the norm of x, in compute_dtype."""
+    """The match so far; `end` computes the norm of x, in compute_dtype."""
 
     x: fx.Node
     eps: float
@@ -40,7 +40,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
         return found
     if found.compute_dtype in (torch.float32, torch.float64):
         _read_casts(found, context.taken)
-    context.taken.add(found.end)  # where a later norm finds its input
+    context.taken.add(found.end)  # a later norm looks up its input there
     return _site(found)
 
 
@@ -76,7 +76,8 @@ def _centred(node: view.Operand) -> fx.Node | None:
 
 
 def _written_out(root: fx.Node, wide: fx.Node, eps: float) -> _Norm | NearMiss:
-    """Read product, weight and bias around the inverse root, where `wide` is what the statistics are of."""
+    """Match product, weight and bias around the inverse root. wide: the tensor that the statistics are computed
+    from."""
     compute = view.dtype(wide)
     product = view.only_user(root)
     if compute not in (torch.float32, torch.float64):
@@ -92,7 +93,7 @@ def _written_out(root: fx.Node, wide: fx.Node, eps: float) -> _Norm | NearMiss:
 
 
 def _read_factor(norm: _Norm, kind: str, name: str) -> None:
-    """Read weight or bias, one number a column, off what uses the norm so far."""
+    """Match weight or bias (one number per column) in the reader of the norm."""
     user = view.only_user(norm.end)
     operand = view.other(user, norm.end) if user is not None and view.kind(user) == kind else None
     if user is None or not isinstance(operand, fx.Node) or view.dtype(user) != norm.compute_dtype:
@@ -105,7 +106,7 @@ def _read_factor(norm: _Norm, kind: str, name: str) -> None:
 
 
 def _read_casts(norm: _Norm, ends: set[fx.Node]) -> None:
-    """Take in the cast before the norm and the one after it, which rounds the result once."""
+    """Include the cast before the norm and the cast after it, which rounds the result once."""
     norm.x = view.before_casts(norm.x, ends)
     last = view.only_user(norm.end)
     if last is not None and view.source_of_cast(last) is norm.end and view.dtype(last) == view.dtype(norm.x):

@@ -1,7 +1,7 @@
 """Lift RMSNorm, in every spelling and rounding that models write it, to `core::rms_norm`.
 
-The matcher starts at the inverse root and reads in both directions: back to the input, on to weight and last cast. What
-it reads off are the op's arguments: eps and offset as numbers, and the dtype at each place where the model rounds.
+The matcher starts at the inverse root and reads in both directions: back to the input, on to weight and last cast. From
+this it gets the op's arguments: eps, offset, and the dtype at each place where the model rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core.common.passes import NearMiss, Pass, PassContext, Site, near_miss, vie
 
 @dataclass(slots=True)
 class _Norm:
-    """What has been read so far; `end` computes the norm."""
+    """The match so far; `end` computes the norm."""
 
     x: fx.Node
     eps: float
@@ -32,7 +32,8 @@ class _Norm:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the RMSNorm around an inverse root, a near-miss where the root is of no norm, or None elsewhere."""
+    """Return the RMSNorm around an inverse root, a near-miss if the root is not part of a norm, or None for other
+    nodes."""
     kind = view.kind(node)
     if kind == "rms_norm":
         found: Site | NearMiss | None = _single(node)
@@ -41,7 +42,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     else:
         found = _root(node, context.taken) if kind in ("rsqrt", "pow", "reciprocal") else None
     if isinstance(found, Site):
-        context.taken.add(found.anchor)  # where a later norm finds its input
+        context.taken.add(found.anchor)  # a later norm looks up its input there
     return found
 
 
@@ -63,7 +64,7 @@ def _root(node: fx.Node, ends: Collection[fx.Node]) -> Site | NearMiss | None:
 def _body(root: fx.Node, wide: fx.Node, eps: float, ends: Collection[fx.Node]) -> _Norm | NearMiss | None:
     """Read input and product around the inverse root. wide: what was squared. ends: results of earlier norms."""
     if view.kind(wide) == "sub":
-        return None  # a layer norm's
+        return None  # the square belongs to a layer norm
     compute = view.dtype(wide)
     if compute is None:
         return near_miss(root, f"{wide} has no known dtype")
@@ -81,7 +82,7 @@ def _body(root: fx.Node, wide: fx.Node, eps: float, ends: Collection[fx.Node]) -
 
 
 def _without_idle_casts(node: fx.Node) -> fx.Node:
-    """Return the last of the casts to the dtype that the node has already, each the only use of the one before."""
+    """Skip casts to the dtype that a node already has, each the only reader of the one before; return the last."""
     user = view.only_user(node)
     while user is not None and view.source_of_cast(user) is node and view.dtype(user) == view.dtype(node):
         node, user = user, view.only_user(user)
@@ -95,7 +96,7 @@ def _without_casts(node: fx.Node) -> fx.Node:
 
 
 def _another_root(root: fx.Node, shifted: fx.Node) -> NearMiss | None:
-    """Say why the root of a mean square is none of a norm; None for a root of anything else."""
+    """Say why the root of a mean square belongs to no norm; None for any other root."""
     mean: view.Operand = shifted
     while view.kind(mean) in ("add", "cast", "clamp", "clamp_min", "unsqueeze"):
         mean = next(iter(mean.all_input_nodes), None)
@@ -149,7 +150,7 @@ def _read_weight_and_casts(norm: _Norm) -> None:
     last = view.only_user(norm.end)
     if norm.weight is not None and last is not None and view.source_of_cast(last) is norm.end:
         before, after = view.dtype(norm.end), view.dtype(last)
-        # A wider result is what the next node asks for, not what the norm gives.
+        # A cast to a wider dtype belongs to the next node, not to the norm.
         if before == after or not view.is_exact(before, after):
             norm.end = last
 
@@ -210,7 +211,7 @@ def _default_eps(dtype: torch.dtype) -> float:
     """Return the eps that `torch.rms_norm` takes when given none: that of the dtype, or of the one it computes in."""
     wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     own = torch.finfo(dtype).eps
-    # Versions of torch differ for half precision; x is chosen so that the result is far apart.
+    # Versions of torch differ for half precision; for this x the two possible results differ clearly.
     probe = torch.rms_norm(torch.full((1,), wide**0.5, dtype=dtype), (1,))
     return own if float(probe) < 0.5 else wide
 

@@ -1,4 +1,4 @@
-"""Chains that end in codes: an op, the quantisation that alone reads its result, and the op that does both."""
+"""Chains that end in quantised codes: an op, the quantisation that is its only reader, and the fused op for both."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Quantize:
     node: fx.Node
     x: fx.Node
     scale: fx.Node | None
-    #: Its other arguments that are not the schema's defaults, by name.
+    #: The quantisation's other arguments, by name, without those that equal the schema's defaults.
     options: Mapping[str, Any]
 
 
@@ -58,7 +58,7 @@ class Link:
     """A call, and the quantisation of its first result."""
 
     call: fx.Node
-    #: The op that does both.
+    #: The fused op.
     fused: CanonicalOp
     #: The call's first result, then the casts and views on its way to the quantisation.
     steps: tuple[fx.Node, ...]
@@ -67,21 +67,21 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """What ends in codes, how, and what the op that does both can't do."""
+    """The ops of such chains, their fused ops, and what the fused ops can't do."""
 
-    #: Name of an op -> the op that does the same and ends in codes, which takes the arguments of both by name.
+    #: Name of an op -> its fused op, which takes the arguments of both by name.
     fused: Mapping[str, CanonicalOp]
-    #: Arguments of the first op that the other one calls otherwise.
+    #: Arguments of the first op that have another name in the fused op.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    #: What the other one calls the scale.
+    #: The name of the scale in the fused op.
     scale: str = "scale"
-    #: The other one gives rows, two dimensions: views that keep all elements in their order may stand in between.
+    #: The fused op returns rows (two dimensions), so views that keep the order of all elements may come in between.
     rows: bool = False
-    #: Returns why the other one can't do both, or nothing.
+    #: Returns why the fused op can't replace both, or "".
     why_not: Callable[[Link], str] | None = None
 
     def find(self, context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-        """Return an op and the quantisation of its value, with all results of both."""
+        """Return the site of an op and the quantisation of its value, with all results of both."""
         quantize = read_quantize(node)
         if quantize is None:
             return self._other_codes(node)
@@ -92,9 +92,9 @@ class Chain:
         return near_miss(node, reason) if reason else self._site(link)
 
     def expect(self, context: PassContext) -> int | None:
-        """Count from the other side: ops whose value a quantisation alone reads; None where others write memory.
+        """Count the ops whose value only a quantisation reads; None if the graph writes memory.
 
-        A write may come in between, which only the graph's order tells.
+        A write may come in between, which only the order of the graph shows.
         """
         writes: Writes = context.analysis("writes")
         if any(into and self._both(node) is None for node, into in writes.written.items()):
@@ -112,7 +112,7 @@ class Chain:
         return link is not None and not self._unfit(link)
 
     def _both(self, call: Any) -> CanonicalOp | None:
-        """Return the op that does what a call does and ends in codes; None for a call of another op."""
+        """Return the fused op for a call; None for a call of another op."""
         op = find_op(call.target) if isinstance(call, fx.Node) else None
         return None if op is None else self.fused.get(op.name)
 
@@ -125,7 +125,7 @@ class Chain:
         return all(part is None or part is ... or part == slice(None) for part in parts)
 
     def _link(self, quantize: Quantize) -> Link | None:
-        """Return the call whose first result is quantised, or a cast or a view of that; None where there is none."""
+        """Return the call whose first result (or a cast or view of it) is quantised; None if there is none."""
         steps: list[fx.Node] = []
         x: Any = quantize.x
         while isinstance(x, fx.Node):
@@ -136,13 +136,13 @@ class Chain:
             both = self._both(call)
             if both is not None:
                 return Link(call, both, tuple(steps), quantize)
-            # An index of a tensor too: one by None puts a dimension in front, and takes nothing away.
+            # Indexing with None also counts as a view: it only adds a leading dimension.
             indexes = view.kind(x) == "getitem" and isinstance(value_of(source), FakeTensor)
             x = source if indexes or view.kind(x) in _BETWEEN else None
         return None
 
     def _other_codes(self, node: fx.Node) -> NearMiss | None:
-        """Return the near-miss of another kind of quantisation, of which there is no op that ends in its codes."""
+        """Return the near-miss of a kind of quantisation that has no fused op."""
         op = find_op(node.target)
         if op is None or not op.name.startswith("quantize_") or not isinstance(node.args[0], fx.Node):
             return None
@@ -152,7 +152,7 @@ class Chain:
         return near_miss(node, f"{op.qualified_name} gives other codes than {link.fused.qualified_name}")
 
     def _refusal(self, link: Link) -> str:
-        """Return why the two must stay apart, or nothing."""
+        """Return why the two can't be fused, or ""."""
         _, *views = link.steps
         if others := [each for each in views if not self._passes(each)]:
             return f"{others[-1]} stands between {link.call} and its codes"
@@ -175,7 +175,7 @@ class Chain:
         given = {self.renamed.get(name, name): value for name, value in calls.arguments(link.call, op).items()}
         given |= {**quantize.options, self.scale: quantize.scale}
         num_lead = len(view.shape(quantize.x) or ()) - 2 if self.rows else 0
-        # A scale for all tokens has no dimensions.
+        # One scale for all tokens has no dimensions.
         codes = tuple(
             Viewed(each, (Index((0,) * num_lead),)) if each is not None and num_lead and view.shape(each) else each
             for each in calls.outputs(quantize.node)
@@ -190,5 +190,5 @@ _AFTER = (*LIFTS, "eliminate_common_subexpressions", "merge_linears")
 def declare_chain(
     name: str, does: str, chain: Chain, *, examples: Callable[[], Iterable[Any]], after: tuple[str, ...]
 ) -> Pass:
-    """Return the pass that fuses every such chain; it comes after what recognises and merges what the chain holds."""
+    """Return the pass that fuses every such chain, ordered after the passes that lift or merge the chain's ops."""
     return Pass(name=name, does=does, find=chain.find, expect=chain.expect, examples=examples, after=(*_AFTER, *after))

@@ -1,4 +1,4 @@
-"""Modules in which the fusions that end in codes owe a match, for the conformance suite."""
+"""Modules in which the fusions with a quantisation must match, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Example = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 class _Codes(nn.Module):
-    """What a quantised layer reads of its input; scale: one that is given, 0 to make one of each row or group."""
+    """The input quantisation of a quantised layer; scale: a static scale, or 0 to compute one per row or group."""
 
     input_scale: Tensor | None
 
@@ -27,7 +27,7 @@ class _Codes(nn.Module):
         self.options: dict[str, Any] = {"dtype": dtype, "granularity": granularity, "group_size": group}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the values of the codes of x (..., D), rounded to x's dtype."""
+        """Return x (..., D) quantised and dequantised again, in x's dtype."""
         codes, scale = torch.ops.core.quantize(x, self.input_scale, **self.options)
         wide: Tensor = codes.to(scale.dtype)
         values = (wide.unflatten(-1, (-1, self.group)) * scale[..., None]).flatten(-2) if self.group else wide * scale
@@ -36,7 +36,7 @@ class _Codes(nn.Module):
 
 
 class _Norms(nn.Module):
-    """Two layers that quantise a normed input, and the residual if there is one, which goes on."""
+    """Two layers that quantise a normed input; returns the residual sum too, if there is one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Norms(nn.Module):
 
 
 class _Gate(nn.Module):
-    """The gate of two tensors, or of both halves of one, and a layer that quantises their product."""
+    """A gated activation of two tensors, or of two halves of one, and a layer that quantises the product."""
 
     def __init__(self, *, merged: bool, **options: Any) -> None:
         super().__init__()

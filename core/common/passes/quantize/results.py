@@ -1,8 +1,8 @@
-"""Fuse norms and gates with the quantisation of what they give: `core::rms_norm_quantize` and its like.
+"""Fuse norms and gates with the quantisation of their results: `core::rms_norm_quantize` and its like.
 
 Where others read the value too (a router, a head, a second format of codes) it has to be written anyway; then the op
-stays as it is, with a near-miss that names the reader. Layers that quantise the same value alike are one reader, since
-what they compute twice has been joined before.
+stays as it is, with a near-miss that names the reader. Layers with the same quantisation of a value count as one
+reader, since common subexpressions are already joined.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Let layers that quantise one input by equal static scales read one scale, so that they share the codes.
+"""Give layers that quantise one input by equal static scales one shared scale, so that they share the codes.
 
-Calibration gives query, key and value scales of their own that are equal, since all three saw the same values. Read
-from one tensor they are one quantisation, which `eliminate_common_subexpressions` then computes once. Scales are
-compared when the graph is compiled: a scale that is loaded later reaches the codes only through the tensor that is
-read.
+Calibration gives query, key and value equal but separate scales, since all three saw the same values. Read from one
+tensor they are one quantisation, which `eliminate_common_subexpressions` then computes once. Scales are compared when
+the graph is compiled: a scale that is loaded later reaches the codes only through the tensor that is read.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def run(context: PassContext) -> PassResult:
 
 
 def _value(scale: fx.Node | None, constants: Constants, writes: Writes) -> Tensor | None:
-    """Return the tensor that a scale is, if it is a constant that the graph does not write."""
+    """Return the tensor of a scale, if it is a constant that the graph does not write."""
     value = constants.value(scale)
     return None if value is None or scale is None or writes.writers(scale) else value
 

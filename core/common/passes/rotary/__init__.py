@@ -1,1 +1,1 @@
-"""Passes that find rotary position embeddings, their tables, and what goes with them."""
+"""Passes that find rotary position embeddings and their tables, and fuse them with norms and attention."""

@@ -1,8 +1,8 @@
 """Fuse a rotation of query and key, with or without their norms, and the attention after it.
 
-`core::rotary` or `core::qk_norm_rotary` and `core::attention` become `core::rotary_attention`, and no bit changes. Only
-where the device brings that op. Models rotate with the heads first and attention has the tokens first, so views stand
-between the two; the op gets query, key and tables as rows of tokens.
+`core::rotary` or `core::qk_norm_rotary` and `core::attention` become `core::rotary_attention`, and no bit changes. The
+pass runs only if the device implements that op. Models rotate with the heads first and attention has the tokens first,
+so views stand between the two; the op gets query, key and tables as rows of tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _PLACES = ("key_cache", "value_cache", "block_table", "slot_mapping", "seq_lens"
 
 @dataclass(frozen=True, slots=True)
 class _Rotated:
-    """An operand of attention that a rotation gives: the op, which of its results, and the views in between, in order.
+    """An operand of attention that a rotation computes: the op, the index of its result, and the views in between, in
+    order.
 
-    The first of the views reads the result off the op.
+    The first view is the `getitem` of the result.
     """
 
     rotation: fx.Node
@@ -38,7 +39,7 @@ class _Rotated:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return an attention of a rotated query and key; a near-miss where the rotation can't go with it."""
+    """Return an attention of a rotated query and key; a near-miss if the rotation can't be fused with it."""
     if node.op != "call_function" or find_op(node.target) is not ATTENTION:
         return None
     call = ATTENTION.bind(node.args, node.kwargs).args
@@ -73,7 +74,7 @@ def _rotated(operand: Any) -> _Rotated | None:
 
 
 def _refusal(node: fx.Node, query: _Rotated | None, key: _Rotated | None) -> str:
-    """Return why attention and rotation must stay apart, or nothing."""
+    """Return why attention and rotation can't be fused, or ""."""
     call = ATTENTION.bind(node.args, node.kwargs).args
     if query is None or key is None:
         return f"only {'the query' if key is None else 'the key'} of {node} is rotated in its layer"
@@ -95,7 +96,7 @@ def _refusal(node: fx.Node, query: _Rotated | None, key: _Rotated | None) -> str
 
 
 def _layout(query: _Rotated, key: _Rotated) -> Layout | None:
-    """Return what the dimensions of the rotated query and key are, as the way to attention's rows tells."""
+    """Return the meaning of the rotated tensors' dimensions, deduced from the views between rotation and attention."""
     given = _arguments(query.rotation)
     if not all(isinstance(value_of(given[name]), FakeTensor) for name in ("query", "key", "cos", "sin")):
         return None
@@ -134,7 +135,7 @@ def _site(attention: fx.Node, query: _Rotated, key: _Rotated, layout: Layout) ->
 
 
 def _options(rotation: fx.Node, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the op rotates, and norms before that: the rotation's own options."""
+    """Return the options of the rotation and of the norms before it."""
     inputs = ("query", "key", "cos", "sin")
     options = {name: value for name, value in given.items() if name not in inputs}
     return {**options, "normalize": True} if find_op(rotation.target) is QK_NORM_ROTARY else options

@@ -1,4 +1,4 @@
-"""Modules in which `fuse_rotary_attention` owes a match, for the conformance suite."""
+"""Modules in which `fuse_rotary_attention` must match, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEADS, _KV_HEADS, _SIZE, _PAGE = 4, 2, 16, 4
 _LENS = ((3, 6), (2, 2))
 """New tokens and length of each sequence."""
 _TABLE = ((2, 1), (3, 0))
-"""Blocks of each sequence; block 0 is nobody's."""
+"""Blocks of each sequence; block 0 belongs to none."""
 
 
 class _Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""What a tensor holds, feature by feature, in terms of another, x: its elements times entries of tables."""
+"""Describes a tensor feature by feature in terms of another tensor x: elements of x times entries of tables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from torch import fx
 
 Table = tuple[fx.Node, str]
-"""A node that is multiplied with, and what of it counts: "" for all, "real" or "imag" for a part of a complex one."""
+"""A factor: a node, and "" for its value, "real" or "imag" for a part of a complex one."""
 
 Column = tuple[tuple[int, ...], tuple[int, ...]]
-"""For each feature: source, ±(i + 1) for ±x[..., i] and 0 for nothing; and place in the table (empty without one)."""
+"""For each feature: its source, ±(i + 1) for ±x[..., i] and 0 for none, and its index in the table (empty without
+table)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a node holds: per feature the sum, over the columns, of an element of x times an element of the table.
+    """A node's value: per feature the sum, over the columns, of an element of x times an element of the table.
 
     tail: sizes of the dimensions after x's leading ones. dtype: the node's, of the parts where it is complex. wide: the
     dtype in which the products were taken. rounded: whether their sum has been cast to a narrower one since.

@@ -1,4 +1,4 @@
-"""Recognise a rotation: what a reader finds between a tensor and a result, compared with the op's styles."""
+"""Recognise a rotation: compares what the reader found between a tensor and a result with the op's styles."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from core.common.passes.rotary.features import Column, Features, Table
 from core.common.passes.rotary.operations import MOVES, OPERATIONS
 from core.common.passes.rotary.reader import Reader
 
-_MAX_STEPS = 32  # how far x is looked for from a sum of products
+_MAX_STEPS = 32  # how many nodes back from a sum of products x is searched
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """One rotated tensor: result is x turned by cos and sin, the nodes between them are all of the rotation.
+    """One rotated tensor: `result` is x rotated by cos and sin; `nodes` are all nodes in between.
 
     width: the number of rotated features. compute_dtype: None for what promotion gives. out_dtype: None for that of x.
-    backward: turned the other way, as by -sin.
+    backward: rotated the other way, as by -sin.
     """
 
     x: fx.Node
@@ -63,7 +63,7 @@ def find_rotation(seed: fx.Node, order: Mapping[fx.Node, int]) -> Rotation | Nea
         return None
     bases = _bases(reached)
     for result in reversed(results):
-        # Casts before and after belong to the rotation where they cancel; others stay with what is around it.
+        # Casts before and after belong to the rotation if they cancel; others stay outside.
         for x in sorted(bases, key=lambda x: view.dtype(x) != view.dtype(result)):
             if _alike(x, result):
                 reader = readers.get(x)
@@ -77,7 +77,7 @@ def find_rotation(seed: fx.Node, order: Mapping[fx.Node, int]) -> Rotation | Nea
 
 
 def _may_turn(seed: fx.Node, results: list[fx.Node], reached: list[dict[fx.Node, None]]) -> bool:
-    """Tell quickly whether a seed has a sign to turn by: most sums of two products have none."""
+    """Tell quickly whether a sum of two products negates a part, as a rotation does: most do not."""
     kind = view.kind(seed)
     joined = kind == "sub" and any(view.kind(result) in ("cat", "stack") for result in results)
     return kind == "view_as_real" or joined or any(view.kind(node) == "neg" for nodes in reached for node in nodes)
@@ -95,15 +95,15 @@ def _products(seed: fx.Node) -> list[fx.Node]:
 
 
 def _bases(reached: list[dict[fx.Node, None]]) -> list[fx.Node]:
-    """Return what all products of a seed are computed from, the farthest first."""
+    """Return the nodes from which all products of a sum are computed, the farthest first."""
     common = [node for node in reversed(reached[0]) if all(node in others for others in reached[1:])]
-    # A cast that changes nothing is not worth taking in: it may read the tensor that it takes its dtype from.
+    # Leave out a cast that changes nothing: it may read another tensor for its dtype.
     same = {view.source_of_cast(node) for node in common if node.args and view.dtype(node) == view.dtype(node.args[0])}
     return [node for node in common if node not in same]
 
 
 def _sources(operand: object) -> Iterator[fx.Node]:
-    """Yield a node and what it moves, negates or casts, nearest first."""
+    """Yield a node and, going back, the nodes that it moves, negates or casts."""
     found: dict[fx.Node, None] = {}
     pending = [operand] if isinstance(operand, fx.Node) else []
     while pending and len(found) < _MAX_STEPS:
@@ -119,7 +119,7 @@ _ENDS = frozenset({"cast", "cat", "stack", "flatten", "reshape", "view", "view_a
 
 
 def _results(seed: fx.Node) -> list[fx.Node]:
-    """Return the seed and what is put together from it, nearest first."""
+    """Return the sum and the nodes concatenated from it, nearest first."""
     found = [seed]
     while len(found) < 8:
         users = [user for user in found[-1].users if view.kind(user) in _ENDS]
@@ -215,7 +215,7 @@ def _forms(width: int) -> Mapping[tuple[_Sources, _Sources], list[_Form]]:
 
 
 def _whole_tables(columns: Mapping[Table, Column]) -> Mapping[Table, Column]:
-    """Where the features are multiplied with slices of tables, put the columns together to those of the whole ones."""
+    """Where features are multiplied by slices of tables, combine the columns into those of the whole tables."""
     if len(columns) == 2:
         return columns
     found: dict[Table, Column] = {}
@@ -246,7 +246,7 @@ def _last_slice(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _miss(seed: fx.Node, readers: Mapping[fx.Node, Reader]) -> NearMiss | None:
-    """Return the near-miss of a seed with a rotated operand: negated and put together again, or complex."""
+    """Return the near-miss of a sum with a rotated operand: a half negated and concatenated, or a complex product."""
     if view.kind(seed) == "view_as_real":
         looks = any(view.kind(source) == "view_as_complex" for source in _products(seed)[0].all_input_nodes)
     elif view.kind(seed) == "add":
@@ -262,7 +262,7 @@ def _miss(seed: fx.Node, readers: Mapping[fx.Node, Reader]) -> NearMiss | None:
 
 
 def _is_crossed(operand: fx.Node) -> bool:
-    """Return whether an operand joins a negated part with another."""
+    """Return whether an operand concatenates a negated part with another one."""
     for node in _sources(operand):
         if view.kind(node) in ("cat", "stack"):
             return any(view.kind(part) == "neg" for part in node.all_input_nodes)

@@ -20,7 +20,7 @@ class Halves:
 
 
 def halves(one: fx.Node, other: fx.Node) -> Halves | None:
-    """Return what the two nodes are halves of, or None where they are not."""
+    """Return the tensor whose halves the two nodes are, or None."""
     left, right = _part(one), _part(other)
     if left is None or right is None or left.whole is not right.whole:
         return None
@@ -46,7 +46,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a node takes of one dimension of its source; drops: the one element taken leaves no dimension."""
+    """The part that a node takes of one dimension of its source; drops: whether that dimension is removed."""
 
     source: fx.Node
     dim: int
@@ -65,7 +65,7 @@ def _part(node: fx.Node) -> _Part | None:
     if not taken.drops:
         last = taken.dim == len(sizes) - 1
         return _Part(taken.source, taken.start, taken.step, made[-1]) if last else None
-    # One of two rows or columns into which a view has folded the last dimension.
+    # The node is one of two rows or columns into which a view has split the last dimension.
     whole = taken.source.args[0] if view.kind(taken.source) in ("view", "reshape") else None
     if not isinstance(whole, fx.Node) or len(view.shape(whole) or ()) != len(sizes) - 1:
         return None
@@ -99,7 +99,7 @@ def _taken(node: fx.Node) -> _Taken | None:
 
 
 def _of_parts(node: fx.Node, parts: fx.Node) -> _Taken | None:
-    """Read one member of what `chunk`, `split` or `unbind` gives; all members' sizes are known from their values."""
+    """Match one result of `chunk`, `split` or `unbind`; the sizes of all results are known from their fake values."""
     source, index = parts.args[0], node.args[1]
     kind, members = view.kind(parts), value_of(parts)
     dim = _dim(source, view.operand(parts, 1 if kind == "unbind" else 2, "dim", 0))

@@ -21,7 +21,7 @@ from core.common.passes.rotary.pairs import pair_up
 
 
 def find_rotations(context: PassContext) -> tuple[list[Rotation], list[NearMiss]]:
-    """Return all rotations of the graph in order of their results, and what looks like one and is none."""
+    """Return all rotations of the graph in order of their results, and the near-misses."""
     order: Mapping[fx.Node, int] = context.analysis("order")
     found: dict[fx.Node, Rotation] = {}
     misses: dict[fx.Node, NearMiss] = {}
@@ -108,9 +108,10 @@ def run(context: PassContext) -> PassResult:
 
 
 def _irreversible(context: PassContext, site: Site) -> NearMiss | None:
-    """Refuse tables of one's own for a device without the op: it would run the reference, which may lay out otherwise.
+    """Refuse tables that the site must prepare, on a device without the op: it would run the reference.
 
-    Such a site can't be put back as the model wrote it, and a product may round otherwise by the layout of its factors.
+    Such a site can't be put back as the model wrote it. The reference's result may have another layout, in which
+    products may round differently.
     """
     if context.implemented is None or not isinstance(site.target, fx.GraphModule):
         return None

@@ -1,4 +1,4 @@
-"""The operations that a reader of a rotation follows, each as what it makes of the features it is given."""
+"""The operations that a reader of a rotation follows, each as a function from features to features."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cast(reader: Reader, node: fx.Node) -> Features | None:
     source, dtype = reader.read(_input(node)), view.dtype(node)
     if source is None or dtype is None or dtype == source.dtype:
         return source
-    # Before the product x must arrive as x.to(dtype), after it the result as sum.to(x's dtype): no rounding between.
+    # Allowed casts are x.to(dtype) before the product and sum.to(x's dtype) after it; no rounding in between.
     exact = reader.keeps_x(source.dtype) if source.is_plain else view.is_exact(source.dtype, dtype)
     if source.is_complex or not (exact or dtype == reader.dtype):
         reader.fail(node, f"{node} rounds to {dtype} once more")
@@ -201,7 +201,8 @@ def _join(reader: Reader, node: fx.Node) -> Features | None:
 
 
 def _may_widen(reader: Reader, part: Features, dtype: torch.dtype, *, turned: bool) -> bool:
-    """Return whether a part of a whole keeps its values; x's own must be x still where it goes beside turned ones."""
+    """Return whether a concatenated part keeps its values: unrotated features of x beside rotated ones must be
+    unrounded."""
     if part.is_plain and not reader.keeps_x(part.dtype):
         return part.dtype == dtype and not turned
     return view.is_exact(part.dtype, dtype)
@@ -255,6 +256,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "view_as_complex": _as_complex,
     "view_as_real": _as_real,
 }
-"""How each kind of node is read that may stand between x and what it is rotated to."""
+"""The function that reads each kind of node that may come between x and the rotated result."""
 MOVES = frozenset(OPERATIONS) - {"mul", "add", "sub"} | {"chunk", "split", "split_with_sizes", "unbind"}
 """Kinds of nodes that only move, negate or cast features."""

@@ -1,4 +1,4 @@
-"""Which two rotations are a query's and its key's, and bringing them together where the model has them apart."""
+"""Pairs the rotation of a query with that of its key, and moves them together if the model has them apart."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _VIEWS = frozenset({"transpose", "permute", "view", "reshape", "flatten", "unfla
 def pair_up(context: PassContext, rotations: Sequence[Rotation]) -> list[tuple[Rotation, ...]]:
     """Return the rotations (in order of results) in groups of two, query first, or one.
 
-    Two go together if their tables are equal, all else is alike, and the second's x does not wait for the first's
-    result; each takes the next that fits. Where needed, nodes are moved down, and the second gets the first's tables.
+    Two rotations form a pair if their tables and options are equal and the second's x does not depend on the first's
+    result; each takes the next one that fits. Nodes are moved down where needed, and the second rotation gets the
+    tables of the first.
     """
     writes: Writes = context.analysis("writes")
     order: Mapping[fx.Node, int] = context.analysis("order")
@@ -49,7 +50,7 @@ def pair_up(context: PassContext, rotations: Sequence[Rotation]) -> list[tuple[R
             moved = True
         groups.append((second, first) if _is_smaller(first.x, second.x) else (first, second))
     if moved:
-        context.analyses.invalidate()  # type: ignore[union-attr]  # made when the order was asked for
+        context.analyses.invalidate()  # type: ignore[union-attr]  # set when the order was computed
     return groups
 
 
@@ -65,7 +66,8 @@ def _table_key(table: Table, writes: Writes) -> object:
 
 
 def _same_value(argument: Any, writes: Writes, depth: int) -> object:
-    """Return something equal for nodes that compute the same from the same; nothing may write into what they read."""
+    """Return a key that is equal for nodes that compute the same value; nothing may write the tensors that they
+    read."""
     if isinstance(argument, (tuple, list)):
         return tuple(_same_value(item, writes, depth) for item in argument)
     if isinstance(argument, slice):

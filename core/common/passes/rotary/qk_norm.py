@@ -1,7 +1,7 @@
 """Fuse the norms of query and key with the rotary embedding after them to `core::qk_norm_rotary`.
 
 Runs after `lift_rms_norm` and `lift_rotary` and changes no bit. Models norm each head before they put the heads first,
-so transpositions stand between norm and rotation; rows are normed alike either way, so the op gets them transposed.
+so transpositions stand between norm and rotation; each row is normed by itself, so the op may get them transposed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Normed:
 
     @property
     def moved(self) -> Viewed:
-        """What is normed, transposed as the rotation reads it."""
+        """The tensor before the norm, transposed as the rotation reads it."""
         source: Any = self.norm.args[0]
         return Viewed(source, tuple(Swap(*dims) for dims in map(view.swapped_dims, self.moves) if dims is not None))
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return the rotation of a normed query and key with the two norms; a near-miss where they do not go together."""
+    """Return the rotation of a normed query and key with the two norms; a near-miss if they can't be fused."""
     if node.target is not ROTARY.overload:
         return None
     query, key = _normed(node.args[0], node), _normed(node.args[1], node)
@@ -81,7 +81,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _difference(query: _Normed, key: _Normed) -> str:
-    """Return why one op can't do both norms, or nothing."""
+    """Return why one op can't compute both norms, or ""."""
     first, second = query.options, key.options
     for name in sorted(first.keys() - {"weight", "out_dtype"}):
         if first[name] != second[name]:
@@ -94,7 +94,7 @@ def _difference(query: _Normed, key: _Normed) -> str:
 
 
 def _results(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the nodes that read query and key off the op, or None where it is used in another way."""
+    """Return the `getitem` nodes of query and key, or None if the op's result is used in another way."""
     found = {user.args[1]: user for user in node.users if view.kind(user) == "getitem"}
     return (found[0], found[1]) if len(node.users) == len(found) == 2 and found.keys() == {0, 1} else None
 

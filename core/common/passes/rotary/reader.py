@@ -1,8 +1,8 @@
-"""Read what a node computes out of a tensor x, feature by feature: which elements of x, times which tables.
+"""Read what a node computes from a tensor x, feature by feature: which elements of x, times which tables.
 
 Models spell rotary embedding in dozens of ways: slices, chunks, stacks, reshapes to pairs, complex numbers. Between x
 and the result they all only move, negate, cast, multiply with a table and add, so a reader follows these few operations
-as index maps, and what comes out tells the pairing, whatever the spelling. Leading dimensions must stay as they are.
+as index maps. The resulting map shows which features are paired. Leading dimensions must stay as they are.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import fx
 from core.common.passes import same_sizes, view
 from core.common.passes.rotary.features import Column, Features, Table
 
-_MAX_NODES = 64  # what a rotation takes at most, with room to spare; a larger graph around it is not read to its end
+_MAX_NODES = 64  # more than any rotation needs; the reader gives up on larger graphs
 
 
 class Reader:
-    """Reads nodes as features of one x; what does not come from x alone reads as None.
+    """Reads nodes as features of one x; a node that does not depend on x alone reads as None.
 
-    order: position of each node. operations: how each kind of node is read. reasons: what kept a node that does come
-    from x from being read.
+    order: position of each node. operations: the function that reads each kind of node. reasons: why nodes that depend
+    on x could not be read.
     """
 
     def __init__(self, x: fx.Node, order: Mapping[fx.Node, int], operations: Mapping[str, Operation]) -> None:
@@ -40,7 +40,7 @@ class Reader:
             return None
         if node in self.known:
             return self.known[node]
-        # What is computed before x does not depend on it.
+        # Nodes before x do not depend on it.
         if self.order[node] < self.order[self.x] or len(self.known) > _MAX_NODES:
             return None
         self.known[node] = None
@@ -77,7 +77,7 @@ class Reader:
         return tail if fits else None
 
     def axis(self, node: object, dim: object, extra: int = 0) -> int | None:
-        """Return which tail dimension of a tensor a dim names, or None; extra: dimensions that the result has more."""
+        """Return the tail dimension that a `dim` names, or None; extra: how many more dimensions the result has."""
         rank = len(view.shape(node) or ()) + extra
         if not isinstance(dim, int) or isinstance(dim, bool):
             return None

@@ -1,9 +1,9 @@
 """Lift the tables of rotary embedding to `core::rotary_table`: cos and sin of positions times inverse frequencies.
 
 Seven small kernels a step, of which each does next to nothing, become one. No bit changes where the angles are written
-as a product; models that write it as a matrix product over one term get the same product. Only where the device brings
-the op. Positions that are no integers, frequencies computed by position, and angles put together otherwise (sections of
-several positions) stay.
+as a product; models that write it as a matrix product over one term get the same product. The pass runs only if the
+device implements the op. Positions that are no integers, frequencies computed by position, and angles put together
+otherwise (sections of several positions) stay.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Table:
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
-    """Return both tables at the cosine of angles of which the sine is taken too; a near-miss for angles of others."""
+    """Return both tables at a cosine whose angles have a sine too; a near-miss for other angles."""
     if view.kind(node) != "cos" or not isinstance(node.args[0] if node.args else None, fx.Node):
         return None
     emb: Any = node.args[0]
@@ -80,7 +80,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _table(node: fx.Node) -> _Table:
-    """Read the factor and the cast off what uses a cosine or a sine."""
+    """Match the factor and the cast after a cosine or a sine."""
     end, scaling = node, 1.0
     user = view.only_user(end)
     if user is not None and view.kind(user) == "mul" and view.is_number(view.other(user, end)):
@@ -93,7 +93,7 @@ def _table(node: fx.Node) -> _Table:
 
 
 def _angles(emb: fx.Node) -> _Angles | str:
-    """Return what the angles are the product of, or why they are none."""
+    """Return the factors of the angles, or why the angles are not such a product."""
     product, layout = _laid_out(emb)
     for at, frequencies, column in _factors(product):
         inv_freq = _frequencies(frequencies, view.shape(product) or (), column)
@@ -106,7 +106,7 @@ def _angles(emb: fx.Node) -> _Angles | str:
 
 
 def _laid_out(emb: fx.Node) -> tuple[fx.Node, str]:
-    """Return the angles before they were doubled, and how they were."""
+    """Return the angles before they were repeated, and the layout of the repetition."""
     source: Any = emb.args[0] if emb.args else None
     last = (-1, len(view.shape(emb) or ()) - 1)
     kind = view.kind(emb)
@@ -133,8 +133,8 @@ def _factors(product: fx.Node) -> Iterator[tuple[Any, Any, bool]]:
 def _frequencies(node: Any, sizes: tuple[Any, ...], column: bool) -> fx.Node | None:
     """Return the vector (F,) behind a factor of the angles, which holds it in its last dimension or as columns.
 
-    In between dimensions of one are put in, columns repeated, values cast without a loss. With no more than that the
-    factor has one dimension other than one, unless it is repeated, and so its place says it all.
+    In between, dimensions of size 1 are inserted, columns repeated, and values cast without loss. So unless it is
+    repeated, the factor has a single dimension larger than 1, whose position tells the form.
     """
     count, own = sizes[-1], view.shape(node) or ()
     place = (count, 1) if column else (count,)
@@ -155,7 +155,7 @@ def _frequencies(node: Any, sizes: tuple[Any, ...], column: bool) -> fx.Node | N
 
 
 def _positions(node: Any, sizes: tuple[Any, ...], column: bool) -> fx.Node | None:
-    """Return the integers (..., T) behind a factor of the angles, which holds each of them once and in their order."""
+    """Return the integers (..., T) behind a factor of the angles that holds each of them once, in order."""
     wanted = sizes[:-1]
     factor = (*wanted[:-1], 1, *wanted[-1:]) if column else (*wanted, 1)
     if not same_sizes(view.shape(node) or (), factor):
@@ -181,7 +181,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def _puts_in_ones(node: fx.Node) -> bool:
-    """Return whether a node does nothing but put dimensions of one in."""
+    """Return whether a node only inserts dimensions of size 1."""
     if view.kind(node) == "unsqueeze":
         return True
     if view.kind(node) != "getitem" or not isinstance(value_of(node.args[0]), Tensor):
@@ -228,7 +228,7 @@ LIFT_ROTARY_TABLE = Pass(
     name="lift_rotary_table",
     find=find,
     does="Lift every pair of tables.",
-    # Rotations take casts of their tables in, and equal tables become one.
+    # The lift of rotations includes casts of their tables, and equal tables are joined.
     after=("lift_rotary", "eliminate_common_subexpressions", "fuse_rotary_attention"),
     guards=Guards(implements=frozenset({ROTARY_TABLE.qualified_name})),
     examples=examples,

@@ -24,7 +24,8 @@ ROWS: Layout = ("t", "h", "d")
 
 
 def follow(layout: Layout, views: Sequence[fx.Node]) -> Layout | None:
-    """Return the layout after these views, one reading the other; None where it is none or more than layouts change."""
+    """Return the layout after these chained views; None if the result is no layout, or a view changes more than the
+    layout."""
     for node in views:
         found = _after(layout, node)
         if found is None:
@@ -56,7 +57,8 @@ def _size(node: Any, dim: int) -> Any:
 
 
 def table_index(layout: Layout, table: fx.Node, x: fx.Node) -> tuple[Any, ...] | None:
-    """Return what picks a row per token, (T, R), from a table of cos or sin; None where heads or sequences differ.
+    """Return the index that takes rows per token, (T, R), from a table of cos or sin; None if heads or sequences
+    differ.
 
     layout: that of x, the query that the table is multiplied with.
     """

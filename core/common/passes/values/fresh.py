@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 def fresh(like: FakeTensor, shape: Sequence[Any], stride: Sequence[Any], count: Any = None) -> FakeTensor:
     """Return a fake tensor of its own memory, of the dtype, device and fake mode of `like`.
 
-    count: how many elements the memory has, where `num_elements` tells: with symbolic sizes that takes long to find.
+    count: how many elements the memory has, if `num_elements` has told: computing it from symbolic sizes is slow.
     """
     with torch.no_grad():
         if count is None:
@@ -32,7 +32,8 @@ def num_elements(tensor: FakeTensor) -> Any:
 def reread(base: FakeTensor, shape: Sequence[Any], stride: Sequence[Any], offset: Any) -> FakeTensor:
     """Return a view of a fake tensor's memory: `base.as_strided(shape, stride, offset)`, bounds unchecked."""
     with torch.no_grad():
-        # Dispatched to the meta kernel at once: a fake tensor's own way there asks about sizes, for milliseconds.
+        # Dispatched to the meta kernel directly: a fake tensor's own dispatch asks about sizes, which takes
+        # milliseconds.
         with in_kernel_invocation_manager(base.fake_mode):
             inner = torch.as_strided(base, shape, stride, offset)
         return FakeTensor(base.fake_mode, inner, base.fake_device)

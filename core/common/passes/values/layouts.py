@@ -1,4 +1,4 @@
-"""Where tensors lie: the tensors in a value, the storage of each, and whether two lie alike in their storages."""
+"""Memory layout: the tensors in a value, the storage of each, and whether two tensors have equal strides."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def memory(tensor: Tensor) -> int:
-    """Return what tensors have in common that lie in one storage."""
+    """Return a key that is equal for tensors in one storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def same_strides(left: Tensor, right: Tensor) -> bool:
-    """Tell whether two tensors of one shape lie alike in memory; the stride of a single element means nothing."""
+    """Tell whether two tensors of one shape have the same strides; the stride of a dimension of size 1 does not
+    count."""
     sizes = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all((type(size) is int and size == 1) or same_size(mine, theirs) for size, mine, theirs in sizes)
 

@@ -1,4 +1,4 @@
-"""How a call made its fake result, so that the same call of a like layer is done by hand instead of run again."""
+"""Recipes of fake results: the same call in another layer gets its fake result from the recipe and is not run again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from core.common.passes.values.fresh import fresh, num_elements, reread
 from core.common.passes.values.layouts import flat, memory
 from core.common.passes.values.sizes import expression
 
-_OWN = -1  # in place of the argument that a result is a view of: it has memory of its own
+_OWN = -1  # stands for "no argument": the result has memory of its own
 _PLAIN = (int, float, bool, type(None))
 
 
@@ -97,9 +97,9 @@ def _is_zero(offset: Any) -> bool:
 
 
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> tuple[object, ...]:
-    """Return what calls must have in common for one recipe to make their results. leaves: `flat` of the arguments."""
+    """Return a key that calls must share for one recipe to serve them. leaves: `flat` of the arguments."""
     memories = [memory(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves]
-    shared = tuple(map(memories.index, memories))  # which arguments lie in one memory
+    shared = tuple(map(memories.index, memories))  # which arguments share memory
     return (target, _nesting(args), *((name, _nesting(kwargs[name])) for name in kwargs), shared, signatures(leaves))
 
 
@@ -109,14 +109,14 @@ def _nesting(value: Any) -> object:
 
 
 def signatures(leaves: Sequence[Any]) -> tuple[object, ...]:
-    """Return what makes values alike to a call: of tensors dtype, device and layout, of others all."""
+    """Return what a call can see of a value: dtype, device and layout of a tensor, all of any other value."""
     return tuple(map(_signature, leaves))
 
 
 def _signature(value: Any) -> object:
     if isinstance(value, Tensor):
         if type(value) is not FakeTensor or value.layout != torch.strided:
-            return object()  # nothing is known to be alike
+            return object()  # never equal to another value
         kind = (value.dtype, value.device, value.is_conj(), value.is_neg())
         return kind, expressions(value.shape), expressions(value.stride()), expression(value.storage_offset())
     if isinstance(value, (SymInt, SymFloat, SymBool)):
@@ -127,5 +127,5 @@ def _signature(value: Any) -> object:
 
 
 def expressions(sizes: Sequence[Any]) -> tuple[Any, ...]:
-    """Return sizes or strides such that equal ones are equal, and none is asked for its value."""
+    """Return a hashable form of sizes or strides, without asking a symbol for its value."""
     return tuple(size if type(size) is int else expression(size) for size in sizes)

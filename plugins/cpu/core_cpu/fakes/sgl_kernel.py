@@ -47,7 +47,7 @@ def gathered(data: Tensor, dim: int) -> Tensor:
 
 
 def columns(mat2: Tensor, is_vnni: bool) -> int:
-    """Return how many columns a linear with this weight gives, which is (N, K), or (K, N) where tiles do not pay."""
+    """Return the number of a linear's output columns. The weight is (N, K), or (K, N) if tiles do not pay."""
     turned = mat2.dtype == torch.float32 or (not is_vnni and mat2.dim() == 2 and mat2.shape[0] < _TILE)
     return mat2.shape[1] if turned else mat2.shape[0]
 

@@ -1,4 +1,4 @@
-"""What the calls of `sgl_kernel`'s ops are drawn by: sizes such as the kernels take, rows, numbers and codes.
+"""Draws for calls of `sgl_kernel`'s ops: sizes that the kernels accept, rows, numbers and codes.
 
 Head sizes are 64, widths are multiples of 32. Legend: T tokens, H heads, D head size, K and N in and out features,
 E experts, INNER the intermediate size.

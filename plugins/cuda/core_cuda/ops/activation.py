@@ -1,4 +1,5 @@
-"""The gate of a gated MLP, `act(gate) * up`, from two tensors or from one, also ending in codes of fp8 or int8."""
+"""The gate of a gated MLP, `act(gate) * up`, from two tensors or from one, optionally followed by quantisation to fp8
+or int8."""
 
 # Triton reads annotations of kernels as types of its own
 
@@ -24,7 +25,7 @@ from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES, as_rows, outputs, row_starts
 
 MAX_ROW = 32768
-"""The longest row of which a program makes one scale."""
+"""The longest row for which one program computes a scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class GateConfig:
 def default_config(num_rows: int, width: int, *, region: int = 0) -> GateConfig:
     """Return how rows of this width are shared out: small blocks where few rows leave multiprocessors idle.
 
-    region: how many columns a program has to see the whole of, to make a scale of them; 0 for none.
+    region: how many columns share a scale, all of which one program must see; 0 for none.
     """
     if region == width:
         block = triton.next_power_of_2(width)
@@ -156,7 +157,7 @@ def _gate_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The arguments of `core::gated_activation` that are no tensors."""
+    """The non-tensor arguments of `core::gated_activation`."""
 
     kind: str
     gate_first: bool = True
@@ -197,7 +198,7 @@ gated_activation, gated_activation_fused, gated_activation_quantize = (
 
 
 def _parts(gate_up: Tensor, gate: Gate) -> tuple[Tensor, Tensor | None]:
-    """Return what the kernel reads as gate and as up."""
+    """Return the tensors that the kernel reads as gate and as up."""
     if gate.interleaved:
         return gate_up, None
     first, second = gate_up.chunk(2, dim=-1)

@@ -35,8 +35,8 @@ def write_cache(
     contiguous and their slots evenly spaced (`why_not_cache`); they may have another dtype, to which values are
     rounded. Nothing is read on the host. k_scale, v_scale: of caches of codes, () or (K,), None for 1.
 
-    Returns what to attend to in the place of key and value: these; or, of caches of codes, new tensors of their dtypes
-    that hold the codes, as numbers.
+    Returns the tensors for attention to read: key and value themselves; for caches of codes, new tensors of the same
+    dtypes with the dequantised codes (without scale).
     """
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     rounded_key = rounded_value = None

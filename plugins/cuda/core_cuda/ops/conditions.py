@@ -10,10 +10,10 @@ from torch import Tensor
 from core.common.ops.implementation import Condition, OpCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What kernels over rows read and write; they compute in fp32."""
+"""Dtypes that kernels over rows read and write; they compute in fp32."""
 
 CODES = (torch.float8_e4m3fn, torch.int8)
-"""What they quantise to."""
+"""Dtypes to which they quantise."""
 
 
 def all_of(*conditions: Condition) -> Condition:
@@ -37,8 +37,8 @@ def dtypes(call: OpCall) -> str | None:
 def computes_in_fp32(*tensors: str) -> Condition:
     """Return the condition of a kernel that computes in fp32 whatever is asked for.
 
-    tensors: names of what is cast to compute_dtype first. What they hold loses nothing where that is their own dtype,
-    and may then be computed wider; where they are wider, the cast would lose digits that the kernel keeps.
+    tensors: names of the tensors that the op casts to compute_dtype first. If that is their own dtype, computing wider
+    is allowed. If they are wider, the op's cast would drop digits that the kernel keeps.
     """
 
     def condition(call: OpCall) -> str | None:

@@ -61,7 +61,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 
 @triton.jit
 def start_next(OVERLAP: tl.constexpr):
-    """Let the blocks of the next kernel start; what they may not read yet, `wait_for_inputs` keeps them from."""
+    """Let the blocks of the next kernel start; `wait_for_inputs` makes them wait before they read results."""
     if OVERLAP:
         gdc_launch_dependents()
 

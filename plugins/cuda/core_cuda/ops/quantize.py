@@ -1,4 +1,4 @@
-"""`core::quantize` for fp8 and int8, and what kernels that end in codes share."""
+"""`core::quantize` for fp8 and int8, and the parts that all quantising kernels share."""
 
 # Triton reads annotations of kernels as types of its own
 
@@ -204,7 +204,7 @@ class Codes:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What kernels that end in codes are told of scales, beside the rows of those that they make."""
+        """The kernels' arguments about scales, besides the rows of the scales that they compute."""
         return {"given": self.given, "GROUP": self.group} | ({} if self.given is None else {"scale": self.used})
 
     def fill(self, codes: Tensor) -> None:

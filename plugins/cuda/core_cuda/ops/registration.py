@@ -17,9 +17,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 def kernel_of(op: CanonicalOp) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Return the decorator that registers a function as the kernel `core_cuda::name` of a canonical op.
 
-    The function gets every argument of the schema by name, defaults filled in, with the GPU of the first one current:
-    Triton launches on its stream. It writes what the canonical op writes and returns what it returns. It becomes one
-    node of a graph, which no lowering looks into.
+    The function gets every argument of the schema by name, defaults filled in. The GPU of the first argument is
+    current, since Triton launches on its stream. The function writes and returns what the canonical op does. In a graph
+    it is one node, which no lowering decomposes.
     """
 
     def register(function: Callable[..., Any]) -> torch._ops.OpOverload:
@@ -30,7 +30,8 @@ def kernel_of(op: CanonicalOp) -> Callable[[Callable[..., Any]], torch._ops.OpOv
             with torch.cuda.device_of(first):
                 return function(**{**defaults, **dict(zip(names, (first, *operands), strict=False)), **options})
 
-        # As core declares its own ops, without the Python that torch.library.custom_op puts around each call.
+        # Define the op as core declares its own, without the Python wrapper of torch.library.custom_op around each
+        # call.
         _LIBRARY.define(op.schema)
         _LIBRARY.impl(op.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=_LIBRARY)

@@ -26,7 +26,7 @@ TYPES: Mapping[torch.dtype, Any] = MappingProxyType(
         torch.int8: tl.int8,
     }
 )
-"""What Triton calls the dtypes of torch."""
+"""torch dtype -> Triton dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Rows:
 
 
 def as_rows(reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor | None]) -> Rows:
-    """Return the rows of what a kernel reads and writes; what it cannot walk, it gets as copies.
+    """Return the rows that a kernel reads and writes; tensors that it can't walk are copied.
 
     reads: the first is not None. Rows are in the order of the first tensor's memory, which need not be that of the
     shape. Two strides for each tensor lead to the rows of whatever models slice, split and transpose.

@@ -1,4 +1,4 @@
-"""Memory that kernels need between launches: counters by which programs of a launch find out who is last, constants."""
+"""Memory that kernels keep between launches: constants, and counters by which a program knows that it is the last."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ONES: dict[torch.device, Tensor] = {}
 
 
 def counters(n: int, device: torch.device) -> Tensor:
-    """Return at least n int32 counters on the device, all zero; the kernel that counts has to leave them so.
+    """Return at least n int32 counters on the device, all zero; the kernel that uses them must reset them to zero.
 
-    Kernels of one stream run one after the other and share them; another stream has its own. They are never freed, so
-    graphs may hold their address. Raises `CaptureError` where they have to be made while the stream is captured.
+    Kernels of one stream run one after the other and share them; another stream has its own. Counters are never freed,
+    so graphs may hold their address. Raises `CaptureError` where they have to be made while the stream is captured.
     """
     on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from core_cuda.ops.attention.decode import Coding
-from core_cuda.ops.attention.prefill import PrefillShape, candidates, prefill
+from core_cuda.ops.attention.prefill import prefill
+from core_cuda.ops.attention.prefill_config import PrefillShape, candidates
 
 PAGE = 16
 

@@ -1,4 +1,4 @@
-"""What `npu_fused_infer_attention_score` returns, by layout: the rules of its `infer_output` helpers.
+"""Results of `npu_fused_infer_attention_score` by layout: the rules of its `infer_output` helpers.
 
 Letters of a layout: B sequences, S tokens of one, T tokens of all, N heads, D features, H = N * D.
 """

@@ -21,7 +21,7 @@ from core_npu.fakes.samples_atb import ATB_SAMPLES
 __all__ = ["NPU_FAKES", "NPU_WRITES"]
 
 _DTYPES: Mapping[int, torch.dtype] = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
-"""Numbers of torch's dtypes, as ops of torch_npu take them, by which a product is stored."""
+"""Numbers of dtypes in torch_npu's ops for the result of a product."""
 
 
 def _unknown(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -30,7 +30,7 @@ def _unknown(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def in_bytes(query: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Be the rule of workspaces of ATB: bytes, as many as the kernel asks for."""
+    """The rule of ATB's workspaces: as many bytes as the kernel asks for."""
     return _unknown(query, torch.uint8)
 
 
@@ -120,7 +120,7 @@ _RULES: Mapping[str, ShapeRule] = {
     "atb::_npu_reshape_and_cache_siso": nothing,
     "atb::_npu_rotary_embedding": nothing,
     "npu::npu_gather_pa_kv_cache": nothing,
-    # What they are given to write.
+    # Rules of ops that return the arguments they write.
     "atb::_npu_flash_attention_prefix_v2.out": argument("out"),
     "atb::_npu_flash_attention_v2.out": argument("out"),
     "atb::_npu_paged_attention_v2.out": argument("out"),
@@ -170,7 +170,7 @@ _UNDECLARED: Mapping[str, tuple[str, ...]] = {
     "npu::npu_fused_infer_attention_score.out": ("out",),
     "npu::npu_fused_infer_attention_score_v2.out": ("out",),
 }
-"""Op -> what its kernel writes and its schema denies."""
+"""Op -> the arguments that its kernel writes although its schema says otherwise."""
 
 _UNWRITTEN = (in_bytes, of_its_dtype, scored, scored_v2)
 """Rules of ops that only allocate."""
@@ -191,4 +191,4 @@ NPU_FAKES = tuple(
 """The fakes that the plugin declares; each is applied where torch_npu has the op and no fake of it."""
 
 NPU_WRITES = (FakeOp(op="npu::npu_apply_rotary_pos_emb", rule=None, also_writes=("query", "key"), changes=True),)
-"""What ops that torch_npu brings a fake of write, and their schemas deny."""
+"""Arguments that ops with a fake of torch_npu write although their schemas say otherwise."""

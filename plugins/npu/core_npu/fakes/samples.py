@@ -33,7 +33,8 @@ def ints(draw: Draw, values: object, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def _paged(draw: Draw) -> dict[str, Any]:
-    """Return what both versions of attention take under the same names: 2 sequences in pages (blocks, P, G * D)."""
+    """Return the arguments that both versions of attention take under the same names: 2 sequences in pages (blocks, P,
+    G * D)."""
     return {
         "query": draw(_T, _N, _D),
         "key": draw(9, _P, _G * _D),
@@ -72,7 +73,8 @@ _LAYOUTS: Mapping[str, tuple[str, ...]] = {
 
 
 def _inferred(draw: Draw, heads: str, log_sum: str, scale: str) -> Mapping[str, Mapping[str, Any]]:
-    """Each layout with smaller values than keys; pages of each rank; what decides the dtype. Nothing is computed."""
+    """Each layout with smaller values than keys; pages of each rank; arguments that decide the dtype. Nothing is
+    computed."""
     sizes = {"B": 2, "S": 3, "T": _T, "D": _D}
     rest = {heads: _N, "num_key_value_heads": _G}
     calls: dict[str, Mapping[str, Any]] = {}

@@ -22,7 +22,7 @@ __all__ = ["ATB_SAMPLES"]
 _N, _G, _D, _V, _P = 4, 2, 64, 32, 128
 _LATENT, _ROTARY = 512, 64
 _QUERIES, _LENGTHS = [3, 4], [131, 4]
-"""Of two sequences; what stands before the queries fills whole pages."""
+"""Lengths of two sequences; the tokens before the queries fill whole pages."""
 _T = sum(_QUERIES)
 _SCALE = _D**-0.5
 _HEADS = {"num_heads": _N, "num_kv_heads": _G, "scale_value": _SCALE}
@@ -34,7 +34,7 @@ def _host(values: object) -> Tensor:
 
 
 def _triangle(draw: Draw, size: int) -> Tensor:
-    """Return what hides the places above the diagonal, in half precision."""
+    """Return a causal mask, which hides positions above the diagonal, in half precision."""
     return torch.full((size, size), -10000.0, dtype=draw.dtype).triu(1).to(draw.device)
 
 
@@ -190,7 +190,7 @@ def _loaded(draw: Draw, *, out: bool) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _rotary(draw: Draw) -> Mapping[str, Mapping[str, Any]]:
-    # torch_npu keeps the table of the first call of a process: another one here would be read nowhere.
+    # torch_npu keeps the table of a process's first call and would ignore another one here.
     angles = torch.arange(32.0)[:, None] * 10000.0 ** (-torch.arange(0.0, _D, 2.0) / _D)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(draw.dtype).to(draw.device)
     rows = {"positions": ints(draw, [0, 3, 31], torch.int64), "query": draw(3, _N * _D), "key": draw(3, _G * _D)}

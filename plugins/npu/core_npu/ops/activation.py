@@ -1,4 +1,4 @@
-"""The gate of a gated MLP, of one tensor that holds both halves, also ending in codes of int8.
+"""The gate of a gated MLP over one tensor with both halves, also with quantisation to int8.
 
 Shapes: gate_up (..., 2 * I), gate and up (..., I). The kernels halve the last dimension and compute in fp32.
 """
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _GELU = {"gelu": 0, "gelu_tanh": 1}
-"""Kind -> what `npu_geglu` calls it: 0 is the error function's form, 1 the approximation by tanh."""
+"""Kind -> the number of the form in `npu_geglu`: 0 is the error function's form, 1 the approximation by tanh."""
 
 _ALPHA = {"silu": 1.0, "quick_gelu": 1.702}
 """Kind -> factor inside the sigmoid of the gates that are cut off: x * sigmoid(alpha * x)."""
@@ -50,7 +50,7 @@ def gate(
     up_offset: float = 0.0,
 ) -> Tensor:
     """Return the gate (..., I) of gate_up (..., 2 * I) by the kernel for it; contiguous. As `fused_condition` says."""
-    # The kernels for gates take contiguous rows alone.
+    # The kernels for gates take only contiguous rows.
     both = gate_up.contiguous()
     if not both.numel():
         return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))

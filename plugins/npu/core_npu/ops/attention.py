@@ -7,8 +7,8 @@ in one of two forms:
     decode   (T, 1, H, D), one row a sequence; any head size that 16 divides, without a window: with a single query the
              kernel reads neither mask nor window
 
-Lengths are lists of the host. In a captured graph they are a task's that is renewed before each replay
-(core_npu/updates.py); the workspace is then the kernel's largest, since it must not change with them.
+Lengths are lists of the host. In a captured graph they belong to a task that is renewed before each replay
+(core_npu/updates.py). The workspace is then the kernel's largest, since it can't change with the lengths.
 
 What CANN documents contradicts itself in two places. Pages: multiples of 128 up to 512 for several queries in general,
 multiples of 16 up to 1024 for the packed form in particular; the latter is taken. Heads of 64: for as many query as
@@ -113,7 +113,7 @@ def write_rows(new: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new (T, K, D) into a paged cache (N, P, K, D) at slot_mapping (T,), in place.
 
     By `npu_scatter_nd_update_`: `npu_scatter_pa_kv_cache` is documented for caches in the device's own format alone.
-    Rows of padding share a slot of the null block, where any of them may win.
+    Padding rows share a slot of the null block; the order of their writes does not matter.
     """
     rows = cache.view(-1, new.shape[1] * new.shape[2])
     torch.ops.npu.npu_scatter_nd_update_(rows, slot_mapping.view(-1, 1), new.reshape(new.shape[0], -1))
@@ -132,7 +132,7 @@ def _packed(
     causal, window = sight
     options |= {
         "input_layout": "TND",
-        "block_table": torch.nn.functional.pad(table, (0, 0, 0, 1)),  # the null block's, for the padding
+        "block_table": torch.nn.functional.pad(table, (0, 0, 0, 1)),  # the null block, for padding rows
         "sparse_mode": (_BAND if window else _CAUSAL) if causal else _ALL,
     }
     if causal:
@@ -171,7 +171,7 @@ def attend(query: Tensor, pages: list[Tensor], host: dict[str, FromInputs], opti
     out, log_sum = torch.empty_like(query), query.new_empty((0,), dtype=torch.float32)
     workspace = None
     if is_capturing():
-        # Of the lengths that the warm-up saw; the op answers for the largest workspace that others will need.
+        # Uses the lengths of the warm-up; the op returns the largest workspace that other lengths may need.
         lengths = {
             name: each.transform(*map(host_values, each.tensors)) if each.transform else host_values(each.tensors[0])
             for name, each in host.items()
@@ -264,7 +264,7 @@ def _form(call: OpCall) -> str | None:
     if page % PAGE_STEP or page > most:
         return f"blocks have {page} positions, and the kernel takes multiples of {PAGE_STEP} up to {most}"
     sequences = args["seq_lens"].shape[0]
-    # A number that is only known at the call is that of a bucket.
+    # A symbolic number of tokens is that of a bucket.
     if isinstance(sequences, int) and sequences >= MAX_SEQUENCES:
         return f"there are {sequences} sequences, and the kernel takes fewer than {MAX_SEQUENCES}"
     return None

@@ -1,7 +1,7 @@
 """Lengths of sequences as `npu_fused_infer_attention_score` wants them: lists of the host, in plain Python.
 
 T rows of query, of which the first `starts[-1]` are real; lens and starts as `core::attention` has them. The kernel
-attends for all T rows, so rows of padding are given a sequence as well; what comes of it is thrown away.
+attends for all T rows, so padding rows get a sequence too, and its results are discarded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conditions that the ops share: small functions from a call to why a kernel cannot take it, or None.
 
-What they say is what the documentation of CANN's kernels says for Atlas A2 and A3; nothing of it was measured.
+They follow the documentation of CANN's kernels for Atlas A2 and A3; none of it was measured.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What elementwise kernels and kernels over rows take; they compute in fp32."""
+"""Dtypes of elementwise kernels and kernels over rows; they compute in fp32."""
 
 HALF = (torch.bfloat16, torch.float16)
-"""What attention and the kernels that end in codes take."""
+"""Dtypes of attention and of the kernels that end in a quantisation."""
 
 MAX_RANK = 8
 """The most dimensions that an aclnn kernel takes."""
@@ -85,8 +85,8 @@ def keeps_dtype(name: str) -> Condition:
 def computes_in_fp32(*tensors: str, asked: str = "compute_dtype") -> Condition:
     """Return the condition of a kernel that computes in fp32 whatever is asked for.
 
-    tensors: names of what is cast to compute_dtype first. What they hold loses nothing where that is their own dtype,
-    and may then be computed wider; where they are wider, the cast would lose digits that the kernel keeps.
+    tensors: names of the tensors that the op casts to compute_dtype first. If that is their own dtype, computing wider
+    is allowed. If they are wider, the op's cast would drop digits that the kernel keeps.
     """
 
     def condition(call: OpCall) -> str | None:

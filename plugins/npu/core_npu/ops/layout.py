@@ -19,7 +19,7 @@ __all__ = ["Rows", "rows_of"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How a kernel over rows (..., D) is given its operands, and how its results are given back."""
+    """How operands are passed to a kernel over rows (..., D), and how its results are converted back."""
 
     #: Order of the dimensions in memory; None where they stand in it already.
     order: tuple[int, ...] | None = None
@@ -53,10 +53,10 @@ def rows_of(*operands: Tensor) -> Rows:
 
 @functools.lru_cache(maxsize=1024)
 def _rows(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> Rows:
-    # What torch makes of strides it does not write down; so this asks it, once for each form of operands.
+    # torch does not document its rule for strides, so ask it once for each form of operands.
     first, *others = (torch.empty_strided(shape, each, device="meta") for each in strides)
     made = (sum(others, start=first) if others else first * 2.0).stride()
-    order = tuple(sorted(range(len(shape)), key=lambda dim: -made[dim]))  # stable: sizes of one may stand anywhere
+    order = tuple(sorted(range(len(shape)), key=lambda dim: -made[dim]))  # stable: dimensions of size 1 may be anywhere
     if order == tuple(range(len(shape))) or 0 in shape:
         return _AS_THEY_ARE
     return Rows(order=order) if order[-1] == len(shape) - 1 else Rows(strides=made)

@@ -136,7 +136,8 @@ def grouped_mlp(
         return x.new_empty(x.shape)
     npu, experts = torch.ops.npu, gate_up.shape[0]
     matrices = (gate_up, down) if transposed else (gate_up.transpose(1, 2), down.transpose(1, 2))
-    # An index of no expert here adds nothing: the kernels take none, so some expert has it, at weight zero.
+    # An index of an absent expert adds nothing. The kernels accept no such index, so assign it to some expert with
+    # weight zero.
     own = indices.clamp(0, experts - 1)
     foreign = own != indices
     factors = weights.masked_fill(foreign, 0.0)
@@ -154,7 +155,7 @@ def grouped_mlp(
     options: dict[str, Any] = {"kind": kind, "interleaved": interleaved, "limit": limit, "up_offset": up_offset}
     hidden = gate(hidden, **options) if gate_refusal(**options) is None else gated_activation_fused(hidden, **options)
     results = _project(hidden.contiguous(), matrices[1], ends)
-    # Zero times what overflows in an expert that nobody chose would be no zero.
+    # The weight zero times an overflow would not be zero.
     unasked = foreign.new_zeros(foreign.numel()).scatter(0, places.long(), foreign.reshape(-1))
     results = results.masked_fill(unasked[:, None], 0.0)
     # Weighted and summed in the wider of the two dtypes, as the op has it.

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _FIRST_ONLY = [True, False]
-"""Asks `npu_add_rms_norm_dynamic_quant` for the first of its two results in codes; nothing reads the second.
+"""Mask that asks `npu_add_rms_norm_dynamic_quant` only for the first of its two quantised results.
 
 Without this mask the smoothing factors that are given decide which results the kernel makes."""
 

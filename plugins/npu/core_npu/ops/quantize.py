@@ -1,4 +1,4 @@
-"""Codes of int8: symmetric by token or with one scale given, and with a zero point where both are given.
+"""Quantisation to int8: symmetric by token or by a given scale, and asymmetric by a given scale and zero point.
 
 Shapes: x (..., K); scales (..., 1) by token, () for one. `npu_dynamic_quant_asymmetric` makes no zero point that fits
 `core::quantize_asymmetric`: it leaves zero out of a row's range, and gives offsets that are neither rounded nor cut off
@@ -24,7 +24,7 @@ def quantize(x: Tensor, scale: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]
         return _divided(x, scale, None), scale.clone()
     if not x.numel():
         return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    # Of other strides the kernel gives contiguous codes all the same, and its fake codes of the strides of x.
+    # For other strides the kernel still returns contiguous codes, but its fake returns the strides of x.
     codes, made = torch.ops.npu.npu_dynamic_quant(x.contiguous())
     # A row of zeros has scale 0 here; in the op it has the smallest normal number. Its codes stand for zero with both.
     return codes, made.unsqueeze(-1).clamp(min=torch.finfo(torch.float32).tiny)

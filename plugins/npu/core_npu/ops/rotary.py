@@ -2,8 +2,8 @@
 
 Shapes: x (..., D), cos and sin as in core/common/ops/rotary/rotation.py; R rotated features. The kernel sees rows and
 heads with the tables of the rows: (T, N, R) and (T, 1, R), or (B, S, N, R) and (1, S, 1, R) where sequences share a
-table. Its other forms, with the heads before the tokens, have bounds that decode does not meet. It tells forms apart by
-sizes alone, so only these two are used.
+table. Its other forms, with the heads before the tokens, have bounds that decode does not meet. It distinguishes the
+forms only by sizes, so only these two are used.
 
 `npu_apply_rotary_pos_emb`, which turns query and key at once, is not: it writes into both, which its schema denies.
 """
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 MAX_FEATURES = 896
-"""Below which the number of rotated features has to stay."""
+"""Exclusive upper limit of the number of rotated features."""
 
 MAX_HEADS = 1000
-"""Below which heads have to stay, and sequences times heads where sequences share a table."""
+"""Exclusive upper limit of the number of heads, and of sequences times heads if sequences share a table."""
 
 _MODES = {"half": "half", "interleaved": "interleave", "deinterleave": "half"}
 """Style -> mode of the kernel. Deinterleaved pairs are first put half by half."""
@@ -148,7 +148,7 @@ def _in_form(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 def _heads_dim(shape: torch.Size, table: torch.Size) -> int:
     """Return which dimension of x holds heads that share a row of the tables: -3 or -2 from the end, counted from 0."""
     before, behind = len(shape) - 3, len(shape) - 2
-    # Where either could be, there is one token or one head, and rows are rows.
+    # If both dimensions fit, there is one token or one head, and either reading gives the same rows.
     return before if table[before] == 1 and not (table[behind] == 1 and shape[behind] > 1) else behind
 
 
@@ -184,7 +184,7 @@ def _refusal(call: OpCall, name: str) -> str | None:
         return f"{width} features are rotated, and the kernel takes fewer than {MAX_FEATURES}"
     table = torch.Size((1,) * (x.dim() - cos.dim()) + tuple(cos.shape))
     heads = _heads_dim(x.shape, table)
-    rows = 2 * x.dim() - 5 - heads  # the other of the two dimensions before the last
+    rows = 2 * x.dim() - 5 - heads  # the other one of the two dimensions before the last
     if table[heads] != 1:
         return f"each head of {name} has a row of the tables, and the kernel takes one for all heads"
     if table[rows] != x.shape[rows]:

@@ -1,1 +1,1 @@
-"""Passes for models that call torch_npu's own ops: what these leave apart becomes the op that does both."""
+"""Passes for models that call torch_npu's own ops: neighbouring calls become the fused op that does both."""

@@ -69,6 +69,6 @@ def results(call: fx.Node) -> dict[int, tuple[fx.Node, ...]] | None:
 
 
 def other_reader(node: fx.Node, reader: fx.Node) -> str:
-    """Return who else reads a value, as a reason, or nothing."""
+    """Return the other readers of a value, as a reason, or ""."""
     others = [user for user in node.users if user is not reader]
     return f"{others[0]} reads {node} too" if others else ""

@@ -1,7 +1,7 @@
-"""What the fused kernels of CANN take: dtypes, shapes, alignment; each condition gives a reason, or nothing.
+"""Conditions of CANN's fused kernels: dtypes, shapes, alignment; each returns a reason why not, or "".
 
-From CANN's operator documentation for Atlas A2 and A3 (aclnnAddRmsNorm and those named after it). Sizes that a trace
-leaves open are judged in every bucket that the graph serves.
+From CANN's operator documentation for Atlas A2 and A3 (aclnnAddRmsNorm and those named after it). Symbolic sizes are
+checked in every bucket that the graph serves.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _WIDENED = {_HALF: _WIDE, torch.int8: torch.int32}
 
 
 def first_reason(*reasons: str) -> str:
-    """Return the first reason there is, or nothing."""
+    """Return the first reason, or ""."""
     return next((reason for reason in reasons if reason), "")
 
 
 def same_tensors(context: PassContext, first: Any, second: Any) -> str:
-    """Return why two operands are no tensors of one shape, dtype and device, or nothing."""
+    """Return why two operands are not tensors of one shape, dtype and device, or ""."""
     left, right = value_of(first), value_of(second)
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return f"{first} and {second} are not both tensors"
@@ -115,7 +115,7 @@ def widened(operand: Any) -> torch.dtype | None:
 
 
 def one_scale(scale: Any, x: fx.Node) -> str:
-    """Return why a scale is not a single one of x's dtype, in one dimension, or nothing."""
+    """Return why a scale is not a one-dimensional tensor with one element of x's dtype, or ""."""
     found, dtype = view.shape(scale), view.dtype(scale)
     if found is not None and len(found) == 1 and same_sizes(found, (1,)) and dtype == view.dtype(x):
         return ""
@@ -123,7 +123,7 @@ def one_scale(scale: Any, x: fx.Node) -> str:
 
 
 def last_axis(axis: Any, x: fx.Node) -> str:
-    """Return why an axis is not x's last, or nothing."""
+    """Return why an axis is not x's last one, or ""."""
     rank = len(view.shape(x) or ())
     return "" if axis in (-1, rank - 1) else f"its scales lie along axis {axis} of {rank}, the kernel's along the last"
 

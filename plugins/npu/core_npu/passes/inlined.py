@@ -1,6 +1,6 @@
-"""The site of one call of an op of several results, of which the site needs some.
+"""The site of one call of an op with several results, of which the site needs some.
 
-A masked result of a kernel holds nothing that anybody may read, so an op's results are named one by one.
+A kernel leaves masked results empty, so the results in use are named one by one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def call_site(
     """Return the site of a call.
 
     - inputs: what it reads, by name.
-    - call: inserts it, given a caller and the inputs as they stand there, None where the argument is.
+    - call: inserts the call, given a caller and the inputs at that place; None for an argument that is None.
     - outputs: the nodes to replace, the anchor first, each with the result that it becomes; None for the only one.
-    - interior: what the call stands for besides.
-    - joined: those of the outputs that have all but the last of `rank` dimensions as one.
+    - interior: the other nodes that the call replaces.
+    - joined: the outputs in which all but the last of `rank` dimensions are joined to one.
     """
     graph = fx.Graph()
 

@@ -1,4 +1,4 @@
-"""What the references of torch_npu's ops share: the register of them, and the norm that most of them begin with."""
+"""The registry of references of torch_npu's ops, and the norm that most of them begin with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(_KNOWN)
 
 
 def formula(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Enter a function under its name, which is the op's."""
+    """Register a function under its own name, which is the op's."""
     _KNOWN[function.__name__] = function
     return function
 

@@ -1,8 +1,8 @@
-"""Which stream and scope each node runs in: what is on two sides of a boundary stays two ops.
+"""The stream and scope of each node: nodes on two sides of a boundary are not fused.
 
 Three marks are known: Dynamo's note on the nodes of a `torch.npu.stream` block, scopes that models for torch_npu's own
 compiler open (`scope_enter`, `scope_exit`: streams, core limits, determinism), and the waits and records of events.
-Work that a model put on a stream of its own is to run beside other work; a fusion would take it back.
+A model puts work on a separate stream to run it beside other work, which a fusion would prevent.
 """
 
 from __future__ import annotations

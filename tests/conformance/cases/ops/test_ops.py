@@ -179,6 +179,11 @@ def test_an_implementation_that_takes_nothing_at_all_is_a_failure() -> None:
     assert failures == ["its condition takes none of the suite's calls, in any dtype of the device: no licence"]
 
 
+def test_a_collective_that_wants_a_group_is_judged_between_processes() -> None:
+    with pytest.raises(NotSupported, match=r"^nobody shares the group; the cases graphs/processes"):
+        judged("all_reduce", print, torch.float32, condition=lambda call: "nobody shares the group")
+
+
 def test_a_condition_that_lies_is_a_failure() -> None:
     def fn(x: Tensor, *args: Any, **options: Any) -> Tensor:
         if x.dim() != 2:

@@ -39,7 +39,7 @@ _TILE_BYTES = 16_384
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeShape:
-    """What a configuration depends on."""
+    """The sizes that determine a configuration."""
 
     num_seqs: int
     num_kv_heads: int
@@ -59,9 +59,9 @@ class DecodeConfig:
 
     #: positions of a tile
     block_n: int
-    #: programs that share the cached positions of a sequence, at most
+    #: most programs that share the cached positions of a sequence
     splits: int
-    #: whether the new tokens have a program of their own; otherwise the program of the last share takes them in
+    #: whether a separate program handles the new tokens; otherwise the program of the last share does
     apart: bool = False
     num_warps: int = 4
     num_stages: int = 4
@@ -71,7 +71,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Where to write a result as codes, and by which scale."""
+    """The buffers for a result in codes, and the scale of the codes."""
 
     #: (T, H, V), written by the kernel
     codes: Tensor
@@ -135,7 +135,7 @@ def _limited_splits(splits: int, shape: DecodeShape, block_n: int) -> int:
 
 
 def serves(num_heads: int, num_kv_heads: int, max_query_len: int) -> bool:
-    """Return whether `decode` takes a call: the most new tokens of a sequence are known, and they are few."""
+    """Return whether `decode` takes a call: the maximum of new tokens per sequence is known and small."""
     return 0 < max_query_len * (num_heads // num_kv_heads) <= MAX_ROWS
 
 
@@ -186,7 +186,7 @@ def decode(
     key_cache: Tensor,
     value_cache: Tensor,
     block_table: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     seq_lens: Tensor,
     query_starts: Tensor,
     *,
@@ -199,6 +199,7 @@ def decode(
     v_scale: Tensor | None = None,
     turning: Turning | None = None,
     coding: Coding | None = None,
+    prompts: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """Write key and value into the cache and attend, as `core::attention` says; return (T, H, V), contiguous.
@@ -207,11 +208,16 @@ def decode(
 
     - turning: the norm and rotation of `core::rotary_attention`; the kernel applies them as it reads query and key.
     - coding: return the result as codes, in `coding.codes`.
+    - prompts: the result of a step with prompts, which is returned. Only the rows of sequences with at most
+      max_query_len new tokens are written, and no cache, so that slot_mapping may be None. Of a cache of codes, key and
+      value are these as numbers, as `write_cache` returns them.
     - config: by default the fastest that was measured, else that of `choose`.
     """
     num_tokens, num_heads, _ = query.shape
     num_kv_heads, value_size = value.shape[1:]
-    out = query.new_empty((num_tokens, num_heads, value_size)) if coding is None else coding.codes
+    out = prompts if coding is None else coding.codes
+    if out is None:
+        out = query.new_empty((num_tokens, num_heads, value_size))
     num_seqs = block_table.shape[0]
     if num_seqs == 0 or num_tokens == 0:
         if coding is not None:
@@ -227,13 +233,13 @@ def decode(
     partial = torch.empty((shares, shape.num_rows, value_size), dtype=torch.float32, device=query.device)
     stats = torch.empty((shares, 2, shape.num_rows), dtype=torch.float32, device=query.device)
     arrived = counters(num_seqs * num_kv_heads, query.device)
-    turn = turning or Turning(out, out, None, None, 0.0, 0.0, Rotation())  # any pointer: nothing is read
+    turn = turning or Turning(out, out, None, None, 0.0, 0.0, Rotation())  # any pointer, since nothing is read
     optional = (out if x is None else x.contiguous() for x in (sinks, turn.query_weight, turn.key_weight))
     launching.launch(
         decode_kernel,
         (num_kv_heads, programs, num_seqs),
         *(query, key, value, key_cache, value_cache, block_table),
-        *(x.contiguous() for x in (slot_mapping, seq_lens, query_starts)),
+        *(x if x is None else x.contiguous() for x in (slot_mapping, seq_lens, query_starts)),
         *(*optional, turn.cos, turn.sin, out, partial, stats, arrived, k_scale, v_scale),
         *((None, None) if coding is None else (coding.scale, coding.used)),
         *(num_tokens, num_seqs, key_cache.shape[0], block_table.shape[1]),
@@ -250,6 +256,7 @@ def decode(
         ROTATION=turn.rotation,
         K_SCALE=head_stride(k_scale),
         V_SCALE=head_stride(v_scale),
+        AMONG_PROMPTS=prompts is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -18,12 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from core_cuda.ops.attention.online_softmax import LOG2_E, absorbed, joined, narrowed
 from core_cuda.ops.attention.rotation import rotated_rows
 from core_cuda.ops.cache_write import codes_of
 from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -36,20 +35,17 @@ def inside(rows, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def capped(scores, SOFTCAP: tl.constexpr):
-    """Return `c * tanh(scores / c)` for c = SOFTCAP."""
-    power = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E / SOFTCAP))
-    size = SOFTCAP * (1.0 - power) / (1.0 + power)
-    return tl.where(scores < 0, -size, size)
-
-
-@triton.jit
 def extent(seq_lens, query_starts, seq, window, MAX_NEW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-           WINDOWED: tl.constexpr, CACHING: tl.constexpr):  # fmt: skip
-    """Return a sequence's first new token, number of these, of cached positions, first of them seen, and a share."""
+           WINDOWED: tl.constexpr, CACHING: tl.constexpr, AMONG_PROMPTS: tl.constexpr):  # fmt: skip
+    """Return a sequence's first new token, number of these, of cached positions, first of them seen, and a share.
+
+    A prompt has no new token for this kernel.
+    """
     first = tl.load(query_starts + seq, cache_modifier=CACHING).to(tl.int32)
     last = tl.load(query_starts + seq + 1, cache_modifier=CACHING).to(tl.int32)
     num_new = tl.minimum(last - first, MAX_NEW)
+    if AMONG_PROMPTS:
+        num_new = tl.where(last - first > MAX_NEW, 0, num_new)
     num_old = tl.maximum(tl.load(seq_lens + seq, cache_modifier=CACHING).to(tl.int32) - num_new, 0)
     begin = 0
     if WINDOWED:
@@ -67,75 +63,18 @@ def fetch_rows(rows, SIZE: tl.constexpr):
 
 
 @triton.jit
-def narrowed(q, DTYPE: tl.constexpr):
-    """Return rows (M, D) over powers of two (M,) fp32, and these, so that all but what is tiny beside a row's largest
-    fits into fp16 exactly; rows with NaN or infinity keep NaN."""
-    wide = q.to(tl.float32)
-    # The exponent of the largest, as a number: no more than it, and more than half of it.
-    sizes = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    sizes = tl.maximum(sizes, 7.888609052210118e-31)  # 2 ** -100: of rows of zeros
-    return (wide / sizes[:, None]).to(DTYPE), sizes
-
-
-@triton.jit
-def absorbed(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.constexpr):
-    """Take one tile of keys and values into (top, total, acc), the state of the online softmax.
-
-    q (M, D), k (N, D), v (N, V), visible (M, N); scale: of the scores, one or (M, 1); top (M,) largest score so far,
-    total (M,) sum of powers below it, acc (M, V) sum of values weighted by them.
-    """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP > 0:
-        scores = capped(scores, SOFTCAP) * _LOG2_E
-    scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # of a row that has seen nothing yet
-    powers = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(top - base)
-    total = total * kept + tl.sum(powers, 1)
-    acc = tl.dot(powers.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
-    return new_top, total, acc
-
-
-@triton.jit
-def joined(places, stat_places, num_parts, num_rows, PARTS: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr,
-           BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
-    """Return (top, total, acc) of all parts together, as `absorbed` has them; PARTS of them are read at a time."""
-    rows, v = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_V)
-    top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    acc = tl.zeros((BLOCK_ROWS, BLOCK_V), tl.float32)
-    for start in range(0, num_parts, PARTS):
-        parts = start + tl.arange(0, PARTS)
-        there = (parts < num_parts)[:, None] & (rows < num_rows)[None, :]
-        stats = stat_places + parts[:, None] * (2 * ROWS) + rows[None, :]
-        # Other multiprocessors wrote them: ".cg" reads from the L2 cache, past this one's own.
-        tops = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        tile = places + (parts[:, None] * ROWS + rows[None, :])[:, :, None] * V + v[None, None, :]
-        accs = tl.load(tile, mask=there[:, :, None] & (v < V)[None, None, :], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights, kept = tl.exp2(tops - base[None, :]), tl.exp2(top - base)
-        total = total * kept + tl.sum(totals * weights, 0)
-        acc = acc * kept[:, None] + tl.sum(accs * weights[:, :, None], 0)
-        top = new_top
-    return top, total, acc
-
-
-@triton.jit
 def finish(out, sinks, v_scale, out_scale, head, first, num_new, top, total, acc, GROUP: tl.constexpr,
            V: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr,
            DTYPE: tl.constexpr):  # fmt: skip
     """Divide by the softmax's denominator, sinks included, and write the rows of the new tokens.
 
-    v_scale: where this head's scale of values stands, or None. out_scale: of the codes that are written, or None; what
-    becomes codes is rounded to DTYPE first.
+    v_scale: pointer to this head's scale of values, or None. out_scale: of the codes that are written, or None; values
+    are rounded to DTYPE before they become codes.
     """
     rows, v = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_V)
     steps, heads = rows // GROUP, head * GROUP + rows % GROUP
     if SINKS:
-        logits = tl.load(sinks + heads, mask=steps < num_new, other=0.0).to(tl.float32) * _LOG2_E
+        logits = tl.load(sinks + heads, mask=steps < num_new, other=0.0).to(tl.float32) * LOG2_E
         base = tl.maximum(top, logits)
         kept = tl.exp2(top - base)
         total = total * kept + tl.exp2(logits - base)
@@ -174,7 +113,7 @@ def decode_kernel(
     BLOCK_NEW: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr, APART: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, ROTATION: tl.constexpr, FETCH: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AMONG_PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Serve (key/value head, share, sequence); the first ten arguments are those of `core::attention`.
 
@@ -183,7 +122,8 @@ def decode_kernel(
     (`Rotation`), by the tables and weights. FETCH: whether the first tile is fetched into the L2 cache while the kernel
     before this one still runs. What that reads is a guess, since the kernel may just be writing it: it is read again.
     k_scale, v_scale: of a cache of codes, None for 1; K_SCALE and V_SCALE apart for two heads. out_scale: of the codes
-    that out is to hold, None where it holds numbers; used_scale gets it.
+    that out is to hold, None where it holds numbers; used_scale gets it. AMONG_PROMPTS: whether the step has prompts,
+    which another kernel serves: it also writes the cache, the rows of padding and used_scale.
     """
     head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k_head, v_head = key_cache + head.to(tl.int64) * key_cache_head, value_cache + head.to(tl.int64) * value_cache_head
@@ -199,7 +139,7 @@ def decode_kernel(
         v_scale += head * V_SCALE
     if FETCH and OVERLAP:
         _, _, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N, WINDOWED,
-                                             ".cg")  # fmt: skip
+                                             ".cg", AMONG_PROMPTS)  # fmt: skip
         fetched = begin + (split - APART) * share + tl.arange(0, BLOCK_N)
         known = (fetched >= begin) & (fetched < tl.minimum(num_old, table_width * PAGE))
         guess = tl.load(table + fetched // PAGE, mask=known, other=0, cache_modifier=".cg")
@@ -210,7 +150,7 @@ def decode_kernel(
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     first, num_new, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N,
-                                                   WINDOWED, "")  # fmt: skip
+                                                   WINDOWED, "", AMONG_PROMPTS)  # fmt: skip
     num_shares = tl.cdiv(num_old - begin, tl.maximum(share, 1))
     if APART:
         num_shares += 1
@@ -218,7 +158,7 @@ def decode_kernel(
     else:
         num_shares = tl.maximum(num_shares, 1)
         takes_new, own_share = split == num_shares - 1, split
-    if split == 0:
+    if not AMONG_PROMPTS and split == 0:
         real = tl.load(query_starts + num_seqs).to(tl.int32)
         zero_padding(out, real, num_tokens, head, seq, num_seqs, GROUP, V, BLOCK_GROUP, BLOCK_V)
         if out_scale is not None:  # noqa: SIM102  # what is not there is no part of a tensor's condition
@@ -264,10 +204,11 @@ def decode_kernel(
                                  key_weight, eps, offset, D, BLOCK_D, ROTATION)  # fmt: skip
             v_rows = value + new_tokens * value_stride + head * value_head
             v = tl.load(v_rows[:, None] + v_columns[None, :], mask=v_mask, other=0.0)
-            slots = tl.load(slot_mapping + new_tokens, mask=there, other=0)
-            k_slots = k_head + slots // PAGE * key_block + slots % PAGE * key_slot
-            v_slots = v_head + slots // PAGE * value_block + slots % PAGE * value_slot
-            if CODES:
+            if not AMONG_PROMPTS:
+                slots = tl.load(slot_mapping + new_tokens, mask=there, other=0)
+                k_slots = k_head + slots // PAGE * key_block + slots % PAGE * key_slot
+                v_slots = v_head + slots // PAGE * value_block + slots % PAGE * value_slot
+            if CODES and not AMONG_PROMPTS:  # if the cache was written before, these values are already rounded
                 k_codes, k = codes_of(k.to(tl.float32), k_scale, key_cache.dtype.element_ty)
                 v = v.to(tl.float32)
                 if v_scale is None:
@@ -276,10 +217,11 @@ def decode_kernel(
                     v_codes, v = codes_of(v, tl.load(v_scale), value_cache.dtype.element_ty)
                 tl.store(k_slots[:, None] + d[None, :], k_codes, mask=k_mask)
                 tl.store(v_slots[:, None] + v_columns[None, :], v_codes, mask=v_mask)
-                k, v = k.to(WIDE), v.to(WIDE)
-            else:
+            elif not AMONG_PROMPTS:
                 tl.store(k_slots[:, None] + d[None, :], k, mask=k_mask)
                 tl.store(v_slots[:, None] + v_columns[None, :], v, mask=v_mask)
+            if CODES:
+                k, v = k.to(WIDE), v.to(WIDE)
             visible = there[None, :] & (new[None, :] <= steps[:, None])
             if WINDOWED:
                 visible = visible & (new[None, :] > steps[:, None] - window)
@@ -315,11 +257,11 @@ def decode_kernel(
             tl.store(own, acc, mask=inside(live, v_columns, V, BLOCK_V))
             tl.store(stat_places + split * 2 * ROWS + rows, top, mask=live)
             tl.store(stat_places + split * 2 * ROWS + ROWS + rows, total, mask=live)
-            tl.debug_barrier()  # all threads have written their part before one of them says so
+            tl.debug_barrier()  # all threads must have written their part before the arrival is counted
             if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_shares - 1:
                 tl.debug_barrier()
                 whole_top, whole_total, whole = joined(places, stat_places, num_shares, num_new * GROUP, PARTS, ROWS,
                                                        V, BLOCK_ROWS, BLOCK_V)  # fmt: skip
                 finish(out, sinks, v_scale, out_scale, head, first, num_new, whole_top, whole_total, whole, GROUP, V,
                        BLOCK_ROWS, BLOCK_V, SINKS, DTYPE)  # fmt: skip
-                tl.store(counters + pair, 0)  # as the next launch expects it
+                tl.store(counters + pair, 0)  # reset for the next launch

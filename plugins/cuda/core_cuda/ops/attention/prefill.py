@@ -7,7 +7,6 @@ write of the cache and the attention may run in either order.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,95 +16,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
-from core_cuda.ops.attention.decode import Coding
+from core_cuda.ops.attention.decode import Coding, decode, serves
+from core_cuda.ops.attention.prefill_config import PrefillConfig, PrefillShape, choose, measured
 from core_cuda.ops.attention.prefill_kernel import Spec, prefill_kernel
 from core_cuda.ops.cache_write import head_stride, why_not_cache, why_not_dtypes, write_cache
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.rotary import rotation as rotary
 from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
-from core_cuda.tuned import winner
 
 _LARGEST_HEAD = 512
-_VALUE_PART = 256  # features of a value that a program's registers hold
+_VALUE_PART = 256  # most features of a value that fit into a program's registers
 # The arguments of `core::rotary_attention` that belong to the attention.
 _OPTIONS = ("scale", "window", "softcap", "sinks", "k_scale", "v_scale", "coding")
 _LOG2_E = 1 / math.log(2)
 _TMA_BYTES = 16  # alignment of what a tensor descriptor describes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillShape:
-    """What a configuration is chosen by: sizes as in `core::attention`, element_bytes of query, key and value."""
-
-    num_tokens: int
-    num_seqs: int
-    num_heads: int
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    element_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillConfig:
-    """How the kernel is compiled and launched."""
-
-    #: rows of a tile: `pack` heads of each of block_m / pack tokens
-    block_m: int
-    #: keys per iteration
-    block_n: int
-    pack: int
-    num_warps: int
-    num_stages: int
-    #: load this step's keys and values by tensor descriptors where their layout allows it
-    tma: bool = True
-
-
-def choose(shape: PrefillShape) -> PrefillConfig:
-    """Return the configuration for a shape, by rules that a tuner's winners override."""
-    pack = min(triton.next_power_of_2(shape.num_heads // shape.num_kv_heads), 16)
-    widest = max(shape.key_size, shape.value_size)
-    if shape.element_bytes == 4:  # no tensor cores: what counts is that registers do
-        return PrefillConfig(block_m=16, block_n=16, pack=pack, num_warps=4, num_stages=1, tma=False)
-    if widest > 256:
-        return PrefillConfig(block_m=64, block_n=32, pack=pack, num_warps=8, num_stages=2)
-    if widest > 128:
-        return PrefillConfig(block_m=128, block_n=32, pack=pack, num_warps=8, num_stages=3)
-    if shape.num_tokens * shape.num_heads < 128 * launching.num_multiprocessors():
-        return PrefillConfig(block_m=64, block_n=64, pack=pack, num_warps=4, num_stages=3)
-    if widest > 64:
-        return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=8, num_stages=4)
-    return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=4, num_stages=3)
-
-
-def _measured(shape: PrefillShape) -> PrefillConfig | None:
-    """Return what won where this shape was measured on this GPU."""
-    sizes = asdict(shape)
-    del sizes["num_seqs"]  # of how many sequences the tokens are, hardly tells
-    _, found = winner("prefill_attention", sizes, ranged=("num_tokens",))
-    return PrefillConfig(**found) if found else None
-
-
-def candidates(shape: PrefillShape) -> tuple[PrefillConfig, ...]:
-    """Return the configurations worth timing for a shape, the chosen one first."""
-    chosen = choose(shape)
-    widest = max(shape.key_size, shape.value_size)
-    if shape.element_bytes == 4:
-        return (chosen,)
-    if widest > 256:
-        tiles = [(64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 1)]
-    elif widest > 128:
-        tiles = [(128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3)]
-    else:
-        tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3)]
-        tiles += [(128, 64, 4, 3), (64, 128, 4, 3)] if widest <= 64 else []
-    others = [
-        PrefillConfig(block_m=m, block_n=n, pack=pack, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in tiles
-        for pack in sorted({1, chosen.pack})
-    ]
-    others.append(replace(chosen, tma=False))
-    return (chosen, *(other for other in others if other != chosen))
 
 
 def why_not(call: OpCall) -> str | None:
@@ -178,9 +102,8 @@ def attend(
     Where the cache holds codes, key and value hold what these stand for. coding: the codes that the result becomes, and
     is returned as. config overrides the configuration chosen by shape.
     """
-    query, key, value, block_table = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
-    )
+    rows = (query, key, value, block_table)
+    query, key, value, block_table = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
     num_tokens, num_heads, size = query.shape
     num_kv_heads, value_size, num_seqs = key.shape[1], value.shape[2], seq_lens.shape[0]
     shape = PrefillShape(
@@ -192,7 +115,7 @@ def attend(
         value_size=value_size,
         element_bytes=query.element_size(),
     )
-    config = config or _measured(shape) or choose(shape)
+    config = config or measured(shape) or choose(shape)
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, _VALUE_PART)))
     tma = config.tma and _can_describe(key) and _can_describe(value)
     group, pack = num_heads // num_kv_heads, config.pack
@@ -219,6 +142,8 @@ def attend(
         stages=config.num_stages,
         k_scale=head_stride(k_scale),
         v_scale=head_stride(v_scale),
+        # A sequence with one new token fills a tile with little more than padding: decode's kernel serves it sooner.
+        prompts_only=causal and num_seqs > 1 and serves(num_heads, num_kv_heads, 1),
     )
     launching.launch(
         prefill_kernel,
@@ -241,6 +166,10 @@ def attend(
         BLOCK_B=triton.next_power_of_2(num_seqs + 1),
         num_warps=config.num_warps,
     )
+    if spec.prompts_only:
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        options |= {"k_scale": k_scale, "v_scale": v_scale, "coding": coding, "prompts": out, "max_query_len": 1}
+        decode(query, key, value, key_cache, value_cache, block_table, None, seq_lens, query_starts, **options)
     return out
 
 
@@ -270,11 +199,11 @@ def prefill_rotary_attention(
     rotary_config: RotaryConfig | None = None,
     **options: Any,
 ) -> Tensor:
-    """Turn, write the cache and attend: `core::rotary_attention` of calls that `why_not_rotary` lets pass.
+    """Rotate, write the cache and attend: `core::rotary_attention` of calls that `why_not_rotary` lets pass.
 
     Arguments, but for max_query_len, and result (T, H, V) as there; config and rotary_config override those chosen by
-    shape; coding as for `prefill`. Two launches: the second reads the turned key where the first has left it for this,
-    not from the cache.
+    shape; coding as for `prefill`. Two launches: the second reads the rotated key from the buffer of the first, not
+    from the cache.
     """
     attention = {name: options.pop(name) for name in _OPTIONS if name in options}
     new = (key_cache, value_cache, slot_mapping, query_starts)
@@ -292,5 +221,5 @@ def _can_describe(x: Tensor) -> bool:
 
 def _described(x: Tensor, block_n: int, block: int) -> TensorDescriptor:
     """Describe x (T, heads, features) as (heads, T, features), loaded by (1, block_n, block); zeros lie beyond."""
-    by_head = x.transpose(0, 1)
-    return TensorDescriptor(by_head, list(by_head.shape), list(by_head.stride()), [1, block_n, block])
+    x = x.transpose(0, 1)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block_n, block])

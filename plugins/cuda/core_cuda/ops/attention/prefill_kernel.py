@@ -48,6 +48,8 @@ class Spec(NamedTuple):
     #: how far the scales of two heads lie apart, of a cache of codes
     k_scale: int = 0
     v_scale: int = 0
+    #: whether another kernel serves the sequences that have one new token
+    prompts_only: bool = False
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def _attend(
     """Fold the tiles of key positions from `first` to `last` into the running (result, largest score, sum of weights).
 
     Positions count from the start of the cached context, or of the step's own tokens; rows_at are the queries' in the
-    same count. Those below `low` or from `stop` on nobody sees: they may hold anything, NaN included.
+    same count. No query sees positions below `low` or from `stop` on; they may hold anything, NaN included.
     """
     acc, top, total = state
     N: tl.constexpr = SPEC.block_n
@@ -131,7 +133,8 @@ def _attend(
             slots = _slots(table, at, kept, MASKED, SPEC.page)
             k = _load(keys + slots * stride_k, kept, MASKED, SPEC.d, SPEC.block_d).to(q.dtype)
         else:
-            # By TMA a tile holds rows of others too: scores hide what is wrong in keys, even NaN, but not in values.
+            # With TMA a tile also holds rows of other sequences. Masked scores hide any content of keys, even NaN, but
+            # not of values.
             k = _own_rows(
                 keys, base, start, head, 0, stride_k, kept, MASKED and not TMA, TMA, SPEC.d, N, SPEC.block_d
             )  # fmt: skip
@@ -191,8 +194,8 @@ def _walk(
 def _find_tile(query_starts, seq_lens, num_tokens, num_seqs, TOKENS: tl.constexpr, BLOCK_B: tl.constexpr):
     """Return this program's tile: sequence, its first row in T, its new tokens and context, the tile's token bounds.
 
-    Tokens count from the sequence's first one. A tile with no token at all is of nobody. Padding is the sequence after
-    the last: it has tokens, but neither keys nor a context.
+    Tokens count from the sequence's first one. A tile without tokens belongs to no sequence. Padding counts as one more
+    sequence after the last: it has tokens, but neither keys nor a context.
     """
     # Late tiles see the most keys: they go first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -240,6 +243,9 @@ def prefill_kernel(
     )  # fmt: skip
     if first >= last:
         return
+    if SPEC.prompts_only:  # noqa: SIM102  # one is known when the kernel is compiled, the other is not
+        if num_new == 1:
+            return
 
     kv_head = (tl.program_id(0) // PARTS).to(tl.int64)
     if k_scale is not None:

@@ -56,11 +56,11 @@ class Turning:
 
 
 def take_turning(args: dict[str, Any]) -> Turning:
-    """Take the norm and the rotation out of the arguments of `core::rotary_attention`; those of attention are left."""
+    """Split the norm's and the rotation's arguments from those of `core::rotary_attention`; attention's remain."""
     cos, sin, weight, key_weight = (_dense(args.pop(name)) for name in ("cos", "sin", *_WEIGHTS))
     size = args.pop("rotary_dim") or args["query"].shape[2]
     normed, weight_dtype, compute = (args.pop(n) for n in ("normed_dtype", "weight_dtype", "compute_dtype"))
-    del args["norm_compute_dtype"], args["out_dtype"]  # `why_not` leaves one of each
+    del args["norm_compute_dtype"], args["out_dtype"]  # `why_not` allows only one of each
     rotation = Rotation(
         style=args.pop("style"),
         size=size,
@@ -132,7 +132,7 @@ def rotated_rows(x_rows, live, cos_rows, sin_rows, weight, eps, offset, D: tl.co
                  ROTATION: tl.constexpr):  # fmt: skip
     """Return the rows at the pointers x_rows (M,), normed if asked and rotated, as a tile (M, BLOCK_D) in their dtype.
 
-    live (M,): which of them exist; the others are zero. cos_rows, sin_rows: pointers (M,) to the rows of the tables.
+    live (M,): which rows exist; the others are zero. cos_rows, sin_rows: pointers (M,) to the rows of the tables.
     """
     d = tl.arange(0, BLOCK_D)
     own, other, sign, angle = _sources(d, ROTATION)

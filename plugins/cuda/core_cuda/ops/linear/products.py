@@ -57,7 +57,7 @@ def why_not(call: OpCall) -> str | None:
 
 
 def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> SkinnyConfig | None:
-    """Return how the kernels here compute this product, or None where cuBLAS does."""
+    """Return the configuration of the plugin's kernel for this product, or None for cuBLAS."""
     depth = weight.shape[1]
     rows = x.numel() // depth if depth else 0
     columns = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -14,7 +14,7 @@ from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.workspace import one
 
 ALIGNED = 16
-"""What `torch._scaled_mm` wants the sizes of the weight to be multiples of."""
+"""The sizes of the weight must be multiples of this for `torch._scaled_mm`."""
 
 WAYS = ("rowwise", "tensor")
 """rowwise: one kernel that scales rows and columns. tensor: one that knows a single scale, and the scales after it by a

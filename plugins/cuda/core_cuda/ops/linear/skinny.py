@@ -1,4 +1,4 @@
-"""Matrix products with few rows: `x (M, K) @ weight (N, K).T`, in which reading the weight is all there is to do.
+"""Matrix products with few rows: `x (M, K) @ weight (N, K).T`, whose time is that of reading the weight.
 
 Two kernels. `_row_kernel` serves one row: sums of products on the ordinary units, no tile is wasted. `_tile_kernel`
 serves up to 128 rows on the matrix units; its tiles are tall in N, and K is split over several programs where the tiles
@@ -109,7 +109,7 @@ def _dot(values, tile, acc, SWAP: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "splits"])  # one kernel for all numbers of rows and of shares
+@triton.jit(do_not_specialize=["M", "splits"])  # compile one kernel for all numbers of rows and of shares
 def _tile_kernel(
     x, weight, bias, x_scale, w_scale, out, partial, arrived,
     M, N, K, stride_x, stride_w, stride_out, first, second, share, splits, x_step, w_step,
@@ -163,13 +163,13 @@ def _tile_kernel(
         tl.store(shares + split * (PARTS * SIZE), acc)
         if GATED:
             tl.store(shares + split * (PARTS * SIZE) + SIZE, up)
-        tl.debug_barrier()  # the share is written by all threads before one of them says so
+        tl.debug_barrier()  # all threads must have written the share before the arrival is counted
         is_last = tl.atomic_add(arrived + number, 1, sem="acq_rel") == splits - 1
         if is_last:
-            tl.store(arrived + number, 0)  # as the next launch expects it
+            tl.store(arrived + number, 0)  # reset for the next launch
             acc = tl.zeros((HEIGHT, WIDTH), tl.float32)
             up = tl.zeros((HEIGHT, WIDTH), tl.float32)
-            for each in range(splits):  # in this order, whoever comes last: the result is the same in every bit
+            for each in range(splits):  # in a fixed order, for the same bits each time
                 acc += tl.load(shares + each * (PARTS * SIZE), cache_modifier=".cg")
                 if GATED:
                     up += tl.load(shares + each * (PARTS * SIZE) + SIZE, cache_modifier=".cg")
@@ -211,7 +211,7 @@ def skinny_linear(
     first, second = (0, columns) if gated.gate_first else (columns, 0)
     epilogue = {"KIND": gated.kind, "LIMIT": gated.limit, "UP_OFFSET": gated.up_offset, "HAS_BIAS": bias is not None}
     tiles = triton.cdiv(columns, config.block_n)
-    bias = out if bias is None else bias.contiguous()  # without one any pointer: it is not read
+    bias = out if bias is None else bias.contiguous()  # any pointer if there is none: it is not read
     epilogue["SCALED"] = scales is not None
     x_scale, w_scale = scales or (out, out)
     steps_of = (int(x_scale.numel() > 1), int(w_scale.numel() > 1))

@@ -11,8 +11,8 @@ import triton
 from core_cuda.ops import launching
 
 MAX_ROWS = 128
-_SHARED_BYTES = 100 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
-_MOST_SHARED_BYTES = 220 * 1024  # for a program that has one to itself
+_SHARED_BYTES = 100 * 1024  # of 227 KiB per multiprocessor (capability 9.0), so that two programs fit
+_MOST_SHARED_BYTES = 220 * 1024  # for one program per multiprocessor
 _DRIFTING = 4
 _ROW_TILES = ((2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 512, 8), (4, 512, 2))
 """block_n, block_k and num_warps worth trying for a single row."""
@@ -30,7 +30,7 @@ _TILES = (
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How a product is computed."""
+    """The configuration of a product."""
 
     #: "tile"; or "row", for a single row of x, which reads none of num_stages, split_k, swap and fetch
     kernel: str
@@ -39,7 +39,7 @@ class SkinnyConfig:
     #: columns of the weight's tile
     block_k: int
     num_warps: int = 4
-    #: tiles under way to shared memory
+    #: tiles being loaded into shared memory
     num_stages: int = 1
     #: programs that share a tile's K
     split_k: int = 1
@@ -51,9 +51,9 @@ class SkinnyConfig:
 
 
 def default_config(rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16) -> SkinnyConfig:
-    """Return a configuration for x (rows, depth) by a weight of that many columns; gated: of so many twice.
+    """Return a configuration for x (rows, depth) times a weight (columns, depth), or (2 * columns, depth) if gated.
 
-    bits: of one element of both. A guess from the sizes alone, for what nobody has measured.
+    bits: per element of x and weight. It is a guess from the sizes alone, used for sizes that were not measured.
     """
     units = launching.num_multiprocessors()
     if rows == 1 and bits >= 16:
@@ -97,17 +97,17 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
 
 
 def _stages(rows: int, block_n: int, block_k: int, *, gated: bool, bits: int, most: int) -> int:
-    """Return how many tiles of x and of the weight fit into so much shared memory, 8 at most."""
+    """Return how many tiles of x and weight fit into `most` bytes of shared memory, 8 at most."""
     height: int = max(16, triton.next_power_of_2(rows))
     tile = (height + block_n * (2 if gated else 1)) * block_k * bits // 8
     return min(8, most // tile)
 
 
 def _split(rows: int, columns: int, depth: int, block_n: int, block_k: int, slots: int) -> int:
-    """Return among how many programs to divide the K of a tile: as fills the slots evenly and moves few bytes besides.
+    """Return the number of programs that share a tile's K: one that fills the slots evenly and adds few bytes to move.
 
-    Shares are written and read once more, in fp32, but stay in the L2 cache, which counts as twice as fast as memory.
-    A product with a gate is split as one with as many columns as come out.
+    Partial sums are written and read once more, in fp32, but stay in the L2 cache, which counts as twice as fast as
+    memory. For a gated product, `columns` are those of its result.
     """
     tiles, steps = triton.cdiv(columns, block_n), triton.cdiv(depth, block_k)
 

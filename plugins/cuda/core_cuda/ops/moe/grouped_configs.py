@@ -9,7 +9,7 @@ import triton
 
 from core_cuda.ops import launching
 
-_SHARED_BYTES = 110 * 1024  # of the 227 KiB that a multiprocessor of capability 9.0 has: two programs at a time
+_SHARED_BYTES = 110 * 1024  # of 227 KiB per multiprocessor (capability 9.0), so that two programs fit
 _MOST_SHARED_BYTES = 220 * 1024
 _FEW_PAIRS = 8
 _MAX_ROW_TOP_K = 32
@@ -19,7 +19,8 @@ _PRODUCT_ELEMENTS = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedShape:
-    """What a configuration depends on: T tokens, top_k experts of each, E experts, D hidden and I inner size."""
+    """The sizes that determine a configuration: T tokens, top_k experts of each, E experts, D hidden and I inner
+    size."""
 
     tokens: int
     top_k: int
@@ -39,14 +40,14 @@ class GroupedShape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program computes at a time."""
+    """The tile of a program."""
 
     #: columns of the product
     block_n: int
-    #: what is summed over at a time
+    #: elements summed over at a time
     block_k: int
     num_warps: int = 4
-    #: tiles under way to shared memory
+    #: tiles being loaded into shared memory
     num_stages: int = 1
 
 
@@ -70,7 +71,7 @@ class GroupedConfig:
 
 
 def default_config(shape: GroupedShape) -> GroupedConfig:
-    """Return a configuration from the sizes alone, for what nobody has measured.
+    """Return a configuration from the sizes alone, for sizes that were not measured.
 
     A pair at a time, weights are read from memory once for the pairs that run side by side, but cross the L2 cache for
     every pair: that pays while most experts have one pair at most, and needs no sorting.
@@ -101,7 +102,7 @@ def _row(shape: GroupedShape) -> GroupedConfig:
         block_n = 4 if shape.pairs * shape.inner >= 4 * 4 * units else 2
         up = Tile(block_n, min(1024, max(32, triton.next_power_of_2(shape.hidden))))
     if shape.down_columns:
-        # 32 bytes of a row are what memory hands out at least.
+        # Memory is read in units of at least 32 bytes.
         down = Tile(16, max(1, _PRODUCT_ELEMENTS // (16 * picks)))
     else:
         block_k = min(256, max(32, triton.next_power_of_2(shape.inner)))
@@ -134,7 +135,7 @@ def _all(shape: GroupedShape) -> Iterator[GroupedConfig]:
     if shape.pairs <= 2 * max(shape.experts, _FEW_PAIRS) and shape.top_k <= _MAX_ROW_TOP_K:
         yield from _rows(_row(shape))
     for block_m in (16, 32, 64, 128):
-        # Tiles that most experts leave nearly empty, or that cut what they have into many.
+        # Skip tiles that most experts would leave nearly empty, or that would cut most experts' pairs into many tiles.
         if block_m > 16 and not shape.experts * block_m // 8 <= shape.pairs <= shape.experts * block_m * 64:
             continue
         config = _tile(shape, block_m)

@@ -48,7 +48,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What the kernels are given."""
+    """The arguments of the kernels."""
 
     #: each row is one run of memory
     x: Tensor
@@ -106,7 +106,7 @@ def run_grouped_mlp(
 
 
 def _measured(shape: GroupedShape) -> GroupedConfig | None:
-    """Return what won where this shape was measured on this GPU."""
+    """Return the fastest configuration measured for this shape on this GPU, or None."""
     _, won = winner("grouped_mlp", asdict(shape), ranged=("tokens",))
     return GroupedConfig(**{**won, "up": Tile(**won["up"]), "down": Tile(**won["down"])}) if won else None
 
@@ -208,7 +208,7 @@ def _one_dtype(call: OpCall) -> str | None:
 
 
 def _layout(call: OpCall) -> str | None:
-    """Refuse weights whose elements all lie apart, and more experts than a program counts."""
+    """Refuse weights without a contiguous dimension, and more experts than a program counts."""
     for name in ("gate_up", "down"):
         if 1 not in call.args[name].stride()[1:]:
             return f"neither rows nor columns of {name} are one run of memory each"

@@ -24,7 +24,7 @@ from core_cuda.ops.sampling.ranks import rank_of, value_of
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
 _MOST = tl.constexpr(2**31 - 1)
-_TAKEN = tl.constexpr(-(2**31))  # a rank below that of every score, for what is picked already or not there
+_TAKEN = tl.constexpr(-(2**31))  # a rank below that of every score, for experts already picked and for padding
 _HIDDEN = tl.constexpr(-(2**31) + 1)  # below every score too: experts outside the best groups
 
 

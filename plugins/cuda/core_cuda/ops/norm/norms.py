@@ -1,4 +1,4 @@
-"""Norms over the last dimension, also with a sum before them, also ending in codes of fp8 or int8."""
+"""Norms over the last dimension, optionally of a sum, and optionally quantised to fp8 or int8."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def run_norm(
 
 
 def options_of(weight: Tensor | None, eps: float, offset: float, x: Dtype, dtypes: Sequence[Dtype]) -> dict[str, Any]:
-    """Return what an RMSNorm of rows of dtype x asks of the kernel. dtypes: normed_dtype, weight_dtype, out_dtype."""
+    """Return the kernel's options for an RMSNorm of rows of x's dtype. dtypes: normed_dtype, weight_dtype,
+    out_dtype."""
     normed, factor, out = dtypes
     normed = normed or torch.float32
     factor = factor or (torch.float32 if weight is None else weight.dtype)

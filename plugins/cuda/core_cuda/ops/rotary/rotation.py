@@ -145,7 +145,7 @@ def rotate_and_write(
     return turned, turned_key, value if rounded is None else rounded
 
 
-_Turning = tuple[Tensor, Tensor, Tensor | None]  # what is turned, where it goes, the weight of its norm
+_Turning = tuple[Tensor, Tensor, Tensor | None]  # the tensor to rotate, its result, the weight of its norm
 
 
 def _run(
@@ -169,7 +169,7 @@ def _run(
     table = compute or torch.promote_types(cos.dtype, sin.dtype)
     promoted = compute or torch.promote_types(dtype, table)
     first, extent, strides = _walk(query, cos, sin, keep_order=bool(places))
-    # A tensor of no rows stands for the one that is not there.
+    # A tensor without rows replaces the missing one.
     second = _walk(key, cos, sin, keep_order=bool(places)) if key else (first, (0, 1, 1), strides)
     num_rows = extent[0] + second[1][0] * (2 if places else 1)
     config = config or choose(num_rows, size)

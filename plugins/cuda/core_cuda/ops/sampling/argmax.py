@@ -30,7 +30,7 @@ class ArgmaxConfig:
 
     #: warps of a program, whose threads take 8 logits each at a time
     num_warps: int
-    #: how often they do so
+    #: iterations of that
     steps: int
 
     @property
@@ -97,9 +97,9 @@ def _argmax_kernel(
         tl.store(tokens + row, id_in(pair).to(tl.int64))
     else:
         tl.store(finds + row * num_parts + part, pair)
-        tl.debug_barrier()  # the find is written before it is told
+        tl.debug_barrier()  # the result must be written before the arrival is counted
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(arrived + row, 0)  # as the next launch expects it
+            tl.store(arrived + row, 0)  # reset for the next launch
             each = tl.arange(0, PARTS)
             found = tl.load(finds + row * num_parts + each, mask=each < num_parts, other=-(2**63), cache_modifier=".cg")
             tl.store(tokens + row, id_in(tl.max(found, axis=0)).to(tl.int64))

@@ -1,1 +1,1 @@
-"""Passes that take away copies, sums and scales that need not be."""
+"""Passes that remove needless copies, sums and scales."""

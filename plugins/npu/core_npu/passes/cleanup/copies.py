@@ -1,4 +1,4 @@
-"""Erase copies into memory of the graph's own: who reads the copy reads what was copied.
+"""Erase copies into buffers that the graph itself makes; readers of the copy then read the source.
 
 Models for the device copy a residual into a buffer that a fused op reads. Where the graph itself makes the buffer, and
 nothing writes into either later, nobody can tell the two apart. A buffer that the caller sees keeps its copy.
@@ -65,7 +65,7 @@ def _refusal(context: PassContext, node: fx.Node) -> str:
 
 
 def _seen(context: PassContext, node: fx.Node, into: fx.Node) -> str:
-    """Return who tells the buffer from its source, or nothing."""
+    """Return what distinguishes the buffer from its source, or ""."""
     order, writes = context.analysis("order"), context.analysis("writes")
     if not _makes_memory(into):
         return f"{into} is no memory that the graph itself has made whole"
@@ -87,7 +87,7 @@ def _makes_memory(node: fx.Node) -> bool:
 
 
 def _written(context: PassContext, node: fx.Node, into: fx.Node, source: fx.Node) -> str:
-    """Return who writes into the buffer too, or later into its source, or nothing."""
+    """Return what else writes into the buffer, or later into its source, or ""."""
     order: dict[fx.Node, int] = context.analysis("order")
     writes: Writes = context.analysis("writes")
     other = next((writer for writer in writes.writers(into) if writer is not node), None)
@@ -98,7 +98,7 @@ def _written(context: PassContext, node: fx.Node, into: fx.Node, source: fx.Node
 
 
 def _elsewhere(node: fx.Node, into: fx.Node) -> str:
-    """Return who reads the copy in another stream than it runs in, or nothing."""
+    """Return the readers of the copy that run in another stream, or ""."""
     known = streams(node.graph)
     readers = (*into.users, *node.users)
     far = next((user for user in readers if known.get(user) != known.get(node)), None)

@@ -1,9 +1,9 @@
 """Take `1 / (1 / x)` for x where it is the scale of a quantisation.
 
 Models that keep reciprocal scales for ops that multiply, and call ops that divide, end in it. It is not x in every bit:
-each division rounds, so it may be off by one rounding (and is 0 for scales below 1e-38, which are none). A scale may
-be: what is folded away is the rounding that writing the scale as a reciprocal had added. A value that anything else
-reads stays as it is.
+each division rounds, so it may be off by one rounding (and is 0 for scales below 1e-38, which are none). For a scale
+that is acceptable: it removes the rounding that the reciprocal had added. A value that anything else reads stays as it
+is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _divided(x: Any) -> Any:
 
 
 def _divided_whole(x: Any) -> Any:
-    return 1 / x  # the matcher tells 1 from 1.0
+    return 1 / x  # the matcher distinguishes 1 from 1.0
 
 
 def _function(x: Any) -> Any:

@@ -56,7 +56,7 @@ def _unaligned(whole: fx.Node) -> str:
 def _site(node: fx.Node, gate: fx.Node, whole: fx.Node, smooth: fx.Node | None) -> Site:
     def call(caller: Caller, inputs: Inputs) -> fx.Node:
         options: dict[str, Any] = {"activate_left": True, "quant_mode": _QUANTISES_BY_TOKEN}
-        if inputs["smooth"] is not None:  # one row for each group of tokens, here one
+        if inputs["smooth"] is not None:  # one row per group of tokens; there is one group
             options["quant_scale"] = caller(torch.unsqueeze, inputs["smooth"], 0)
         return caller(op("npu_dequant_swiglu_quant"), inputs["x"], **options)
 
@@ -66,7 +66,7 @@ def _site(node: fx.Node, gate: fx.Node, whole: fx.Node, smooth: fx.Node | None) 
 
 
 def expect(context: PassContext) -> int | None:
-    """Count from the other side: gates of rows that one quantisation reads; None where writes or streams are."""
+    """Count independently: gates of rows that one quantisation reads; None if the graph has writes or streams."""
     if context.analysis("writes").all_written or streams(context.graph):
         return None
     count = 0

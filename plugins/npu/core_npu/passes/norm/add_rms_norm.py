@@ -62,7 +62,7 @@ def _site(norm: fx.Node, total: fx.Node, gamma: fx.Node, epsilon: float) -> Site
 
 
 def expect(context: PassContext) -> int | None:
-    """Count from the other side: sums of equal halves that a norm reads; None where writes or streams may forbid it."""
+    """Count independently: sums of two like tensors that a norm reads; None if the graph has writes or streams."""
     if context.analysis("writes").all_written or streams(context.graph):
         return None
     return sum(_is_owed(context, node) for node in context.graph.nodes if view.kind(node) == "add")

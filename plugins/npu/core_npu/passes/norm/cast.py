@@ -34,7 +34,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _casts(value: fx.Node) -> list[fx.Node]:
-    """Return the casts of a value to fp32; those of a value that is fp32 are none."""
+    """Return the casts of a value to fp32; empty if the value is fp32."""
     if view.dtype(value) not in HALVES:
         return []
     return [user for user in value.users if view.source_of_cast(user) is value and view.dtype(user) == torch.float32]

@@ -1,7 +1,7 @@
 """Fuse `npu_add_rms_norm`, a bias if there is one, and `npu_dynamic_quant` to `npu_add_rms_norm_dynamic_quant`.
 
-Asked for one quantisation alone (`output_mask` [True, False]), the op leaves its second codes and scales empty: they
-are never read. There is no op that does the same without an add.
+With `output_mask` [True, False] the op computes one quantisation and leaves its second codes and scales empty; nothing
+reads them. There is no op that does the same without an add.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def other_codes(given: Mapping[str, object]) -> str:
-    """Return why a quantisation gives other codes than the fused op, or nothing."""
+    """Return why a quantisation gives other codes than the fused op, or ""."""
     if given["group_index"] is not None:
         return "it smooths groups of rows apart"
     if given["dst_type"] not in INT8 or given["dst_type_max"]:
@@ -83,9 +83,9 @@ def _site(node: fx.Node, found: Normed, smooth: fx.Node | None) -> Site:
 
 
 def expect(context: PassContext) -> int | None:
-    """Count from the other side: norms whose values one such quantisation alone reads, without anything between.
+    """Count independently: norms whose values only one such quantisation reads, directly.
 
-    None where a bias, a view, a write or a stream makes it a matter of the graph's order and shapes.
+    None if a bias, a view, a write or a stream makes the count depend on the graph's order and shapes.
     """
 
     def refused(given: Mapping[str, Any], codes: Mapping[str, Any]) -> str:

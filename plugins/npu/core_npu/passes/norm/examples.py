@@ -1,4 +1,4 @@
-"""Modules in which the fusions around norms owe a match, written as models for the device are, for the suite."""
+"""Modules in which the fusions around norms must match, written as models for the device are, for the suite."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a quantisation or a cast of a norm's result is taken of: the norm, a bias added to it, a flattening of its rows.
+"""The input of a quantisation or a cast behind a norm: the norm, a bias added to it, a flattening of its rows.
 
-Of the norm's results only the first may be read in another place, and only by what is fused; the sum goes on as it was.
+Only fused nodes may read the norm's first result; the sum may have any readers.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Normed:
 
     @property
     def x(self) -> fx.Node:
-        """What is normed, or the first term of it."""
+        """The input of the norm, or the first term of its sum."""
         found: fx.Node = self.given["input" if self.name == NORM else "x1"]
         return found
 
     @property
     def rank(self) -> int:
-        """The rank of what is normed."""
+        """The rank of the norm's input."""
         return len(view.shape(self.x) or ())
 
 
@@ -75,7 +75,7 @@ def normed(operand: Any, reader: fx.Node, *names: str) -> Normed | str | None:
 
 
 def _step(node: fx.Node, names: tuple[str, ...]) -> fx.Node | None:
-    """Return what a node takes one step further from the norm, or None where it is no such step."""
+    """Return the input of a node that is one step (bias, view) after the norm, None for any other node."""
     if view.kind(node) in (*_VIEWS, "cast"):
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     for source, _ in view.orders(node) if _adds(node) else ():

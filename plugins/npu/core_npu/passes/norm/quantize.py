@@ -137,14 +137,14 @@ def _site(context: PassContext, node: fx.Node, found: Normed, scale: fx.Node) ->
 def _zeros(context: PassContext, like: fx.Node, shape: Any, dtype: torch.dtype | None) -> fx.Node:
     """Return a placeholder bound to zeros, the one that is there already if there is."""
     name = f"npu_zeros_{shape[0]}_{str(dtype).removeprefix('torch.')}"
-    assert context.constants is not None  # the guard has seen it
+    assert context.constants is not None  # guaranteed by the guard
     if name in dict(context.constants.added):
         known: fx.Node = next(node for node in context.graph.nodes if node.name == name)
         return known
     fake = value_of(like)
     zeros = torch.zeros(shape, dtype=dtype, device=fake.device)
     made = context.constants.add(context.graph, name, zeros, like=like, sources=())
-    if context.analyses is not None:  # they describe a graph without the new placeholder
+    if context.analyses is not None:  # the cached analyses lack the new placeholder
         context.analyses.invalidate()
     set_value(made, fake.new_empty(tuple(shape), dtype=dtype), like)
     return made

@@ -54,7 +54,7 @@ class _Side:
 
     @property
     def tables(self) -> tuple[Any, Any, str]:
-        """What two sides have to have in common."""
+        """What both sides must share."""
         return self.cos, self.sin, self.mode
 
 
@@ -62,7 +62,7 @@ def _single(node: fx.Node) -> _Side | None:
     if called(node) != _EACH:
         return None
     given = read(node)
-    if given["rotate"] is not None:  # a matrix of the model's own turns the features, and the canonical op has none
+    if given["rotate"] is not None:  # the model rotates by its own matrix, which the canonical op does not take
         return None
     return _Side(node, node, given["input"], given["r1"], given["r2"], str(given["rotary_mode"]))
 

@@ -52,7 +52,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
 
 
 def _queries(graph: fx.Graph, key: Rotated) -> Iterator[Rotated]:
-    """Yield what else comes normed and rotated out of the key's projection."""
+    """Yield the other normed and rotated parts of the key's projection."""
     for node in graph.nodes:
         found = rotated(node)
         if found is not None and found.part.split is key.part.split and found.part.index != key.part.index:
@@ -77,7 +77,7 @@ def _heads(query: Rotated, key: Rotated) -> str:
 
 
 def _tables(query: Rotated, key: Rotated) -> str:
-    """Return why the two are not turned alike, each token by a row of its own for all of its features, or nothing."""
+    """Return why query and key are not both rotated by one table row per token over all features, or ""."""
     if (query.cos, query.sin) != (key.cos, key.sin):
         return f"{query.result} and {key.result} are turned by different tables"
     modes = {query.mode, key.mode}
@@ -117,7 +117,7 @@ def _cache(given: Mapping[str, Any], key: Rotated) -> str:
 
 
 def _readers(node: fx.Node, given: Mapping[str, Any], query: Rotated, key: Rotated, value: Part) -> str:
-    """Return who else reads something of what the kernel would keep to itself, or nothing."""
+    """Return the other readers of values that the kernel would not return, or ""."""
     turns = (query.turn, key.turn) if query.turn is key.turn else ()
     written = unviewed(given["key"])[1]
     beside = unviewed(given["value"])[1]

@@ -35,7 +35,7 @@ class Part:
 
     @property
     def source(self) -> fx.Node:
-        """What is split."""
+        """The tensor that is split."""
         source = self.split.args[0]
         assert isinstance(source, fx.Node)
         return source
@@ -112,7 +112,7 @@ def _turn(result: Any) -> tuple[fx.Node | None, Any]:
 
 
 def unviewed(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
-    """Return what views are taken of, and these views in order."""
+    """Return the source of a chain of views, and the views in order."""
     views: list[fx.Node] = []
     while view.kind(node) in _VIEWS:
         views.insert(0, node)
@@ -131,7 +131,7 @@ def part_of(node: Any) -> Part | None:
 
 
 def others(steps: tuple[fx.Node, ...], known: tuple[fx.Node, ...]) -> Iterator[str]:
-    """Yield who else reads a node of steps than the step after it, `known` left out."""
+    """Yield other readers of the steps than the next step, except those in `known`."""
     for step, user in pairwise(steps):
         if step not in known:
             yield other_reader(step, user)

@@ -1,1 +1,1 @@
-"""What tensors need whatever the model: copies, indices, reductions, views, formats, random numbers."""
+"""General tensor kernels: copies, indices, reductions, views, formats, random numbers."""

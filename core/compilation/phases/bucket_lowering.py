@@ -1,0 +1,106 @@
+"""Lowers the graph of a phase for each of its buckets, each op with the implementation that is fastest there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from core.common.lowering import UNKEPT, Artifacts, FlatCallable, LoweringRequest
+from core.compilation.capture.pieces import lower_pieces
+from core.compilation.measuring import BucketValues, MeasuredChoice, Measurer
+from core.compilation.shared_trace import copy_graph
+from core.compilation.trace.traced import ConstantSlot, InputSlot
+from core.errors import CoreError, LoweringError
+
+if TYPE_CHECKING:
+    from core.common.graphs.backend import GraphKey
+    from core.compilation.cache.program_cache import CachedGraph
+    from core.compilation.implementations import OpChoice
+    from core.compilation.phases.phase import Stages
+    from core.compilation.trace.traced import TracedGraph
+
+_Chosen = tuple[tuple[str, str, str], ...]
+"""Names of nodes, each with its op and the name of the implementation that it gets."""
+
+
+class BucketLowering:
+    """Lowers the graphs of one phase."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._device = stages.request.device
+        self._name, self._lowering = self._device.lowerings.resolve(stages.request.options.lowering)
+        #: Those that run at every size.
+        self._known: dict[tuple[int, _Chosen], FlatCallable] = {}
+
+    def measure(
+        self, traced: TracedGraph, ops: Sequence[OpChoice], keys: Sequence[GraphKey]
+    ) -> tuple[MeasuredChoice, ...]:
+        """Return what calls become, in each bucket, that several implementations take; they are timed on the device."""
+        account, buffers = self._stages.account, self._stages.buffers
+        bound = self._stages.request.bound
+        own = [
+            isinstance(slot, ConstantSlot) or (isinstance(slot, InputSlot) and slot.name in bound)
+            for slot in traced.slots
+        ]
+        placeholders = traced.module.graph.find_nodes(op="placeholder")
+        buckets = {}
+        for key in keys if any(choice.others for choice in ops) else ():
+            views = buffers.views(key)
+            values = {n: v for n, v, keep in zip(placeholders, traced.values(views), own, strict=True) if keep}
+            buckets[key] = BucketValues(traced.sizes(views), values)
+        measurer = Measurer(self._device, self._artifacts, account.note)
+        found = measurer.choose(traced.module, ops, buckets)
+        account.num_measured += measurer.num_measured
+        return found
+
+    def lower(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> FlatCallable:
+        """Return what runs a graph in one of its buckets; raise `LoweringError` with what to do instead."""
+        chosen = _chosen(key, graph.report.measured)
+        lowered = self._known.get((id(graph.traced), chosen))
+        if lowered is not None:
+            return lowered
+        try:
+            lowered = self._lower(graph, chosen, values)
+        except CoreError:
+            raise
+        except Exception as error:
+            raise LoweringError(
+                f"lowering {key} by {self._name!r}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="use lowering 'inline' to go on without this compiler"
+                if "inline" in {*self._device.lowerings.available} - {self._name}
+                else f"run {key.phase} with mode 'off' to see whether it runs eagerly: no compiler is at fault",
+            ) from error
+        if self._name in self._device.lowerings.any_size:
+            self._known[id(graph.traced), chosen] = lowered
+        return lowered
+
+    def _lower(self, graph: CachedGraph, chosen: _Chosen, values: tuple[Any, ...]) -> FlatCallable:
+        copy = copy_graph(graph.traced.module)
+        self._place(copy, chosen)
+        if graph.breaks:
+            return lower_pieces(copy, values, self._stages.pieces)
+        # Files are kept by the graph as it is now: the lowering changes its own copy.
+        kept = self._artifacts(copy_graph(copy) if chosen else graph.traced.module, values)
+        note = self._stages.account.note
+        return self._lowering(LoweringRequest(graph=copy, example_inputs=values, artifacts=kept, note=note))
+
+    def _place(self, graph: fx.GraphModule, chosen: _Chosen) -> None:
+        """Put implementations into a graph."""
+        known = {(each.op, each.name): each.fn for each in self._device.ops}
+        nodes = {node.name: node for node in graph.graph.nodes} if chosen else {}
+        for name, op, implementation in chosen:
+            nodes[name].target = known[op, implementation]
+        if chosen:
+            graph.recompile()
+
+    def _artifacts(self, graph: fx.GraphModule, values: tuple[Any, ...]) -> Artifacts:
+        cache = self._stages.cache
+        return UNKEPT if cache is None else cache.artifacts(graph, values)
+
+
+def _chosen(key: GraphKey, measured: Sequence[MeasuredChoice]) -> _Chosen:
+    return tuple((name, each.op, each.implementation) for each in measured if each.bucket == key for name in each.nodes)

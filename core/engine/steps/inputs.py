@@ -1,0 +1,178 @@
+"""The tensors that a model is given for one step: tokens, places in the cache, block tables, rows of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableSequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.compilation.capture.inputs import InputSpec
+from core.engine.steps.sampling import sampling_params_input
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Step
+
+FIRST_GROUP = slice(0, 1)
+"""The tables of a model whose layers form one group, and that has the sequences to itself."""
+
+
+def table_names(group: int) -> tuple[str, str]:
+    """Return the names of the block table and the slot mapping of a group of layers."""
+    suffix = f"_{group}" if group else ""
+    return f"block_table{suffix}", f"slot_mapping{suffix}"
+
+
+def step_inputs(
+    max_blocks: int, num_groups: int = 1, *, shaped: bool = False, chained: bool = False
+) -> dict[str, InputSpec]:
+    """Declare a step's inputs: `tokens` flattened over `seqs` sequences, at most `max_blocks` cache blocks each, and
+    `rows` of logits wanted. Each of `num_groups` groups of layers has a block table and a slot mapping of its own.
+    shaped: of a program that shapes logits too, by the rows of `Histories`. chained: of a head, which leaves a hidden
+    state in the slot behind each row of logits (`core.engine.heads.states`).
+
+    Padding tokens point at the null block and belong to no sequence; padding sequences have length 0.
+    """
+    more: dict[str, InputSpec] = {}
+    for group in range(1, num_groups):
+        table, slots = table_names(group)
+        more[table], more[slots] = InputSpec(("seqs", max_blocks), torch.int32), InputSpec(("tokens",), torch.int64)
+    if shaped:
+        more["history_rows"] = InputSpec(("tokens",), torch.int64)
+    if chained:
+        more["next_slots"] = InputSpec(("rows",), torch.int64)
+    return {
+        "input_ids": InputSpec(("tokens",), torch.int64),
+        "position_ids": InputSpec(("tokens",), torch.int64),
+        "slot_mapping": InputSpec(("tokens",), torch.int64),
+        "block_table": InputSpec(("seqs", max_blocks), torch.int32),
+        "seq_lens": InputSpec(("seqs",), torch.int32),
+        "query_starts": InputSpec(("seqs + 1",), torch.int32, padding="edge"),
+        "logit_rows": InputSpec(("rows",), torch.int64),
+        **more,
+        "sampling_params": sampling_params_input("rows"),
+    }
+
+
+def step_tensors(
+    step: Step,
+    *,
+    max_blocks: int,
+    block_size: int,
+    device: torch.device,
+    groups: slice = FIRST_GROUP,
+    chained: bool = False,
+) -> dict[str, Tensor]:
+    """Return the declared inputs of a step but `sampling_params`; each sequence's blocks must suffice for its tokens.
+
+    groups: which of the sequences' tables are the model's. chained: as of `step_inputs`.
+    A draft that turns out wrong leaves keys and values in its slot. They lie behind the sequence's length, where
+    attention does not read, and are overwritten when the sequence gets there.
+    """
+    sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
+    declared = step_inputs(max_blocks, groups.stop - groups.start, chained=chained)
+    del declared["sampling_params"]
+    tensors = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
+    write_step(step, {name: tensor.numpy() for name, tensor in tensors.items()}, block_size=block_size, groups=groups)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def write_step(
+    step: Step,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    *,
+    block_size: int,
+    groups: slice = FIRST_GROUP,
+    versions: MutableSequence[int] | None = None,
+) -> None:
+    """Write the declared inputs of a step but `sampling_params` into arrays of a bucket's size, padding included.
+
+    groups: which of the sequences' tables are the model's.
+    versions: for each row of the block tables the `Sequence.version` that it holds, 0 for zeros; rows that are up to
+    date are skipped, the others noted.
+    """
+    num_seqs, num_tokens = len(step.parts), step.num_tokens
+    counts = np.array([part.num_tokens + len(part.drafts) for part in step.parts])
+    firsts = np.array([part.first_position for part in step.parts])
+    ends, stops = counts.cumsum(), firsts + counts
+    held = np.array([len(part.sequence.tables[groups.start]) for part in step.parts])
+    assert (stops <= held * block_size).all()  # unused entries of a sequence's row name the null block
+    seqs, shifts = np.arange(num_seqs), stops - ends
+    if 1 < num_seqs < num_tokens:
+        seqs, shifts = np.repeat(seqs, counts), np.repeat(shifts, counts)
+    positions = np.arange(num_tokens) + shifts
+    places = positions // block_size
+    width = arrays["block_table"].shape[1]
+    changed = _changed_rows(step, arrays["block_table"].shape[0], versions)
+    for group in range(groups.start, groups.stop):
+        tables, slots = (arrays[name] for name in table_names(group - groups.start))
+        for row, sequence in changed:
+            put(tables[row], sequence.tables[group] if sequence else [])
+        blocks = tables.reshape(-1).take(places + seqs * width).astype(np.int64)
+        put(slots, (blocks - places) * block_size + positions)
+    if "next_slots" in arrays:
+        put(arrays["next_slots"], _next_slots(step, stops, arrays["block_table"], block_size))
+    put(arrays["position_ids"], positions)
+    _write_tokens(step, arrays["input_ids"], ends)
+    put(arrays["seq_lens"], stops)
+    starts = arrays["query_starts"]
+    starts[0] = 0
+    put(starts[1:], ends, padding=num_tokens)
+    put(arrays["logit_rows"], _logit_rows(step, ends))
+
+
+def _changed_rows(
+    step: Step, num_rows: int, versions: MutableSequence[int] | None
+) -> list[tuple[int, Sequence | None]]:
+    """Return the rows of the block tables that must be written, with the sequence whose blocks they shall hold."""
+    wanted: list[Sequence | None] = [*(part.sequence for part in step.parts), *[None] * (num_rows - len(step.parts))]
+    if versions is None:
+        return list(enumerate(wanted))
+    now = [0 if sequence is None else sequence.version for sequence in wanted]
+    if versions[:num_rows] == now:
+        return []
+    changed = [(row, sequence) for row, sequence in enumerate(wanted) if versions[row] != now[row]]
+    versions[:num_rows] = now
+    return changed
+
+
+def _write_tokens(step: Step, array: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
+    start = 0
+    for part, end in zip(step.parts, ends.tolist(), strict=True):
+        sequence, first = part.sequence, part.first_position
+        if part.ahead and part.num_tokens == 1:
+            array[start] = 0
+        elif first + part.num_tokens <= len(sequence.prompt) and not part.drafts:
+            array[start:end] = sequence.prompt_ids[first : first + part.num_tokens]
+        else:
+            array[start:end] = part.tokens
+        start = end
+    array[start:] = 0
+
+
+def _logit_rows(step: Step, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if step.num_rows == len(step.parts):
+        return ends - 1
+    each = zip(ends.tolist(), step.parts, strict=True)
+    return np.array([row for end, part in each for row in range(end - part.num_rows, end)])
+
+
+def _next_slots(
+    step: Step, stops: np.ndarray[Any, Any], tables: np.ndarray[Any, Any], block_size: int
+) -> np.ndarray[Any, Any]:
+    """Return the slot behind each part's tokens, in the null block for parts without a next token."""
+    emits = np.array([part.emits for part in step.parts])
+    if not emits.any():
+        return np.zeros(step.num_rows, dtype=np.int64)
+    assert step.num_rows == len(step.parts)  # heads verify nothing
+    places = np.where(emits, stops // block_size, 0)
+    blocks = np.where(emits, tables[np.arange(len(places)), places], 0).astype(np.int64)
+    slots: np.ndarray[Any, Any] = blocks * block_size + stops % block_size
+    return slots
+
+
+def put(array: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | list[int], padding: int = 0) -> None:
+    """Write values into the beginning of an array, and padding behind them."""
+    array[: len(values)] = values
+    array[len(values) :] = padding

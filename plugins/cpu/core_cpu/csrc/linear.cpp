@@ -1,0 +1,99 @@
+// `core_cpu::linear`: the kernel of `core::linear` for few rows of fp32, bf16 and fp16; torch's product for more.
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <optional>
+#include <vector>
+
+#include "linear.h"
+
+namespace core_cpu {
+namespace {
+
+using at::Tensor;
+
+// Multiplications that are worth another thread.
+constexpr int64_t WORK = 1 << 16;
+
+// The most rows that the kernel multiplies, for fp32, bf16 and fp16; more are for torch's product.
+std::array<std::atomic<int64_t>, 3> most_rows{};
+
+int64_t most_rows_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return most_rows[0];
+    case at::kBFloat16:
+      return most_rows[1];
+    case at::kHalf:
+      return most_rows[2];
+    default:
+      return 0;
+  }
+}
+
+template <typename T>
+void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out) {
+  const int64_t columns = weight.size(0), depth = weight.size(1), rows = x.numel() / depth;
+  const T* bias = added.defined() ? added.const_data_ptr<T>() : nullptr;
+  const Product<T> whole{x.const_data_ptr<T>(), ldx, weight.const_data_ptr<T>(), weight.stride(0), bias,
+                         out.mutable_data_ptr<T>(), columns, rows, columns, depth};
+  const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS;
+  const int64_t grain = std::max<int64_t>(WORK / std::max<int64_t>(rows * depth * COLUMNS, 1), 1);
+  at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    Product<T> share = whole;
+    const int64_t first = begin * COLUMNS;
+    share.weight += first * share.ldw, share.out += first;
+    share.bias = bias == nullptr ? nullptr : bias + first;
+    share.columns = std::min(end * COLUMNS, columns) - first;
+    linear_share(share);
+  });
+}
+
+}  // namespace
+
+// As `core::linear` has it, for calls that the condition in linear.py lets pass.
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const int64_t depth = weight.size(1);
+  const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
+  if (rows == 0 || rows > most_rows_of(x.scalar_type()) || weight.stride(1) != 1) {
+    return at::linear(x, weight, bias).contiguous();
+  }
+  const bool is_wider = x.dim() == 2 && x.stride(1) == 1;  // rows of a wider tensor
+  const Tensor in = is_wider ? x : x.contiguous();
+  const Tensor added = bias ? bias->contiguous() : Tensor();
+  at::DimVector sizes(x.sizes());
+  sizes.back() = weight.size(0);
+  Tensor out = at::empty(sizes, x.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "core_cpu::linear", [&] {
+    if constexpr (!std::is_same_v<scalar_t, double>) {
+      multiply_rows<scalar_t>(in, is_wider ? x.stride(0) : depth, weight, added, out);
+    }
+  });
+  return out;
+}
+
+// Set the most rows of fp32, bf16 and fp16; returns what was set before (row_limits.py).
+std::vector<int64_t> limit_rows(at::IntArrayRef limits) {
+  TORCH_CHECK(limits.size() == most_rows.size(), "core_cpu::limit_rows takes ", most_rows.size(), " numbers");
+  std::vector<int64_t> before;
+  for (size_t i = 0; i < limits.size(); ++i) {
+    before.push_back(most_rows[i].exchange(limits[i]));
+  }
+  return before;
+}
+
+TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
+  m.def("limit_rows(int[] limits) -> int[]", limit_rows);
+}
+
+TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
+  m.impl("linear", linear);
+}
+
+}  // namespace core_cpu

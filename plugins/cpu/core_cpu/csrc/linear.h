@@ -1,0 +1,213 @@
+// Products of few rows with a weight as `torch.nn.Linear` holds it: each number of the weight is read from memory once.
+//
+// A block is some rows of x times some rows of the weight. Its sums stay in registers; one vector holds parts of one sum.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "vectors.h"
+
+#if defined(CORE_CPU_BF16_PAIRS)
+#include <immintrin.h>
+#endif
+
+namespace core_cpu {
+
+constexpr int MAX_BLOCK_ROWS = 8;
+constexpr int64_t COLUMNS = 8;  // rows of the weight that all blocks of rows read, one after another
+constexpr int64_t BYTES = 1 << 15;  // of a block of rows: these stay in the first cache while the weight passes by
+
+// One share of a product: x (rows, depth), weight (columns, depth), bias (columns,) or null, out (rows, columns).
+template <typename T>
+struct Product {
+  const T* x;
+  int64_t ldx;
+  const T* weight;
+  int64_t ldw;
+  const T* bias;
+  T* out;
+  int64_t ldo, rows, columns, depth;
+  // Sums (rows, columns) so far, where the depth is gone through in parts; null where it is not. Which part this is.
+  float* sums = nullptr;
+  bool first = true, last = true;
+};
+
+// How numbers of T are multiplied, STEP at a time.
+template <typename T>
+struct Arithmetic {
+  using Numbers = Vec;
+  static constexpr int64_t STEP = WIDTH;
+
+  static Numbers load(const T* from) {
+    return wide(from);
+  }
+
+  static void multiply_add(Vec& sum, const Numbers& a, const Numbers& b) {
+    sum = at::vec::fmadd(a, b, sum);
+  }
+};
+
+#if defined(CORE_CPU_BF16_PAIRS)
+// By the instruction for pairs of bf16, which takes denormal numbers for zero.
+template <>
+struct Arithmetic<c10::BFloat16> {
+  using Numbers = __m512bh;
+  static constexpr int64_t STEP = 32;
+
+  static Numbers load(const c10::BFloat16* from) {
+    return (__m512bh)_mm512_loadu_si512(from);
+  }
+
+  static void multiply_add(Vec& sum, const Numbers& a, const Numbers& b) {
+    sum = _mm512_dpbf16_ps(sum, a, b);
+  }
+};
+#endif
+
+// Return the first `count` numbers, fewer than STEP, and zeros.
+template <typename T>
+typename Arithmetic<T>::Numbers load_rest(const T* from, int64_t count) {
+  T rest[Arithmetic<T>::STEP] = {};
+  std::memcpy(rest, from, count * sizeof(T));
+  return Arithmetic<T>::load(rest);
+}
+
+// Return the totals of COUNT vectors, a power of 2, in the first lanes.
+template <int COUNT>
+Vec totals(Vec* sums) {
+  if constexpr (COUNT >= 16) {
+    add_neighbours<8>(sums);
+  }
+  if constexpr (COUNT >= 8) {
+    add_neighbours<4>(sums);
+  }
+  if constexpr (COUNT >= 4) {
+    add_neighbours<2>(sums);
+  }
+  if constexpr (COUNT >= 2) {
+    add_neighbours<1>(sums);
+  }
+  for (int lanes = COUNT; lanes < WIDTH; lanes *= 2) {
+    const auto pair = at::vec::deinterleave2<float>(sums[0], sums[0]);
+    sums[0] = pair.first + pair.second;
+  }
+  return sums[0];
+}
+
+constexpr int power_of_2(int count) {
+  return count <= 1 ? 1 : 2 * power_of_2((count + 1) / 2);
+}
+
+// Compute R rows of x times C rows of the weight, from row `r` and column `c` on. Fetches the C rows of the weight that
+// come next into the cache meanwhile, where `ahead`.
+template <int R, int C, typename T>
+void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
+  using Numbers = typename Arithmetic<T>::Numbers;
+  constexpr int64_t STEP = Arithmetic<T>::STEP;
+  constexpr int COUNT = power_of_2(R * C);
+  static_assert(COUNT <= WIDTH);
+  const T* x = product.x + r * product.ldx;
+  const T* weight = product.weight + c * product.ldw;
+  const int64_t next = ahead ? C * product.ldw : 0;
+  Vec sums[COUNT];
+#pragma GCC unroll 16
+  for (int i = 0; i < COUNT; ++i) {
+    sums[i] = Vec(0.f);
+  }
+  const auto step = [&](const auto& load, int64_t k) __attribute__((always_inline)) {
+    Numbers columns[C];
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) {
+      columns[j] = load(weight + j * product.ldw + k);
+      __builtin_prefetch(weight + next + j * product.ldw + k);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; ++i) {
+      const Numbers row = load(x + i * product.ldx + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) {
+        Arithmetic<T>::multiply_add(sums[i * C + j], row, columns[j]);
+      }
+    }
+  };
+  int64_t k = 0;
+  for (; k + STEP <= product.depth; k += STEP) {
+    step([](const T* from) __attribute__((always_inline)) { return Arithmetic<T>::load(from); }, k);
+  }
+  if (const int64_t count = product.depth - k; count > 0) {
+    step([count](const T* from) { return load_rest(from, count); }, k);
+  }
+  float found[WIDTH];
+  totals<COUNT>(sums).store(found);
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < C; ++j) {
+      const int64_t row = r + i, column = c + j;
+      const float sum = found[i * C + j] + (product.first ? 0.f : product.sums[row * product.columns + column]);
+      if (product.last) {
+        const float bias = product.bias == nullptr ? 0.f : static_cast<float>(product.bias[column]);
+        product.out[row * product.ldo + column] = static_cast<T>(sum + bias);
+      } else {
+        product.sums[row * product.columns + column] = sum;
+      }
+    }
+  }
+}
+
+// Compute `count` columns from column `c` on for R rows from row `r` on.
+template <int R, typename T>
+void linear_rows(const Product<T>& product, int64_t r, int64_t c, int64_t count, bool ahead) {
+  constexpr int C = std::max<int>(std::min<int>(WIDTH / R, 8), 1);
+  for (const int64_t end = c + count; c < end;) {
+    if (end - c >= C) {
+      linear_block<R, C>(product, r, c, ahead && product.columns - c >= 2 * C);
+      c += C;
+    } else {
+      linear_block<R, 1>(product, r, c, false);
+      ++c;
+    }
+  }
+}
+
+template <typename T, int... R>
+void linear_some(const Product<T>& product, int64_t r, int64_t rows, int64_t c, int64_t count,
+                 std::integer_sequence<int, R...>) {
+  ((rows == R + 1 ? linear_rows<R + 1>(product, r, c, count, r == 0) : void()), ...);
+}
+
+// Compute a part of the depth. The first block of rows reads columns from memory, the others find them in the cache.
+template <typename T>
+void linear_part(const Product<T>& product) {
+  const int64_t together = product.rows <= MAX_BLOCK_ROWS ? product.columns : COLUMNS;
+  for (int64_t c = 0; c < product.columns; c += together) {
+    const int64_t count = std::min(together, product.columns - c);
+    for (int64_t r = 0; r < product.rows; r += MAX_BLOCK_ROWS) {
+      const int64_t rows = std::min<int64_t>(MAX_BLOCK_ROWS, product.rows - r);
+      linear_some(product, r, rows, c, count, std::make_integer_sequence<int, MAX_BLOCK_ROWS>{});
+    }
+  }
+}
+
+// Compute a share, in parts of the depth where the rows of x would not stay in the first cache.
+template <typename T>
+void linear_share(const Product<T>& product) {
+  constexpr int64_t STEP = Arithmetic<T>::STEP;
+  const int64_t width = std::min<int64_t>(product.rows, MAX_BLOCK_ROWS) * static_cast<int64_t>(sizeof(T));
+  const int64_t parts = (product.depth * width + BYTES - 1) / BYTES;
+  if (parts <= 1) {
+    linear_part(product);
+    return;
+  }
+  const int64_t each = ((product.depth + parts - 1) / parts + STEP - 1) / STEP * STEP;
+  const std::unique_ptr<float[]> sums(new float[product.rows * product.columns]);
+  for (int64_t k = 0; k < product.depth; k += each) {
+    Product<T> part = product;
+    part.x += k, part.weight += k, part.sums = sums.get();
+    part.depth = std::min(each, product.depth - k);
+    part.first = k == 0, part.last = k + each >= product.depth;
+    linear_part(part);
+  }
+}
+
+}  // namespace core_cpu

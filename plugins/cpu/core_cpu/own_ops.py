@@ -1,0 +1,33 @@
+"""The plugin's own ops: a canonical op's schema and fake, and a kernel of the extension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from core.common.ops.declaration import CanonicalOp
+from core_cpu import extension
+
+LIBRARY = torch.library.Library("core_cpu", "DEF")
+
+
+def own_op(op: CanonicalOp, source: str) -> torch._ops.OpOverload:
+    """Declare `core_cpu::<name>` as the canonical op of that name is declared, and return it.
+
+    source: the name of the file in csrc/ that has its kernel.
+    """
+
+    def unloaded(*args: Any, **kwargs: Any) -> Any:
+        """Run a call in a process that has asked no condition, as one that reads its graphs from the compile cache.
+
+        Once loaded, the extension registers the op's kernel for the processor, which goes before this function.
+        """
+        return op.reference(*args, **kwargs) if extension.load(source) else own(*args, **kwargs)
+
+    # As core declares its own ops: the schema and the fake are those of the canonical op.
+    LIBRARY.define(op.schema)
+    LIBRARY.impl(op.name, unloaded, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"core_cpu::{op.name}", op.fake, lib=LIBRARY)
+    own: torch._ops.OpOverload = getattr(torch.ops.core_cpu, op.name).default
+    return own

@@ -1,0 +1,236 @@
+"""core_cpu/linear.py, row_limits.py and csrc/linear.*: few rows by the kernel, judged against fp64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import core
+from core.common.numerics import judge
+from core.common.ops.declaration import CanonicalOp
+from core.common.ops.implementation import OpCall
+from core.common.ops.linear.gated import LINEAR
+from core.compilation.cache.factors import implementation_factor
+from core_cpu import row_limits
+from core_cpu.linear import IMPLEMENTATIONS, linear, why_not
+from tests.kernel_cases import CPU, DTYPES, check, randn
+from tests.support import compile_with
+
+Plant = Callable[[str, str, CanonicalOp], AbstractContextManager[Any]]
+
+pytestmark = pytest.mark.usefixtures("kernels", "unlimited")
+
+
+@pytest.fixture
+def unlimited() -> Iterator[None]:
+    """Let the kernel multiply any number of rows, whatever this machine was measured to do best."""
+    before = row_limits.set_limits(dict.fromkeys(row_limits.DTYPES, row_limits.NO_LIMIT))
+    yield
+    row_limits.set_limits(before)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def operands(rows: int, columns: int, depth: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "x": randn(rows, depth, dtype=dtype),
+        "weight": randn(columns, depth, dtype=dtype, seed=1, scale=depth**-0.5),
+        "bias": randn(columns, dtype=dtype, seed=2),
+    }
+
+
+def asked(**args: Any) -> str | None:
+    return why_not(OpCall(op="core::linear", args=args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_samples_agree_with_the_reference(dtype: torch.dtype) -> None:
+    check(LINEAR, linear, [sample.kwargs for sample in LINEAR.samples(dtype, CPU)], CPU)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_rows(dtype: torch.dtype) -> None:
+    """Blocks of 1 to 8 rows, several of them, columns and depths that no block divides, and depths in several parts."""
+    for rows in (*range(1, 10), 16, 19, 33):
+        check(LINEAR, linear, [operands(rows, 83, 77, dtype), operands(rows, 48, 160, dtype)], CPU)
+    for rows in (1, 5, 8, 21):
+        check(LINEAR, linear, [operands(rows, 83, 4133, dtype)], CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_wider_tensors_and_scattered_biases(dtype: torch.dtype) -> None:
+    wide, deep = randn(4, 300, dtype=dtype), randn(120, 129, dtype=dtype, seed=3)
+    scattered = randn(64, 2, dtype=dtype, seed=4)[:, 1]
+    calls = [
+        {"x": wide[:, 64:193], "weight": deep[40:104], "bias": scattered},
+        {"x": wide[:, :128].T[:, :3].T, "weight": deep[:64, 1:], "bias": None},
+        {"x": wide[::2, :129], "weight": deep[::3], "bias": None},
+        {"x": wide[:, :258].T.reshape(258, 4)[:129].T, "weight": deep, "bias": None},
+    ]
+    check(LINEAR, linear, calls, CPU)
+
+
+def test_nan_and_infinity_stay_in_their_rows() -> None:
+    call = operands(5, 48, 96, torch.bfloat16)
+    call["x"][1, 3], call["x"][3, 95] = float("nan"), float("inf")
+    found = linear(**call)
+    assert found[1].isnan().all() and not found[3].isfinite().any() and found[[0, 2, 4]].isfinite().all()
+
+
+def test_more_rows_than_the_limit_are_torchs() -> None:
+    call = operands(6, 48, 4096, torch.float32)
+    assert not torch.equal(linear(**call), functional.linear(*call.values()))  # so that the next line tells something
+    row_limits.set_limits({torch.float32: 5})
+    assert torch.equal(linear(**call), functional.linear(*call.values()))
+    call["x"] = call["x"][:5]
+    assert not torch.equal(linear(**call), functional.linear(*call.values()))
+
+
+def test_calls_that_the_kernel_does_not_take() -> None:
+    call = operands(6, 48, 96, torch.bfloat16)
+    assert asked(**call) is None
+    assert "x is torch.float64" in str(asked(x=call["x"].double(), weight=call["weight"].double(), bias=None))
+    assert "not one run of memory" in str(asked(**{**call, "weight": call["weight"].T.contiguous().T}))
+    row_limits.set_limits({torch.bfloat16: 5})
+    assert "x has 6 rows of torch.bfloat16" in str(asked(**call)) and "from 6 rows on" in str(asked(**call))
+    assert asked(**{**call, "x": call["x"][:5]}) is None
+    row_limits.set_limits({})
+    assert "from 1 rows on" in str(asked(**call))
+
+
+def test_limits_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel wins up to 8 rows of bf16, at any number of fp32, and never of fp16."""
+    library, wins = tmp_path / "build.so", {torch.float32: 1 << 20, torch.bfloat16: 8, torch.float16: 0}
+
+    def fastest(x: Tensor, weights: list[Tensor], product: Any) -> float:
+        return 1.0 if product is functional.linear else 0.5 if len(x) <= wins[x.dtype] else 0.99
+
+    monkeypatch.setattr(row_limits, "_fastest", fastest)
+    expected = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 0}
+    row_limits.use_measured(library)
+    (path,) = tmp_path.iterdir()
+    assert row_limits.limits() == expected
+    monkeypatch.setattr(row_limits, "measure", lambda: pytest.fail("measured again"))
+    row_limits.set_limits({})
+    row_limits.use_measured(library)
+    assert row_limits.limits() == expected
+    for damaged in ("", "[]", json.dumps({"torch.float32": 1})):
+        path.write_text(damaged)
+        monkeypatch.setattr(row_limits, "measure", lambda: dict.fromkeys(row_limits.DTYPES, 3))
+        row_limits.use_measured(library)
+        assert row_limits.limits()[torch.float16] == 3 and "3" in path.read_text()
+
+
+def test_a_measurement_leaves_threads_and_limits_as_they_were() -> None:
+    row_limits.set_limits({torch.float32: 2})
+    torch.set_num_threads(2)
+    try:
+        found = row_limits.measure()
+        assert torch.get_num_threads() == 2 and row_limits.limits() == {torch.float32: 2}
+        assert set(found) == set(row_limits.DTYPES) and all(limit in (0, *row_limits._ROWS) for limit in found.values())
+    finally:
+        torch.set_num_threads(1)
+
+
+class Tied(nn.Module):
+    """An MLP between an embedding and a head that share a weight, beside a product of a weight that is computed."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(96, 64, dtype=dtype)
+        self.up, self.down = nn.Linear(64, 160, dtype=dtype), nn.Linear(160, 64, bias=False, dtype=dtype)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(functional.silu(self.up(x)))
+        x = functional.linear(x, self.down.weight[:, :64] * scale)
+        return functional.linear(x, self.embed.weight)
+
+
+IDS = torch.arange(3)
+
+
+def started(model: nn.Module, dtype: torch.dtype, lowering: str, bound: list[Tensor], **options: Any) -> core.Program:
+    inputs = {"ids": core.InputSpec(("rows",), torch.int64), "scale": core.InputSpec((64,), dtype)}
+    given = {"inputs": inputs, "buckets": [3, 8], "lowering": lowering, "cache": False, **options}
+    return compile_with(model, core.select_device("cpu"), relocate=bound.extend, **given)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lowering"),
+    [
+        (torch.float32, "inline"),
+        (torch.bfloat16, "inline"),
+        pytest.param(torch.bfloat16, "inductor", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "inductor", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_program_reads_the_models_own_weights(dtype: torch.dtype, lowering: str) -> None:
+    """So weights that are loaded later count, and nothing is held twice, tied weights included."""
+    model, bound = Tied(dtype).eval().requires_grad_(False), list[Tensor]()
+    call = {"ids": IDS, "scale": randn(64, dtype=dtype, seed=5)}
+    program = started(model, dtype, lowering, bound)
+    plain = started(model, dtype, lowering, [], disable_passes=("lift_linear",))
+    trace = program.report().traces[0]
+    (report,) = (report for report in trace.passes if report.name == "lift_linear")
+    assert report.matched == 3
+    assert [miss.reason for miss in report.near_misses] == ["mul is no constant that is bound to the graph"]
+    assert [choice.implementation for choice in trace.ops if choice.op == "core::linear"] == ["cpu_linear"] * 3
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    assert {tensor.data_ptr() for tensor in bound if tensor.ndim == 2} <= weights
+    assert sum(tensor.nbytes for tensor in bound) == sum(weight.nbytes for weight in model.parameters())
+    for state in (None, Tied(dtype, seed=1).state_dict()):
+        if state is not None:
+            program.load_weights(state)
+        exact = {name: weight.double() for name, weight in model.state_dict().items()}
+        wide = torch.func.functional_call(model, exact, (IDS, call["scale"].double()))
+        verdict = judge(program(**call), plain(**call).clone(), wide)
+        assert verdict.passed, verdict
+
+
+MISTAKES = {
+    "the rest of the depth left out": ("product.depth - k; count > 0", "product.depth - k; count > STEP"),
+    "sums of other parts forgotten": ("product.first ? 0.f :", "true ? 0.f :"),
+    "a bias for each row": ("product.bias[column]", "product.bias[row]"),
+    "the first rows for all": ("product.x + r * product.ldx", "product.x"),
+    "rows of a wider weight taken for its own": ("weight.stride(0), bias,", "depth, bias,"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
+    whole = operands(21, 83, 4133, torch.bfloat16)
+    call = {"x": whole["x"][:, :4099], "weight": whole["weight"][:, :4099], "bias": whole["bias"]}
+    check(LINEAR, linear, [call], CPU)
+    with plant(*MISTAKES[mistake], LINEAR) as wrong:
+        wrong.limit_rows([row_limits.NO_LIMIT] * len(row_limits.DTYPES))
+        with pytest.raises(AssertionError):
+            check(LINEAR, wrong.linear, [call], CPU)
+
+
+def test_what_was_measured_here_is_no_factor_of_the_compile_cache() -> None:
+    (implementation,) = IMPLEMENTATIONS
+    with_limits = implementation_factor(implementation, frozenset({"core_cpu"}))
+    row_limits.set_limits({})  # as before the extension is loaded
+    assert implementation_factor(implementation, frozenset({"core_cpu"})) == with_limits
+    other = replace(implementation, condition=lambda call: None)
+    assert implementation_factor(other, frozenset({"core_cpu"})) != with_limits

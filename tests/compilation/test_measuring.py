@@ -1,0 +1,243 @@
+"""core/compilation/measuring.py: of several implementations of an op, the fastest runs, in each bucket anew."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core import InputSpec
+from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
+from core.common.ops.declaration import declared_ops
+from core.common.ops.implementation import OpImplementation
+from core.common.ops.norm.norms import rms_norm
+from core.compilation import measuring
+from core.compilation.program import Program
+from core.compilation.report import TraceReport
+from core.device import Device
+from core.errors import UsageError
+from tests.recording import acme
+from tests.support import compile_with, cpu, refused
+
+OP = "core::rms_norm"
+SLOW_S = 0.003
+ran: list[tuple[str, int]] = []
+"""Implementations that ran, each with the rows it was given."""
+
+
+def steady(*args: Any, **kwargs: Any) -> Tensor:
+    """Take a while, whatever the size."""
+    ran.append(("steady", args[0].shape[0]))
+    time.sleep(SLOW_S)
+    return rms_norm(*args, **kwargs)
+
+
+def growing(*args: Any, **kwargs: Any) -> Tensor:
+    """Be quick for few rows alone."""
+    ran.append(("growing", args[0].shape[0]))
+    time.sleep(0.0 if args[0].shape[0] <= 4 else 3 * SLOW_S)
+    return rms_norm(*args, **kwargs)
+
+
+def failing(*args: Any, **kwargs: Any) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
+def implementation(fn: Any, **fields: Any) -> OpImplementation:
+    return OpImplementation(op=OP, name=fn.__name__, fn=fn, **fields)
+
+
+STEADY, GROWING, FAILING = map(implementation, (steady, growing, failing))
+
+
+class Norms(nn.Module):
+    """Two norms of which the calls are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = torch.ops.core.rms_norm(x, self.weight, 1e-5)
+        return torch.ops.core.rms_norm(once * 2, self.weight, 1e-5)
+
+
+class Others(Norms):
+    """Another model, of which one call is like those of `Norms`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.core.rms_norm(x.abs(), self.weight, 1e-5)
+
+
+def compiled(device: Device, model: nn.Module | None = None, **options: Any) -> Program:
+    ran.clear()
+    inputs = {"x": InputSpec(shape=("rows", 64), dtype=torch.float32)}
+    options = {"lowering": "inline", **options}
+    return compile_with(model or Norms(), device, inputs=inputs, buckets={"rows": [2, 32]}, **options)
+
+
+def trace_of(program: Program) -> TraceReport:
+    (trace,) = program.report().traces
+    return trace
+
+
+def served(program: Program, rows: int) -> set[str]:
+    """Run a call, compare it with the model's own, and return the names of the implementations that it took."""
+    x = torch.randn(rows, 64)
+    ran.clear()
+    result = program(x=x)
+    names = {name for name, _ in ran}
+    assert torch.equal(result, Norms()(x))
+    return names
+
+
+def test_each_bucket_runs_what_is_fastest_there() -> None:
+    program = compiled(cpu(ops=(STEADY, GROWING)))
+    few, many = sorted(trace_of(program).measured, key=lambda each: each.bucket)
+    assert (few.bucket.dims, few.implementation) == ((2,), "growing")
+    assert (many.bucket.dims, many.implementation) == ((32,), "steady")
+    assert len(few.nodes) == 2 and [name for name, _ in few.times_us] == ["steady", "growing"]
+    assert program.report().num_measured == 2  # the two calls are alike
+    assert served(program, 2) == {"growing"} and served(program, 30) == {"steady"}
+
+
+def test_graphs_are_timed_where_the_device_captures_them() -> None:
+    assert "full" in acme().capabilities.modes
+    program = compiled(acme(ops=(STEADY, GROWING)))
+    assert program.report().num_measured == 2
+    timed = [call for call in ran if call == ("steady", 32)]
+    assert len(timed) < 12  # warm-ups and captures, of the timing and of the program: replays run no Python
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"measure": False}, {"steady"}),
+        ({"providers": {OP: "growing"}}, {"growing"}),
+        ({"providers": {OP: "reference"}}, set()),
+    ],
+    ids=["not measured", "named", "reference"],
+)
+def test_nothing_is_timed_where_it_is_decided(options: Any, expected: set[str]) -> None:
+    program = compiled(cpu(ops=(STEADY, GROWING)), **options)
+    assert trace_of(program).measured == () and program.report().num_measured == 0
+    assert served(program, 2) == served(program, 32) == expected
+
+
+def test_one_that_takes_the_call_is_not_timed() -> None:
+    refuses = implementation(growing, condition=lambda call: "not today")
+    program = compiled(cpu(ops=(STEADY, refuses)))
+    assert program.report().num_measured == 0 and served(program, 2) == {"steady"}
+
+
+@pytest.mark.parametrize("ops", [(STEADY, FAILING), (FAILING, STEADY)], ids=["second", "preferred"])
+def test_one_that_fails_is_not_used_and_the_report_says_so(ops: Any) -> None:
+    program = compiled(cpu(ops=ops))
+    assert any("failing" in note and "no such kernel" in note for note in program.report().notes)
+    assert served(program, 2) == {"steady"}
+
+
+def test_times_are_kept_on_disk(cache_folder: Path) -> None:
+    device = cpu(ops=(STEADY, GROWING))
+    first = compiled(device, cache=True)
+    assert first.report().num_measured == 2
+    again = compiled(device, cache=True)  # the graphs come from the cache, and what was chosen with them
+    assert again.report().cache.state == "hit" and again.report().num_measured == 0
+    assert trace_of(again).measured == trace_of(first).measured
+    assert served(again, 2) == {"growing"} and served(again, 32) == {"steady"}
+    other = compiled(device, Others(), cache=True)
+    assert other.report().cache.state == "miss" and other.report().num_measured == 0
+    assert trace_of(other).measured[0].times_us == trace_of(first).measured[0].times_us
+
+
+def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "MAX_SECONDS", 1e-6)
+    program = compiled(cpu(ops=(STEADY, GROWING)))
+    assert len(trace_of(program).measured) == 1
+    assert any("timing others took" in note for note in program.report().notes)
+    (timed,) = (each.bucket.dims[0] for each in trace_of(program).measured)
+    (other,) = {2, 32} - {timed}
+    assert served(program, other) == {"steady"}
+
+
+def test_what_the_user_names_has_to_be_there() -> None:
+    gone = implementation(growing, missing="fastlib is not installed: pip install fastlib")
+    device = cpu(ops=(STEADY, gone))
+    with refused(UsageError, "'growing'", "fastlib is not installed", "steady, reference"):
+        compiled(device, providers={OP: "growing"})
+    with refused(UsageError, "'other'", "the device has none", "steady, reference"):
+        compiled(device, providers={OP: "other"})
+    with refused(UsageError, "'core::rms'", "no canonical op", OP):
+        compiled(device, providers={"core::rms": "steady"})
+    assert served(compiled(device), 2) == {"steady"}
+
+
+def test_a_call_that_the_named_one_refuses_goes_to_the_others_and_is_told() -> None:
+    refuses = implementation(growing, condition=lambda call: "not today")
+    program = compiled(cpu(ops=(STEADY, refuses)), providers={OP: "growing"})
+    assert served(program, 2) == {"steady"}
+    (note,) = (note for note in program.report().notes if "as asked" in note)
+    assert "2 calls of core::rms_norm" in note and "not today" in note
+
+
+@pytest.mark.parametrize("op", [ATTENTION, ROTARY_ATTENTION], ids=lambda op: op.name)
+def test_indices_of_a_step_fit_the_call_and_leave_its_tensors_alone(op: Any) -> None:
+    assert op.indices is not None
+    for sample in op.samples(torch.float32, torch.device("cpu")):
+        call = {"max_query_len": 0} | dict(sample.kwargs)
+        before = {name: v.clone() for name, v in call.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+        made = op.indices(call)
+        assert all(torch.equal(call[name], was) for name, was in before.items())
+        assert {name: (v.dtype, v.shape) for name, v in made.items()} == {
+            name: (call[name].dtype, call[name].shape) for name in made
+        }
+        new, num_blocks = made["query_starts"].diff(), call["key_cache"].shape[0]
+        longest = call["block_table"].shape[1] * call["key_cache"].shape[1]
+        assert (new >= 0).all() and new.sum() <= call["query"].shape[0]
+        assert (made["seq_lens"] >= new).all() and (made["seq_lens"] <= new.clamp(min=longest)).all()
+        assert (made["block_table"] >= 0).all() and (made["block_table"] < num_blocks).all()
+        assert not made["slot_mapping"].any()  # the null block
+
+
+def test_every_op_with_tensors_that_index_says_how() -> None:
+    index = {"block_table", "indices", "ends", "slot_mapping"}
+    indexing = [op for op in declared_ops().values() if {a.name for a in op.overload._schema.arguments} & index]
+    assert ATTENTION in indexing
+    assert [op.name for op in indexing if op.qualified_name.startswith("core::") and op.indices is None] == []
+
+
+def test_the_programs_own_tensors_are_used_and_its_integers_not_written() -> None:
+    weights: list[int] = []
+
+    def seen(*args: Any, **kwargs: Any) -> Tensor:
+        weights.append(args[1].data_ptr())
+        return rms_norm(*args, **kwargs)
+
+    model = Norms()
+    compiled(cpu(ops=(OpImplementation(op=OP, name="seen", fn=seen), GROWING)), model)
+    assert weights and set(weights) == {model.weight.data_ptr()}
+
+
+def test_collectives_are_not_timed() -> None:
+    """Each process would decide for itself, and wait for others that make another call."""
+
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.core.all_reduce(x, "")
+
+    both = [OpImplementation(op="core::all_reduce", name=name, fn=lambda x, group: x.clone()) for name in ("a", "b")]
+    program = compiled(cpu(ops=tuple(both)), Sums())
+    (choice,) = trace_of(program).ops
+    assert (choice.implementation, choice.others) == ("a", ("b",))
+    assert program.report().num_measured == 0 and trace_of(program).measured == ()
+
+
+def test_what_is_not_installed_is_named_also_behind_the_preferred_one() -> None:
+    gone = implementation(growing, missing="fastlib is not installed")
+    for choice in trace_of(compiled(cpu(ops=(STEADY, gone)))).ops:
+        assert choice.implementation == "steady" and choice.refused == (("growing", "fastlib is not installed"),)
