@@ -86,6 +86,24 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         pytest.fail(f"took {used:.1f} s of processor time; the limit is {LIMIT_S:g}: make it smaller, or mark it slow")
 
 
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """Undo what a test does to the project's variables by other means than `monkeypatch`, which is set up after this.
+
+    Code that names a folder for the kernels of a device writes them: a later test of the process would build its
+    kernels anew, and load the same ops twice.
+    """
+    before = _named_variables()
+    yield
+    for name in _named_variables().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _named_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("CORE_", "ACME_"))}
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail the test that leaves gradients off: later tests of its process would, far from the cause."""

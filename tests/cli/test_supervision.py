@@ -79,17 +79,29 @@ def test_a_signal_ends_both_processes(install_vendor: InstallVendor, tmp_path: P
         child = int(pipe.read_text())
         assert child != started.pid
         started.send_signal(number)
-        assert started.wait(60) == -number
+        try:
+            assert started.wait(60) == -number
+        finally:
+            started.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
 
 
 def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, tmp_path: Path) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
-    with subprocess.Popen(COMMAND, env=environment()) as started:
+    # What a shell starts in the background ignores interrupts, and so does what it starts in turn.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(COMMAND, env=environment())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started:
         pipe.read_text()
         started.send_signal(signal.SIGINT)
-        assert started.wait(60) == 130
+        try:
+            assert started.wait(60) == 130
+        finally:
+            started.kill()  # else the end of the block waits for one that lives on
 
 
 def test_the_command_ends_with_the_process_that_watches_it(install_vendor: InstallVendor, tmp_path: Path) -> None:

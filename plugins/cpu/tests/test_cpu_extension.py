@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +29,10 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("core_cpu::attention", "CPU
 
 
 @pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let each test load anew; what this process has loaded already stays."""
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test load anew; other tests go on with what this process has loaded, which can't be loaded twice."""
     monkeypatch.setattr(extension, "_loaded", set())
-    extension.load.cache_clear()
-    yield
-    extension.load.cache_clear()
+    monkeypatch.setattr(extension, "load", functools.cache(extension.load.__wrapped__))
 
 
 def script(path: Path, text: str) -> Path:
