@@ -25,12 +25,16 @@ os.environ.setdefault("CORE_CPU_KERNELS_DIR", str(default_folder() / "kernels" /
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _kernels_compiled() -> None:
-    """Compile the kernels of the cpu plugin, where nobody has, before the time of a test counts."""
-    from core_cpu import extension
+def _kernels_compiled(request: pytest.FixtureRequest) -> None:
+    """Compile the kernels of the cpu plugin, where nobody has, before the time of a test counts; not for a GPU's tests
+    alone, since time on a GPU is dear."""
+    if all(item.get_closest_marker("gpu") for item in request.session.items):
+        return
+    from core_cpu import attention, collectives, extension, linear  # which declare what the kernels are loaded for
 
     if not extension.why_not():
-        assert {extension.load(source) for source in ("attention", "collectives", "linear")} == {""}
+        sources = (each.__name__.rpartition(".")[2] for each in (attention, collectives, linear))
+        assert {extension.load(source) for source in sources} == {""}
 
 
 @pytest.fixture(autouse=True)
