@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from core.compilation.trace.side_effects import name_of
+
 _GLOBAL = re.compile(r"\bG\['([^']+)'\]")
 _PURE = frozenset({"builtins", "_operator", "operator", "math", "cmath", "itertools", "_functools", "functools"})
 """Modules of functions that depend on their arguments alone."""
@@ -71,10 +73,10 @@ class Reads:
     def settle(self, space: Mapping[str, Any]) -> None:
         """Take in the guards of a trace that is done. space: the globals of the traced function."""
         for guard in self._guards:
-            name = _name(guard)
+            name = name_of(guard)
             if not name:  # torch's global state, which is a separate factor of the cache
                 continue
-            kind, attribute = guard.create_fn_name(), _attribute(guard.create_fn)
+            kind, attribute = _kind(guard.create_fn), _attribute(guard.create_fn)
             if kind == "HASATTR" and attribute is None:  # torch 2.11 guards the attribute, which need not be there
                 self._note_asked(guard.originating_source)
                 continue
@@ -90,11 +92,11 @@ class Reads:
         """Note that an object was asked for an attribute. source: of the attribute."""
         while not hasattr(source, "member"):  # of a module, within what says so
             source = source.base
-        self.attributes.setdefault((_name(source.base), str(source.member), False))
+        self.attributes.setdefault((name_of(source.base), str(source.member), False))
 
     def note_source(self, builder: Any) -> None:
         """Note a value that Dynamo makes a variable of."""
-        self.sources.setdefault(_name(builder.source))
+        self.sources.setdefault(name_of(builder.source))
 
     def note_builtin(self, frame: Any, name: str) -> None:
         """Note a name that is no global of the frame that asks for it."""
@@ -129,7 +131,7 @@ class Reads:
         if value is hasattr or (value is getattr and len(args) == 3):
             source, names = args[0].realize().source, _constants(args[1:2])
             if source is not None and names is not None:
-                self.attributes.setdefault((_name(source), str(names[0]), False))
+                self.attributes.setdefault((name_of(source), str(names[0]), False))
 
     def refuse(self, what: str) -> None:
         """Note that the trace read what can't be read again."""
@@ -166,7 +168,7 @@ def recording() -> Iterator[Reads]:
         return found
 
     def hand_through(original: Callable[..., Any], value: Any, source: Any, **options: Any) -> Any:
-        reads.handed_through.setdefault(_name(source))
+        reads.handed_through.setdefault(name_of(source))
         return original(value, source, **options)
 
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -218,9 +220,9 @@ def _callee(function: Any) -> Any:
     return function.as_python_constant() if function.is_python_constant() else None
 
 
-def _name(named: Any) -> str:
-    """Return the expression of a source or guard, which some torch has as a method."""
-    return str(named.name() if callable(named.name) else named.name)
+def _kind(create_fn: Any) -> str:
+    """Return the name of what makes a guard's check; what belongs to one guard may be bound to it."""
+    return str(getattr(create_fn, "func", create_fn).__name__)
 
 
 def _attribute(create: Any) -> Any:

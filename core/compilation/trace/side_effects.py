@@ -3,7 +3,8 @@
 Dynamo executes a forward symbolically. It records assignments to existing objects (attributes, items, globals,
 variables of enclosing functions, iterators, random number generators) in `OutputGraph.side_effects`, and would apply
 them to the real objects after the graph has run. Traces are made without that (`SETTINGS`), so a trace changes nothing.
-All of this is private to torch: written against 2.11 and 2.13.
+All of this is private to torch: written against 2.11 and 2.13, and torch 2.8 as far as it goes: there a trace would
+change the objects, so that nothing is a counter, and Dynamo does not note the lines.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from core.common.passes.effects import written_args
 
 SETTINGS: Mapping[str, Any] = {"replay_side_effects": False, "side_effect_replay_policy": "info"}
 """Settings of Dynamo under which a trace leaves Python's objects alone, and notes where each would be changed."""
+LEAVES_STATE = hasattr(torch._dynamo.config, "replay_side_effects")
+"""Whether this torch can trace a change of Python's state without making it."""
 _MISSING = object()
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _SHARED = (type, types.ModuleType)
@@ -67,7 +70,12 @@ def _drawn_or_written(model: Callable[..., Any], tensors: Mapping[fx.Node, Any])
             yield SideEffect("the state of a random generator of Python", "random number", _line(node.stack_trace))
         elif isinstance(source, NumpyTensorSource) and value_of(node)._version > 0:
             line = next((_line(user.stack_trace) for user in node.users if node in written_args(user)), "")
-            yield SideEffect(_readable(source.base.name, model), "content of a numpy array", line)
+            yield SideEffect(_readable(name_of(source.base), model), "content of a numpy array", line)
+
+
+def name_of(source: Any) -> str:
+    """Return Dynamo's expression for a source or guard, which some torch has as a method."""
+    return str(source.name() if callable(source.name) else source.name)
 
 
 def counter_settings(sources: Iterable[str]) -> Any:
@@ -95,14 +103,14 @@ class _Changes:
                 yield from self._changes(variable, item)
 
     def _changes(self, variable: Any, item: Any) -> Iterator[SideEffect]:
-        place = _readable(variable.source.name, self._model)
+        place = _readable(name_of(variable.source), self._model)
         attributes = self._effects.store_attr_mutations.get(variable, {})
         for name, value in attributes.items():
             now = _attribute(item, name)
             if not self._is_same(now, value):
                 effect = self._effect(variable, *_named(variable, place, name, item))
                 if type(now) is int and effect.kind.startswith("attribute of a ") and not isinstance(item, _SHARED):
-                    number = item, name, f"{variable.source.name}.{name}"
+                    number = item, name, f"{name_of(variable.source)}.{name}"
                     symbolic = getattr(value, "sym_num", None)
                     after = symbolic.node.expr if isinstance(symbolic, torch.SymInt) else None
                     effect = replace(effect, number=number, after=after)
@@ -158,7 +166,7 @@ class _Changes:
         return None if fake is None else next(behind, None)
 
     def _effect(self, variable: Any, place: str, kind: str) -> SideEffect:
-        stacks: Sequence[Any] = self._effects.mutation_user_stacks.get(variable, ())
+        stacks: Sequence[Any] = getattr(self._effects, "mutation_user_stacks", {}).get(variable, ())
         frames = [frame for stack in reversed(stacks) for frame in reversed(stack)]
         own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
         lines = [f'File "{frame.filename}", line {frame.lineno}: {frame.line}' for frame in (own or frames)[:1]]

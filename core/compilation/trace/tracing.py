@@ -54,6 +54,7 @@ def trace(
       in the mapping, and those that the trace finds, become `TracedGraph.counters`.
     """
     start = time.perf_counter()
+    counted = counted if side_effects.LEAVES_STATE else None
     capture = Capture(model, inputs, writable, counted or {})
     for name, dims in (dynamic or {}).items():
         for dim in dims:
@@ -62,7 +63,7 @@ def trace(
                 least = 2  # torch fixes a dimension of size 1
     step = _fresh_step(model, dict(constants or {}))
     # Without duck shaping each dimension gets a symbol of its own; sizes that are equal by chance stay independent.
-    from_one = least == 1 and hasattr(_config, _FROM_ONE)
+    from_one = least == 1 and hasattr(_config, _FROM_ONE) and side_effects.LEAVES_STATE
     shapes = {"use_duck_shape": False, **({_FROM_ONE: True} if from_one else {})}
     symbols = side_effects.counter_settings(counted) if counted else nullcontext()
     with torch.no_grad(), _SHAPES.patch(**shapes), _settings(), symbols, recording() as reads:
@@ -101,17 +102,18 @@ _SHAPES: Any = _config  # torch installs `patch` on its config modules at run ti
 _FROM_ONE = "backed_size_oblivious"
 """Torch's setting that lets a symbolic size be 1: code that asks whether a size is 1 then leaves a guard.
 
-Without the setting torch takes every symbolic size for 2 or more, and such code leaves no guard."""
+Without the setting torch takes every symbolic size for 2 or more, and such code leaves no guard. Torch 2.8 has the
+setting, and leaves no guard either: there, as with any torch that would change Python's state, it stays off."""
 _DYNAMO = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "suppress_errors": False}
 _WASTE = {"guard_nn_modules": False, "run_gc_after_compile": False}
 """Settings that avoid useless work: guards are never evaluated, and each capture begins with a collection."""
 
 
 def _settings() -> Any:
-    """Return a context manager with the settings of a trace; `_WASTE` only as far as this torch has the settings."""
+    """Return a context manager with the settings of a trace, except for those that this torch does not have."""
     config: Any = torch._dynamo.config
-    fixed = {**_DYNAMO, **side_effects.SETTINGS}
-    return config.patch(fixed | {name: value for name, value in _WASTE.items() if hasattr(config, name)})
+    wanted = {**side_effects.SETTINGS, **_WASTE}
+    return config.patch(_DYNAMO | {name: value for name, value in wanted.items() if hasattr(config, name)})
 
 
 def _fresh_step(model: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
