@@ -25,7 +25,12 @@ TRITON_VENV ?= .venv-triton36
 TRITON_BIN := $(abspath $(TRITON_VENV))/bin
 TRITON_STAMP := $(TRITON_VENV)/.installed
 
-.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install reports test-gpu test-npu-sim test-triton36 clean
+# intel-extension-for-pytorch needs torch 2.8, so nothing of $(VENV) can be there: gigabytes, since that torch comes with CUDA.
+IPEX_VENV ?= .venv-ipex
+IPEX_BIN := $(abspath $(IPEX_VENV))/bin
+IPEX_STAMP := $(IPEX_VENV)/.installed
+
+.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install reports test-gpu test-npu-sim test-triton36 test-ipex clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +50,7 @@ help:
 	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils;"
 	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
 	@echo "make test-triton36  the tests of the CUDA kernels with Triton 3.6, in Triton's interpreter"
+	@echo "make test-ipex  the tests marked ipex: intel-extension-for-pytorch and torch 2.8 (7 GB the first time)"
 	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -142,8 +148,20 @@ test-npu-sim: $(NPU_STAMP)
 	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/simulator/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
 		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(NPU_TESTS) $(ARGS)
 
+$(IPEX_STAMP): pyproject.toml
+	@echo "== installing core[ipex,conformance] into $(IPEX_VENV), with a torch of its own: 7 GB"
+	@python="$$(sh tools/choose_python.sh "$(NAMED)")" && "$$python" -m venv "$(IPEX_VENV)"
+	@"$(IPEX_BIN)/python" -m pip install --quiet --disable-pip-version-check --editable '.[ipex,conformance]'
+	@touch "$@"
+
+# What core.compile does with this torch is tested too.
+test-ipex: $(IPEX_STAMP)
+	@echo "== pytest -m ipex: intel-extension-for-pytorch, with torch $$("$(IPEX_BIN)/python" -c 'import torch; print(torch.__version__)')"
+	@OMP_NUM_THREADS=1 "$(IPEX_BIN)/python" -m pytest -m "ipex or not (slow or exhaustive)" \
+		plugins/cpu/tests/test_ipex.py tests/compilation/test_program.py $(ARGS)
+
 clean:
-	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), caches and build results"
-	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), caches and build results"
+	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

@@ -60,7 +60,7 @@ NUM_IMPORTS = 100
 """Modules that a test may import for the first time in its process, and still be judged."""
 LOOP_S = 0.0235
 """Processor time of the loop below on the quiet machine that the limit is meant for (one core of an AMD EPYC)."""
-DEAR = ("slow", "exhaustive", "interpreter", "gpu", "npu_sim")
+DEAR = ("slow", "exhaustive", "interpreter", "gpu", "npu_sim", "ipex")
 
 
 def _processor_s() -> float:

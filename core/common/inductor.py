@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -37,11 +37,14 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     return call
 
 
-def compile_fixed(graph: fx.GraphModule, examples: list[Tensor]) -> FlatCallable:
+def compile_fixed(
+    graph: fx.GraphModule, examples: list[Tensor], *, compiler: Callable[..., Any] = torch._inductor.compile
+) -> FlatCallable:
     """Compile a graph whose placeholders are all tensors, with the shapes, strides and dtypes of these examples at each
     call.
 
-    Raises `LoweringError` where examples share memory that the graph writes.
+    compiler: takes the graph and fake inputs, as Inductor does and as compilers that stand on it do. Raises
+    `LoweringError` where examples share memory that the graph writes.
     """
     refuse_shared_writes(graph, examples)
     # Inductor's on-disk cache needs a shape environment, even if no size is symbolic.
@@ -49,7 +52,7 @@ def compile_fixed(graph: fx.GraphModule, examples: list[Tensor]) -> FlatCallable
     # From real tensors AOTAutograd would make fakes with symbolic sizes, whatever the shape environment.
     fakes: list[Any] = [mode.from_tensor(example) for example in examples]
     with torch.no_grad(), tracing(TracingContext(mode)), quoted_libraries():
-        compiled: Any = torch._inductor.compile(graph, fakes)
+        compiled: Any = compiler(graph, fakes)
 
     def call(*args: Any) -> tuple[Tensor, ...]:
         return tuple(compiled(*args))

@@ -29,17 +29,17 @@ def missing() -> str:
     return ""
 
 
-def refuse(reason: str) -> Lowering:
-    """Return an `inductor` that says what is missing, where Inductor's own error would name its settings."""
+def refuse(name: str, reason: str) -> Lowering:
+    """Return a lowering that says what is missing, where the compiler's own error would name its settings."""
 
-    def inductor(request: LoweringRequest) -> FlatCallable:
+    def refused(request: LoweringRequest) -> FlatCallable:
         raise LoweringError(
-            "lowering by 'inductor'",
+            f"lowering by {name!r}",
             found=reason,
             remedy="install what is missing, or use lowering 'inline', which compiles nothing",
         )
 
-    return inductor
+    return refused
 
 
 def _name() -> str:

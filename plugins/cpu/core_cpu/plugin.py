@@ -23,7 +23,10 @@ from core_cpu.ahead_of_time import AOT_INDUCTOR, inductor
 from core_cpu.compiler import find_cxx_compiler, missing, refuse
 from core_cpu.extension import KERNELS, identity, prepare
 from core_cpu.extension import why_not as why_no_kernels
-from core_cpu.fakes import SGL_KERNEL
+from core_cpu.fakes import SGL_KERNEL, TORCH_IPEX
+from core_cpu.ipex import norm
+from core_cpu.ipex.lowering import ipex
+from core_cpu.ipex.presence import why_not as why_no_ipex
 from core_cpu.memory import read_memory, reset_peak_memory
 from core_cpu.probe import product_name
 from core_cpu.sleeping import CAN_SLEEP, HostMemory
@@ -67,21 +70,28 @@ def core_open_device(context: OpenContext) -> DeviceParts:
 
 @hookimpl
 def core_register_ops() -> Sequence[OpImplementation]:
-    """Implement canonical ops by the plugin's kernels, where these can be built."""
+    """Implement canonical ops by the plugin's kernels, where these can be built, and by a library's."""
     if why_no_kernels():
-        return ()
+        return norm.IMPLEMENTATIONS
     from core_cpu import attention, collectives, linear
 
-    return (*attention.IMPLEMENTATIONS, *linear.IMPLEMENTATIONS, *collectives.IMPLEMENTATIONS)
+    own = (*attention.IMPLEMENTATIONS, *linear.IMPLEMENTATIONS, *collectives.IMPLEMENTATIONS)
+    return (*own, *norm.IMPLEMENTATIONS)
 
 
 @hookimpl
 def core_lowering(context: DeviceContext) -> Lowerings:
     """Prefer Inductor, whose CPU code needs a C++ compiler; without one, run the graph's own Python and say why."""
-    if lacking := missing():
-        available = {**INLINE.available, "inductor": refuse(lacking)}
+    lacking = missing()
+    no_ipex = why_no_ipex() or lacking
+    available = {
+        **INLINE.available,
+        "inductor": refuse("inductor", lacking) if lacking else inductor,
+        "ipex": refuse("ipex", no_ipex) if no_ipex else ipex,
+    }
+    if lacking:
         return replace(INLINE, available=available, instead=f"'inductor' can't be used, as {lacking}")
-    return replace(INLINE, available={**INLINE.available, "inductor": inductor}, default="inductor")
+    return replace(INLINE, available=available, default="inductor")
 
 
 @hookimpl
@@ -92,5 +102,5 @@ def core_graph_backend() -> GraphBackendFactory:
 
 @hookimpl
 def core_register_fakes() -> tuple[FakeOp, ...]:
-    """Let models that call `sgl_kernel` be traced, where that library is loaded and brings no fakes of its own."""
-    return SGL_KERNEL
+    """Let models that call ops of `sgl_kernel` or `torch_ipex` be traced, where these libraries are loaded."""
+    return (*SGL_KERNEL, *TORCH_IPEX)
