@@ -71,7 +71,9 @@ serve-demo: $(STAMP)
 	@echo "== core serve $(or $(ARGS),--device auto --mode off): the embedded model; docs/serving.md has the curl line"
 	@"$(BIN)/core" serve $(or $(ARGS),--device auto --mode off)
 
-PYTEST = OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --durations 20
+# No new worker for one that crashed: with `--dist loadfile` pytest-xdist then waits for ever, and names no test.
+PYTEST = OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 \
+	--durations 20
 
 test: $(STAMP)
 	@echo "== pytest: core, its plugins; not the tests marked slow or interpreter"
@@ -137,7 +139,7 @@ $(TRITON_STAMP): $(STAMP)
 
 test-triton36: $(TRITON_STAMP)
 	@echo "== pytest: core_cuda, with triton $$("$(TRITON_BIN)/python" -c 'import triton; print(triton.__version__)')"
-	@OMP_NUM_THREADS=1 "$(TRITON_BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile \
+	@OMP_NUM_THREADS=1 "$(TRITON_BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 --dist loadfile \
 		plugins/cuda $(ARGS)
 
 # All of the plugin's tests, unless ARGS holds a path below plugins/, which is to be all that is collected.
@@ -146,7 +148,7 @@ NPU_TESTS = $(if $(filter plugins/% ./plugins/% $(CURDIR)/plugins/%,$(ARGS)),,pl
 test-npu-sim: $(NPU_STAMP)
 	@echo "== pytest -m npu_sim: torch_npu on the simulated runtime"
 	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/simulator/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
-		--numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(NPU_TESTS) $(ARGS)
+		--numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 --dist loadfile $(NPU_TESTS) $(ARGS)
 
 $(IPEX_STAMP): pyproject.toml
 	@echo "== installing core[ipex,conformance] into $(IPEX_VENV), with a torch of its own: 7 GB"
