@@ -49,7 +49,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("CORE_CPU_KERNELS_DIR", str(made))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
-    monkeypatch.setattr(extension, "use_measured", lambda path: None)
     loaded: list[Path] = []
     return made
 
@@ -156,7 +155,8 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
     names = [(each.op, each.name) for each in device.ops]
     collectives = ["all_reduce", "reduce_scatter", "all_gather"]
     shared = [(f"core::{name}", "cpu_shared_memory") for name in collectives]
-    assert names == [("core::attention", "cpu_attention"), ("core::linear", "cpu_linear"), *shared]
+    products = [(f"core::{name}", f"cpu_{name}") for name in ("linear", "weight_only_linear", "quantized_linear")]
+    assert names == [("core::attention", "cpu_attention"), *products, *shared]
     assert extension.KERNELS in device.kernel_compilers
 
 
