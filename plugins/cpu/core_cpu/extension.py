@@ -20,7 +20,7 @@ import torch
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.kernel_folder import kernel_folder
 from core_cpu.compiler import find_cxx_compiler, missing
-from core_cpu.row_limits import use_measured
+from core_cpu.row_limits import LINEAR, WEIGHT_ONLY_LINEAR
 
 log = logging.getLogger("core.cpu")
 
@@ -35,9 +35,13 @@ _ISA = {
 """Options for each set of instructions that torch's vectors have and that a compiler does not use by itself."""
 _BF16_PAIRS = ("-mavx512bf16", "-DCORE_CPU_BF16_PAIRS")
 """Where the processor multiplies pairs of bf16, which torch's AVX512 does not say."""
+_VNNI = ("-mavx512vnni", "-DCORE_CPU_VNNI")
+"""Where it sums products of 8-bit integers, likewise."""
 _OF_EACH_MODEL = ("attention", "linear")
 """Files of kernels that most models use."""
-_AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType({"linear": use_measured})
+_AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
+    {"linear": LINEAR.use_measured, "weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
+)
 _compiled = 0
 _loaded: set[str] = set()
 """Files whose libraries this process has loaded."""
@@ -157,6 +161,7 @@ def _command(source: str, out: str) -> Sequence[str]:
         *(find_cxx_compiler() or "", "-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
         *_ISA.get(capability, ()),
         *(_BF16_PAIRS if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() else ()),
+        *(_VNNI if capability == "AVX512" and torch.cpu._is_vnni_supported() else ()),
         *(f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         *(f"-I{headers}", source, "-o", out, f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"),
     )

@@ -15,7 +15,8 @@ from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.linear.gated import LINEAR
 from core_cpu import extension
 from core_cpu.own_ops import own_op
-from core_cpu.row_limits import DTYPES, limits
+from core_cpu.row_limits import DTYPES
+from core_cpu.row_limits import LINEAR as LIMITS
 
 
 def why_not(call: OpCall) -> str | None:
@@ -33,7 +34,7 @@ def why_not(call: OpCall) -> str | None:
 
 def _too_many(x: Tensor) -> str | None:
     """Return that x has more rows than the kernel multiplies; None where it may have fewer."""
-    leading, most = x.shape[:-1], limits().get(x.dtype, 0)
+    leading, most = x.shape[:-1], LIMITS.limits().get(x.dtype, 0)
     rows = math.prod(size for size in leading if type(size) is int)
     if most > 0 and (rows <= most or 0 in leading):
         return None  # the kernel decides by the sizes of each bucket where these are open

@@ -73,10 +73,10 @@ def core_register_ops() -> Sequence[OpImplementation]:
     """Implement canonical ops by the plugin's kernels, where these can be built, and by a library's."""
     if why_no_kernels():
         return norm.IMPLEMENTATIONS
-    from core_cpu import attention, collectives, linear
+    from core_cpu import attention, collectives, linear, quantized, weight_only
 
-    own = (*attention.IMPLEMENTATIONS, *linear.IMPLEMENTATIONS, *collectives.IMPLEMENTATIONS)
-    return (*own, *norm.IMPLEMENTATIONS)
+    kernels = (attention, linear, weight_only, quantized, collectives, norm)
+    return tuple(implementation for module in kernels for implementation in module.IMPLEMENTATIONS)
 
 
 @hookimpl

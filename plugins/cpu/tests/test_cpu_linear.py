@@ -22,6 +22,7 @@ from core.common.ops.linear.gated import LINEAR
 from core.compilation.cache.factors import implementation_factor
 from core_cpu import row_limits
 from core_cpu.linear import IMPLEMENTATIONS, linear, why_not
+from core_cpu.row_limits import LINEAR as LIMITS
 from tests.kernel_cases import CPU, DTYPES, check, randn
 from tests.support import compile_with
 
@@ -33,9 +34,9 @@ pytestmark = pytest.mark.usefixtures("kernels", "unlimited")
 @pytest.fixture
 def unlimited() -> Iterator[None]:
     """Let the kernel multiply any number of rows, whatever this machine was measured to do best."""
-    before = row_limits.set_limits(dict.fromkeys(row_limits.DTYPES, row_limits.NO_LIMIT))
+    before = LIMITS.set(dict.fromkeys(row_limits.DTYPES, row_limits.NO_LIMIT))
     yield
-    row_limits.set_limits(before)
+    LIMITS.set(before)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -96,7 +97,7 @@ def test_nan_and_infinity_stay_in_their_rows() -> None:
 def test_more_rows_than_the_limit_are_torchs() -> None:
     call = operands(6, 48, 4096, torch.float32)
     assert not torch.equal(linear(**call), functional.linear(*call.values()))  # so that the next line tells something
-    row_limits.set_limits({torch.float32: 5})
+    LIMITS.set({torch.float32: 5})
     assert torch.equal(linear(**call), functional.linear(*call.values()))
     call["x"] = call["x"][:5]
     assert not torch.equal(linear(**call), functional.linear(*call.values()))
@@ -107,10 +108,10 @@ def test_calls_that_the_kernel_does_not_take() -> None:
     assert asked(**call) is None
     assert "x is torch.float64" in str(asked(x=call["x"].double(), weight=call["weight"].double(), bias=None))
     assert "not one run of memory" in str(asked(**{**call, "weight": call["weight"].T.contiguous().T}))
-    row_limits.set_limits({torch.bfloat16: 5})
+    LIMITS.set({torch.bfloat16: 5})
     assert "x has 6 rows of torch.bfloat16" in str(asked(**call)) and "from 6 rows on" in str(asked(**call))
     assert asked(**{**call, "x": call["x"][:5]}) is None
-    row_limits.set_limits({})
+    LIMITS.set({})
     assert "from 1 rows on" in str(asked(**call))
 
 
@@ -118,32 +119,34 @@ def test_limits_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
     """The kernel wins up to 8 rows of bf16, at any number of fp32, and never of fp16."""
     library, wins = tmp_path / "build.so", {torch.float32: 1 << 20, torch.bfloat16: 8, torch.float16: 0}
 
-    def fastest(x: Tensor, weights: list[Tensor], product: Any) -> float:
-        return 1.0 if product is functional.linear else 0.5 if len(x) <= wins[x.dtype] else 0.99
+    def fastest(call: tuple[torch.dtype, int]) -> float:
+        dtype, rows = call
+        return 1.0 if not LIMITS.limits() else 0.5 if rows <= wins[dtype] else 0.99
 
     monkeypatch.setattr(row_limits, "_fastest", fastest)
+    monkeypatch.setattr(LIMITS, "_calls", lambda dtype, rows: (dtype, rows))
     expected = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 0}
-    row_limits.use_measured(library)
+    LIMITS.use_measured(library)
     (path,) = tmp_path.iterdir()
-    assert row_limits.limits() == expected
-    monkeypatch.setattr(row_limits, "measure", lambda: pytest.fail("measured again"))
-    row_limits.set_limits({})
-    row_limits.use_measured(library)
-    assert row_limits.limits() == expected
+    assert LIMITS.limits() == expected
+    monkeypatch.setattr(LIMITS, "measure", lambda: pytest.fail("measured again"))
+    LIMITS.set({})
+    LIMITS.use_measured(library)
+    assert LIMITS.limits() == expected
     for damaged in ("", "[]", json.dumps({"torch.float32": 1})):
         path.write_text(damaged)
-        monkeypatch.setattr(row_limits, "measure", lambda: dict.fromkeys(row_limits.DTYPES, 3))
-        row_limits.use_measured(library)
-        assert row_limits.limits()[torch.float16] == 3 and "3" in path.read_text()
+        monkeypatch.setattr(LIMITS, "measure", lambda: dict.fromkeys(row_limits.DTYPES, 3))
+        LIMITS.use_measured(library)
+        assert LIMITS.limits()[torch.float16] == 3 and "3" in path.read_text()
 
 
 def test_a_measurement_leaves_threads_and_limits_as_they_were() -> None:
-    row_limits.set_limits({torch.float32: 2})
+    LIMITS.set({torch.float32: 2})
     torch.set_num_threads(2)
     try:
-        found = row_limits.measure()
-        assert torch.get_num_threads() == 2 and row_limits.limits() == {torch.float32: 2}
-        assert set(found) == set(row_limits.DTYPES) and all(limit in (0, *row_limits._ROWS) for limit in found.values())
+        found = LIMITS.measure()
+        assert torch.get_num_threads() == 2 and LIMITS.limits() == {torch.float32: 2}
+        assert set(found) == set(row_limits.DTYPES) and all(limit in (0, *row_limits.ROWS) for limit in found.values())
     finally:
         torch.set_num_threads(1)
 
@@ -222,7 +225,7 @@ def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
     call = {"x": whole["x"][:, :4099], "weight": whole["weight"][:, :4099], "bias": whole["bias"]}
     check(LINEAR, linear, [call], CPU)
     with plant(*MISTAKES[mistake], LINEAR) as wrong:
-        wrong.limit_rows([row_limits.NO_LIMIT] * len(row_limits.DTYPES))
+        wrong.limit_rows_linear([row_limits.NO_LIMIT] * len(row_limits.DTYPES))
         with pytest.raises(AssertionError):
             check(LINEAR, wrong.linear, [call], CPU)
 
@@ -230,7 +233,7 @@ def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
 def test_what_was_measured_here_is_no_factor_of_the_compile_cache() -> None:
     (implementation,) = IMPLEMENTATIONS
     with_limits = implementation_factor(implementation, frozenset({"core_cpu"}))
-    row_limits.set_limits({})  # as before the extension is loaded
+    LIMITS.set({})  # as before the extension is loaded
     assert implementation_factor(implementation, frozenset({"core_cpu"})) == with_limits
     other = replace(implementation, condition=lambda call: None)
     assert implementation_factor(other, frozenset({"core_cpu"})) != with_limits

@@ -6,12 +6,11 @@
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
-#include <array>
-#include <atomic>
 #include <optional>
 #include <vector>
 
 #include "linear.h"
+#include "row_limits.h"
 
 namespace core_cpu {
 namespace {
@@ -21,21 +20,8 @@ using at::Tensor;
 // Multiplications that are worth another thread.
 constexpr int64_t WORK = 1 << 16;
 
-// The most rows that the kernel multiplies, for fp32, bf16 and fp16; more are for torch's product.
-std::array<std::atomic<int64_t>, 3> most_rows{};
-
-int64_t most_rows_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return most_rows[0];
-    case at::kBFloat16:
-      return most_rows[1];
-    case at::kHalf:
-      return most_rows[2];
-    default:
-      return 0;
-  }
-}
+// The most rows of fp32, bf16 and fp16 that the kernel multiplies; more are for torch's product.
+RowLimits<3> most_rows;
 
 template <typename T>
 void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out) {
@@ -61,7 +47,7 @@ void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Ten
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const int64_t depth = weight.size(1);
   const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
-  if (rows == 0 || rows > most_rows_of(x.scalar_type()) || weight.stride(1) != 1) {
+  if (rows == 0 || rows > most_rows.of(x.scalar_type()) || weight.stride(1) != 1) {
     return at::linear(x, weight, bias).contiguous();
   }
   const bool is_wider = x.dim() == 2 && x.stride(1) == 1;  // rows of a wider tensor
@@ -78,18 +64,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return out;
 }
 
-// Set the most rows of fp32, bf16 and fp16; returns what was set before (row_limits.py).
-std::vector<int64_t> limit_rows(at::IntArrayRef limits) {
-  TORCH_CHECK(limits.size() == most_rows.size(), "core_cpu::limit_rows takes ", most_rows.size(), " numbers");
-  std::vector<int64_t> before;
-  for (size_t i = 0; i < limits.size(); ++i) {
-    before.push_back(most_rows[i].exchange(limits[i]));
-  }
-  return before;
-}
-
 TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
-  m.def("limit_rows(int[] limits) -> int[]", limit_rows);
+  m.def("limit_rows_linear(int[] limits) -> int[]",
+        [](at::IntArrayRef limits) { return most_rows.exchange(limits); });
 }
 
 TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {

@@ -74,32 +74,6 @@ typename Arithmetic<T>::Numbers load_rest(const T* from, int64_t count) {
   return Arithmetic<T>::load(rest);
 }
 
-// Return the totals of COUNT vectors, a power of 2, in the first lanes.
-template <int COUNT>
-Vec totals(Vec* sums) {
-  if constexpr (COUNT >= 16) {
-    add_neighbours<8>(sums);
-  }
-  if constexpr (COUNT >= 8) {
-    add_neighbours<4>(sums);
-  }
-  if constexpr (COUNT >= 4) {
-    add_neighbours<2>(sums);
-  }
-  if constexpr (COUNT >= 2) {
-    add_neighbours<1>(sums);
-  }
-  for (int lanes = COUNT; lanes < WIDTH; lanes *= 2) {
-    const auto pair = at::vec::deinterleave2<float>(sums[0], sums[0]);
-    sums[0] = pair.first + pair.second;
-  }
-  return sums[0];
-}
-
-constexpr int power_of_2(int count) {
-  return count <= 1 ? 1 : 2 * power_of_2((count + 1) / 2);
-}
-
 // Compute R rows of x times C rows of the weight, from row `r` and column `c` on. Fetches the C rows of the weight that
 // come next into the cache meanwhile, where `ahead`.
 template <int R, int C, typename T>

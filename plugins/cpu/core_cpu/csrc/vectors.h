@@ -15,6 +15,7 @@
 namespace core_cpu {
 
 using Vec = at::vec::Vectorized<float>;
+using Ints = at::vec::Vectorized<int32_t>;
 constexpr int64_t WIDTH = Vec::size();
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -31,6 +32,15 @@ inline Vec wide(const T* from) {
     at::vec::load_to_float<T>(from, out);
     return out;
   }
+}
+
+// Call `body` with 0 to N - 1 as constants. Compilers keep arrays in registers where each index is constant early, which
+// a pragma to unroll comes too late for.
+template <int N, typename Body>
+__attribute__((always_inline)) inline void unrolled(const Body& body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
 }
 
 // Write `size` numbers times `factor` to `to` as fp32, then zeros up to the end of the last vector.
@@ -122,14 +132,49 @@ inline void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, f
   take(std::integral_constant<int, 1>{});
 }
 
+// Return the sums of neighbours, those of a first.
+inline Vec add_pairs(const Vec& a, const Vec& b) {
+  const auto pair = at::vec::deinterleave2<float>(a, b);
+  return pair.first + pair.second;
+}
+
+inline Ints add_pairs(const Ints& a, const Ints& b) {
+  const auto pair = at::vec::deinterleave2<float>(at::vec::cast<float>(a), at::vec::cast<float>(b));
+  return at::vec::cast<int32_t>(pair.first) + at::vec::cast<int32_t>(pair.second);
+}
+
 // Add neighbours of 2 * N vectors, so that N vectors hold the sums in order.
-template <int N>
-inline void add_neighbours(Vec* sums) {
+template <int N, typename V>
+inline void add_neighbours(V* sums) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) {
-    const auto pair = at::vec::deinterleave2<float>(sums[2 * i], sums[2 * i + 1]);
-    sums[i] = pair.first + pair.second;
+    sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1]);
   }
+}
+
+// Return the totals of COUNT vectors, a power of 2, in the first lanes.
+template <int COUNT, typename V>
+V totals(V* sums) {
+  if constexpr (COUNT >= 16) {
+    add_neighbours<8>(sums);
+  }
+  if constexpr (COUNT >= 8) {
+    add_neighbours<4>(sums);
+  }
+  if constexpr (COUNT >= 4) {
+    add_neighbours<2>(sums);
+  }
+  if constexpr (COUNT >= 2) {
+    add_neighbours<1>(sums);
+  }
+  for (int lanes = COUNT; lanes < WIDTH; lanes *= 2) {
+    sums[0] = add_pairs(sums[0], sums[0]);
+  }
+  return sums[0];
+}
+
+constexpr int power_of_2(int count) {
+  return count <= 1 ? 1 : 2 * power_of_2((count + 1) / 2);
 }
 
 // Return the products (WIDTH) of a row (size) with WIDTH keys, each `ldk` numbers after the one before; size: padded.
