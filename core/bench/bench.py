@@ -130,7 +130,8 @@ def bench(
     loaded: a model on `device`; its modules are served by the engine, and copies that share its weights run beside it.
     rates: measured here unless given. progress: called with a cell's name, cells done and all cells, before each and
     after the last. peers: makes the subject of each of `settings.peers`.
-    Raises `UsageError` for a context that the model does not have. An interrupt ends the run, and what was measured before it is reported, the fact "interrupted" naming what was not.
+    Raises `UsageError` for a context that the model does not have. An interrupt
+    ends the run, and what was measured before it is reported, the fact "interrupted" naming what was not.
     """
     settings.check_length(loaded.max_position)
     started, start = datetime.now(UTC), time.perf_counter()

@@ -65,9 +65,11 @@ def bench(
     batch: str = typer.Option("1,8,64", help="Batches of decode, comma-separated; empty for none."),
     context: int = typer.Option(1024, help="Tokens of each sequence before the first decode step."),
     prefill: str = typer.Option("128,1024,4096", help="Lengths of prompts, comma-separated; empty for none."),
-    subjects: str | None = typer.Option(None, help="What to measure, comma-separated; default: all that is installed."),
+    subjects: str | None = typer.Option(
+        None, help="What to measure, comma-separated; `peers`: all installed ones; default: everything."
+    ),
     peer_python: list[str] = typer.Option(
-        [], metavar="NAME=PATH", help="The Python that runs a peer which needs other packages; may be repeated."
+        [], metavar="NAME=PATH", help="The Python of a peer that needs other packages; may be repeated."
     ),
     rounds: int = typer.Option(5, help="Rounds; in each, every subject runs once."),
     steps: int = typer.Option(32, help="Decode steps of a subject per round; an eighth as many prompts of prefill."),

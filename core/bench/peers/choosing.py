@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from core.device import Device
 
 _CHECK_S = 120.0
+_ALL = "peers"
+"""In a list of subjects: all peers that are installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,7 @@ class Choice:
     peers: tuple[ChosenPeer, ...]
     #: The peers that can't be measured here: name -> what is missing and how to get it.
     missing: Mapping[str, str]
-    #: Whether the user named the subjects.
+    #: Whether the user named one of the peers.
     named: bool
 
     def without_peers(self, why: str) -> Choice:
@@ -41,24 +43,28 @@ class Choice:
 
 
 def choose(device: Device, asked: Sequence[str] | None, pythons: Mapping[str, str]) -> Choice:
-    """Return what is measured: of `asked`, or for None everything that is installed.
+    """Return what is measured: of `asked`, where `peers` stands for all that are installed, or for None everything.
 
     pythons: by the name of a peer the Python that runs it, for one whose packages are in another environment. Raises
     `UsageError` for an unknown name, and for a peer asked for by name that lacks something.
     """
     known = {peer.name: peer for peer in device.parts.peers}
-    names = (*SUBJECTS[:-1], *known, SUBJECTS[-1]) if asked is None else tuple(dict.fromkeys(asked))
-    _check_names("--subjects", names, (*SUBJECTS, *known))
+    named = () if asked is None else tuple(name for name in asked if name != _ALL)
+    listed = (*SUBJECTS[:-1], _ALL, SUBJECTS[-1]) if asked is None else asked
+    names = tuple(dict.fromkeys(one for name in listed for one in (known if name == _ALL else (name,))))
+    _check_names("--subjects", names, (*SUBJECTS, *known, _ALL))
     _check_names("--peer-python", tuple(pythons), tuple(known))
     wanted = [ChosenPeer(peer=known[name], python=pythons.get(name, "")) for name in names if name in known]
     missing = {chosen.peer.name: text for chosen in wanted if (text := _missing(chosen))}
-    if asked is not None and missing:
-        name, text = next(iter(missing.items()))
+    if absent := [name for name in missing if name in named]:
+        name, text = absent[0], missing[absent[0]]
         found, _, remedy = text.partition("; ")
         raise UsageError(f"--subjects {','.join(names)}", found=f"{name}: {found}", remedy=remedy)
     peers = tuple(chosen for chosen in wanted if chosen.peer.name not in missing)
     subjects = tuple(name for name in names if name not in missing)
-    return Choice(subjects=subjects, peers=peers, missing=missing, named=asked is not None)
+    return Choice(
+        subjects=subjects, peers=peers, missing=missing, named=any(chosen.peer.name in named for chosen in peers)
+    )
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:

@@ -109,8 +109,7 @@ def _permuted(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
     if part is None or config["model_type"] != "llama":
         return tensor
     heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
-    by_head: Tensor = tensor.unflatten(0, (heads, 2, -1))  # type: ignore[no-untyped-call]
-    return by_head.transpose(1, 2).reshape(tensor.shape)
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _data(tensor: Tensor) -> tuple[Any, Any]:

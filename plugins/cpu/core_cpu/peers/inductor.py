@@ -37,7 +37,7 @@ def ahead_of_time(work: PeerWork) -> PeerRunner:
 def _package(model: Any, cache: Any, ids: Tensor) -> Step:
     held, tensors = cache.layers[0].cumulative_length, cache_tensors(cache)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        exported = torch.export.export(ExportableStep(model, cache), (ids, held, tensors), strict=False)
+        exported = torch.export.export(ExportableStep(model, cache).eval(), (ids, held, tensors), strict=False)
         path = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "step.pt2"))
         program = torch._inductor.aoti_load_package(path)
 

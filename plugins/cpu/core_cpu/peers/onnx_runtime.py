@@ -44,7 +44,10 @@ def _step(model: Any, cache: Any, ids: Tensor, threads: int) -> Step:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.onnx"
         program = torch.onnx.export(
-            _Functional(model, cache), (ids, held, [each.clone() for each in tensors]), dynamo=True, verbose=False
+            _Functional(model, cache).eval(),
+            (ids, held, [each.clone() for each in tensors]),
+            dynamo=True,
+            verbose=False,
         )
         assert program is not None
         program.save(path, external_data=True)
