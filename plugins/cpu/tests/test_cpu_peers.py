@@ -113,13 +113,11 @@ def test_generate_that_fails_says_so(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [inductor.freezing, inductor.ahead_of_time])
-def test_compiled_ways_give_the_tokens_of_whole_forwards(
-    folder: Path, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_ways_give_the_tokens_of_whole_forwards(folder: Path, make: Any) -> None:
     import torch._inductor.config as config
 
-    monkeypatch.setattr(config, "freezing", False)  # put back afterwards, as a process of its own would
-    check(make, folder)
+    with config.patch(freezing=False):  # put back afterwards, as the end of a process would
+        check(make, folder)
 
 
 @pytest.mark.slow
