@@ -1,8 +1,7 @@
 """Measure what a pass gains in decode, in turns: eager, `core` without the pass, `core` with it.
 
 Each round runs every subject once, so that a machine that slows down slows all of them. Figures are medians with the
-quarters around them: milliseconds, and ratios of two subjects in the same round. `llama-100m` is a Llama of 100 M
-parameters with random weights.
+quarters around them: milliseconds, and ratios of two subjects in the same round.
 
     python benchmarks/pass_turns.py lift_linear --device cpu --model llama-100m --dtype bfloat16 --batch 1,4,8
 """
@@ -20,34 +19,12 @@ import torch
 import core
 from core.bench.cells import Cell, Record
 from core.bench.model import open_model
-from core.bench.presets import random_model
 from core.bench.rounds import Subject, measure
 from core.bench.served import CoreSubject, Engines
 from core.bench.static import SharedCache, StaticSubject, sharing_copy
 from core.device import Device
-from core.engine.models.hf import import_transformers
 from core.engine.models.loading import LoadedModel
-from core.engine.models.resolve import parse_dtype
 from core.engine.steps.runner import EngineConfig
-
-LLAMA_100M = {
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "vocab_size": 32_000,
-    "tie_word_embeddings": True,
-}
-
-
-def load(name: str, device: Device, dtype: str) -> LoadedModel:
-    """Return the embedded model for "", a model of random weights for any other name."""
-    if name == "llama-100m":
-        config = import_transformers().LlamaConfig(**LLAMA_100M)
-        kind = parse_dtype(dtype, device) or torch.bfloat16
-        return random_model(config, torch_device=device.torch_device, dtype=kind, title=name)
-    return open_model(None, name or None, device, dtype)[0]
 
 
 def subjects(loaded: LoadedModel, device: Device, cell: Cell, name: str) -> list[Subject]:
@@ -86,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="of the pass")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--model", default="", help="a preset, or llama-100m; default: the embedded model")
+    parser.add_argument("--model", default="", help="a preset; default: the embedded model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch", default="1,4,8")
     parser.add_argument("--context", type=int, default=128)
@@ -94,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     device = core.select_device(options.device)
-    loaded = load(options.model, device, options.dtype)
+    loaded = open_model(None, options.model or None, device, options.dtype)[0]
     facts = {"device": device.capabilities.device_name, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print(json.dumps({**facts, "model": options.model or "embedded", "dtype": str(loaded.dtype)}), flush=True)
     for batch in map(int, options.batch.split(",")):

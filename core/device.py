@@ -6,7 +6,7 @@ a running engine costs method calls only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from core.common.lowering import Lowerings
     from core.common.ops.implementation import OpImplementation
     from core.common.passes.declaration import Pass
+    from core.common.peers import Peer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +142,11 @@ class DeviceParts:
     sleeping_memory: Callable[[], SleepingMemory] | None = None
     #: Compilers of this device's kernels besides torch's Inductor.
     kernel_compilers: tuple[KernelCompiler, ...] = ()
+    #: Other ways to run a model on this device, which `core bench` measures in turns with `core`.
+    peers: tuple[Peer, ...] = ()
+    #: Measures reading of memory larger than all caches, for the floor of `core bench`: threads -> bytes per second.
+    #: None where a copy's rate serves.
+    read_rates: Callable[[], Mapping[int, float]] | None = None
     #: Begins work in the background that programs will wait for, such as compiling kernels, and returns at once. Called
     #: before a model is loaded that is to be compiled.
     prepare: Callable[[], None] = _no_op

@@ -4,7 +4,8 @@
 
 The folder holds `bench-PRESET.json` (core bench --json), and where they were made its plot `bench-PRESET.svg`,
 `gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (tools/cuda/bench_cuda_kernels.py --out) and
-`notes.md`, whose text the page begins with. Every figure of the page comes from these files.
+`notes.md`, whose text the page begins with. Its folder `processor` holds what tools/processor_bench.py measured.
+Every figure of the page comes from these files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import typer
 
 from pages import table
+from processor_page import processor
 
 Document = Mapping[str, Any]
 
@@ -189,6 +191,7 @@ def page(folder: Path) -> str:
     lines += [gains(json.loads(path.read_text())) for path in sorted(folder.glob("gains-*.json"))]
     if (folder / "kernels.json").is_file():
         lines.append(kernels(json.loads((folder / "kernels.json").read_text())))
+    lines.append(processor(folder / "processor"))
     return "\n".join(lines).rstrip() + "\n"
 
 

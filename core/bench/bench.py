@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.bench.cells import BenchReport, Cell, CellReport, Record
-from core.bench.checking import check
+from core.bench.checking import check, check_peers
 from core.bench.floor import Shape, decode_floor, prefill_floor, shape_of
 from core.bench.model import engine_options
 from core.bench.rates import Rates, measure_rates
@@ -45,6 +45,10 @@ class Settings:
     """What is measured."""
 
     subjects: tuple[str, ...] = SUBJECTS
+    #: Those of the subjects that are peers, which run in a process each.
+    peers: tuple[str, ...] = ()
+    #: Peers that can't be measured here: name -> what is missing and how to get it.
+    missing: Mapping[str, str] = field(default_factory=dict)
     #: Sequences of decode.
     batches: tuple[int, ...] = (1, 8, 64)
     #: Tokens of each sequence before the first decode step.
@@ -61,11 +65,12 @@ class Settings:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.subjects if name not in SUBJECTS]
+        known = (*SUBJECTS, *self.peers)
+        unknown = [name for name in self.subjects if name not in known]
         if unknown or not self.subjects:
             raise UsageError(
                 f"--subjects {','.join(self.subjects)}",
-                found=f"the subjects are {', '.join(SUBJECTS)}",
+                found=f"the subjects are {', '.join(known)}",
                 remedy=f"leave out {', '.join(unknown)}" if unknown else "name at least one of these",
             )
         for option, values in (
@@ -118,12 +123,14 @@ def bench(
     references: Mapping[str, Mapping[str, float]] | None = None,
     rates: Rates | None = None,
     progress: Progress | None = None,
+    peers: Mapping[str, Callable[[], Subject]] | None = None,
 ) -> BenchReport:
     """Measure every cell and return the report.
 
     loaded: a model on `device`; its modules are served by the engine, and copies that share its weights run beside it.
     rates: measured here unless given. progress: called with a cell's name, cells done and all cells, before each and
-    after the last. Raises `UsageError` for a context that the model does not have. An interrupt
+    after the last. peers: makes the subject of each of `settings.peers`.
+    Raises `UsageError` for a context that the model does not have. An interrupt
     ends the run, and what was measured before it is reported, the fact "interrupted" naming what was not.
     """
     settings.check_length(loaded.max_position)
@@ -140,7 +147,7 @@ def bench(
         for index, cell in enumerate(cells):
             if progress is not None:
                 progress(cell.name, index, len(cells))
-            reports.append(_measure(cell, engines, other, settings, shape, rates))
+            reports.append(_measure(cell, engines, other, settings, shape, rates, peers or {}))
     except KeyboardInterrupt:
         if not reports:
             raise
@@ -165,18 +172,30 @@ def bench(
     return BenchReport(facts=facts, rates=rates, cells=tuple(reports), references=dict(references or {}))
 
 
-def _measure(cell: Cell, engines: Engines, other: Any, settings: Settings, shape: Shape, rates: Rates) -> CellReport:
+def _measure(
+    cell: Cell,
+    engines: Engines,
+    other: Any,
+    settings: Settings,
+    shape: Shape,
+    rates: Rates,
+    peers: Mapping[str, Callable[[], Subject]],
+) -> CellReport:
     device = engines.device
     shared = SharedCache(other, device)
     both = {"eager", "core"} <= set(settings.subjects)
     subjects: list[Subject] = [
         CoreSubject(engines, keep_logits=both)
         if name == "core"
+        else peers[name]()
+        if name in settings.peers
         else StaticSubject(name, shared, keep_logits=both and name == "eager")
         for name in dict.fromkeys(settings.subjects)
     ]
     records, order = measure(subjects, cell, device)
-    check(cell, records, other, device, engines.rounding)
+    own = [record for record in records if record.subject not in settings.peers]
+    check(cell, own, other, device, engines.rounding)
+    check_peers(cell, [record for record in records if record.subject in settings.peers], own, other, device)
     if cell.phase == "decode":
         floor = decode_floor(shape, rates, cell.batch, cell.mean_context)
     else:
@@ -223,6 +242,8 @@ def _facts(loaded: LoadedModel, device: Device, settings: Settings, title: str) 
         },
         "settings": {
             "subjects": list(settings.subjects),
+            "missing": dict(settings.missing),
+            "threads": torch.get_num_threads(),
             "batches": list(settings.batches),
             "context": settings.context,
             "prompts": list(settings.prompts),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from core.engine.inspect.cache_codes import Rounding
 
 _MAX_ROWS = 4
+_NEAR_TIE = 4.0
+"""A peer rounds elsewhere than eager: both logits of a near-tie may be off, each by more than eager's worst."""
 _HOST_FLOPS = 2e11
 """An fp64 forward of more operations than this takes the host longer than a check should."""
 _COPY_FACTOR = 1.3  # memory that a forward of the copy needs, over the copy's own bytes
@@ -47,16 +49,77 @@ def check(cell: Cell, records: Sequence[Record], model: Any, device: Device, rou
         record.logits = None
 
 
+def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], model: Any, device: Device) -> None:
+    """Write into each peer's record how its tokens compare with those of `core`, or else of eager.
+
+    A peer may take another token only where the model itself hardly prefers one: where two logits lie so close that the
+    rounding of the dtype decides. Any other token is wrong, and a peer that computes something else is no peer: its
+    record then has that as failure. own: the records of `core` and transformers. model: as for `check`.
+    """
+    fine = [record for record in own if not record.failure and record.tokens]
+    yardstick = next((record for record in fine if record.subject == "core"), next(iter(fine), None))
+    for record in peers:
+        if yardstick is None or record.failure or not record.tokens:
+            continue
+        record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
+        if record.verdict["tokens_equal"]:
+            continue
+        wrong, how = _wrong_token(cell, record, yardstick, model, device)
+        record.verdict["differences"] = how
+        if wrong:
+            record.failure = f"computes something else: {wrong}"
+        else:
+            record.notes.append(f"tokens differ from {yardstick.subject}: {record.verdict['mismatch']} ({how})")
+
+
+def _wrong_token(cell: Cell, record: Record, yardstick: Record, model: Any, device: Device) -> tuple[str, str]:
+    """Judge the first token of each sequence that differs; return what is wrong, or "", and how that was judged."""
+    firsts = _first_differences(cell, record.tokens, yardstick.tokens)[:_MAX_ROWS]
+    prompts = cell.prompts(int(model.get_input_embeddings().weight.shape[0]))
+    contexts = [[*prompts[row], *record.tokens[row][:at]] for row, at in firsts]
+    references, how = reference_logits(model, contexts, device)
+    if not references:
+        return "", f"not judged: {how}"
+    for (row, at), context, reference in zip(firsts, contexts, references, strict=True):
+        token = record.tokens[row][at]
+        if not 0 <= token < len(reference):
+            return f"sequence {row}, token {at}: {token}, which the vocabulary does not have", "wrong"
+        eager = forward_logits(model, context)[-1].to("cpu", torch.float64)
+        error, below = float((eager - reference).abs().max()), float(reference.max() - reference[token])
+        if below > _NEAR_TIE * error:
+            return (
+                f"sequence {row}, token {at}: {token}, whose logit is {below:.3g} below the best; eager itself is "
+                f"{error:.3g} off ({how})"
+            ), "wrong"
+    return "", f"near-ties by {how}"
+
+
+def _first_differences(
+    cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Return (sequence, position) of the first token of each sequence that differs, of those that are compared."""
+    pairs = (
+        (row, next((at for at, (a, b) in enumerate(zip(*both, strict=False)) if a != b), None))
+        for row, both in enumerate(zip(_compared(cell, tokens), _compared(cell, other), strict=True))
+    )
+    return [(row, at) for row, at in pairs if at is not None]
+
+
+def _compared(cell: Cell, tokens: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    most = 1 if cell.phase == "prefill" else 2 + cell.steps
+    return [row[:most] for row in tokens]
+
+
 def compare_tokens(cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compare the tokens of the warm-up and of the first round.
 
     Later tokens are not compared: subjects share the static cache, so one subject's difference may reach another.
     """
-    most = 1 if cell.phase == "prefill" else 2 + cell.steps
-    compared, first, num_equal = 0, "", 0
-    for index, (ours, theirs) in enumerate(zip(tokens, other, strict=True)):
-        pairs = list(zip(ours[:most], theirs[:most], strict=False))
+    compared, agreeing, first, num_equal = 0, 0, "", 0
+    for index, (ours, theirs) in enumerate(zip(_compared(cell, tokens), _compared(cell, other), strict=True)):
+        pairs = list(zip(ours, theirs, strict=False))
         compared += len(pairs)
+        agreeing += sum(a == b for a, b in pairs)
         at = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
         num_equal += at is None
         if at is not None and not first:
@@ -64,6 +127,7 @@ def compare_tokens(cell: Cell, tokens: Sequence[Sequence[int]], other: Sequence[
     return {
         "tokens_equal": not first,
         "tokens_compared": compared,
+        "tokens_agreeing": agreeing,
         "sequences_equal": num_equal,
         "mismatch": first,
     }

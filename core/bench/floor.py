@@ -161,7 +161,7 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
         weight_bytes=round(weight),
         cache_bytes=round(cache),
         flops=round(flops),
-        bytes_ms=(weight + cache) / rates.bytes_per_s * 1e3,
+        bytes_ms=(weight + cache) / rates.most_bytes_per_s * 1e3,
         flops_ms=(flops - products * shape.coded * (1 - 1 / CODED_RATE)) / rates.flops_per_s * 1e3,
     )
 

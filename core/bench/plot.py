@@ -118,7 +118,7 @@ def subtitle_of(report: BenchReport) -> str:
     settings, rates, versions = report.facts["settings"], report.rates, report.facts["versions"]
     return (
         f"medians of {settings['rounds']} interleaved rounds, thin lines: least to most; floor: "
-        f"{rates.bytes_per_s / 1e9:.0f} GB/s and {rates.flops_per_s / 1e12:.3g} TFLOP/s, measured in this run; "
+        f"{rates.most_bytes_per_s / 1e9:.0f} GB/s and {rates.flops_per_s / 1e12:.3g} TFLOP/s, measured in this run; "
         f"torch {versions['torch']}"
     )
 

@@ -62,6 +62,11 @@ PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
         Preset(
+            name="llama-100m",
+            config_class="LlamaConfig",
+            fields=_shape(768, 12, (12, 4), 64, 2048, 32_000, **(_LLAMA | {"tie_word_embeddings": True})),
+        ),
+        Preset(
             name="llama-1b",
             config_class="LlamaConfig",
             fields=_shape(2048, 16, (32, 8), 64, 8192, 128_256, **(_LLAMA | {"tie_word_embeddings": True})),

@@ -1,10 +1,10 @@
-"""Measures what a device can do at best, in the same run: by a large copy, and by a large matrix product."""
+"""Measures what a device can do at best, in the same run: by a large copy, by reading, by a large matrix product."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,18 @@ class Rates:
     matmul_size: int
     #: Dtype of the matrices.
     dtype: str
+    #: Bytes per second of reading alone, by threads; empty where the device measures none.
+    reads: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def most_bytes_per_s(self) -> float:
+        """The fastest that bytes were moved: what the floor counts with, as a step mostly reads."""
+        return max(self.bytes_per_s, *self.reads.values(), 0.0)
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as JSON-ready values."""
-        return asdict(self)
+        fields = asdict(self)
+        return {**fields, "reads": {str(threads): rate for threads, rate in self.reads.items()}}
 
 
 def measure_rates(
@@ -47,7 +55,8 @@ def measure_rates(
     sizes: tuple[int, ...] = _SIZES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
-    """Measure both, each the best of several runs; sizes grow until one run takes long enough to be measured."""
+    """Measure all, each the best of several runs; sizes grow until one run takes long enough to be measured."""
+    reads = device.parts.read_rates
     num_bytes, bandwidth = _bandwidth(device, copy_bytes, clock)
     size, flops = _products(device, dtype, sizes, clock)
     return Rates(
@@ -56,6 +65,7 @@ def measure_rates(
         copy_bytes=num_bytes,
         matmul_size=size,
         dtype=str(dtype).removeprefix("torch."),
+        reads={} if reads is None else reads(),
     )
 
 

@@ -31,8 +31,11 @@ class Subject(Protocol):
     def ready(self) -> None:
         """Prepare a round, outside of the measured time."""
 
-    def run(self, count: int) -> None:
-        """Run `count` steps; the host knows the tokens of each before the next one begins."""
+    def run(self, count: int) -> float | None:
+        """Run `count` steps; the host knows the tokens of each before the next one begins.
+
+        Returns the seconds where the subject measures them itself, as one in another process does.
+        """
 
     def replay(self, count: int) -> bool:
         """Repeat the last step's captured graph, device time alone, waiting once at the end; False: there is none."""
@@ -117,11 +120,12 @@ def _round(subject: Subject, cell: Cell, record: Record, device: Device, clock: 
     subject.ready()
     device.synchronize()
     start = clock()
-    subject.run(cell.steps)
+    own = subject.run(cell.steps)
     # An engine that runs ahead began one step before the clock started and has one queued now. Wait for it, so that the
     # counts agree.
     device.synchronize()
-    record.rounds_ms.append((clock() - start) / cell.steps * 1e3)
+    elapsed = clock() - start if own is None else own
+    record.rounds_ms.append(elapsed / cell.steps * 1e3)
     start = clock()
     if subject.replay(cell.steps):
         device.synchronize()

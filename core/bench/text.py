@@ -25,9 +25,13 @@ def renderables(report: BenchReport) -> Iterator[Any]:
         f"{facts['versions']['transformers']}"
     )
     rates = report.rates
+    reads = "".join(
+        f"{rate / 1e9:.1f} GB/s (read, {threads} thread{'' if threads == 1 else 's'}), "
+        for threads, rate in rates.reads.items()
+    )
     yield (
         f"measured here: {rates.bytes_per_s / 1e9:.1f} GB/s (copies of {rates.copy_bytes / 2**20:.0f} MiB, read plus "
-        f"written), {rates.flops_per_s / 1e12:.3g} TFLOP/s ({rates.dtype} products of size {rates.matmul_size})"
+        f"written), {reads}{rates.flops_per_s / 1e12:.3g} TFLOP/s ({rates.dtype} products of size {rates.matmul_size})"
     )
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
@@ -38,6 +42,7 @@ def renderables(report: BenchReport) -> Iterator[Any]:
     for cell in report.cells:
         for record in cell.records:
             yield from (f"note, {cell.cell.name}, {record.subject}: {note}" for note in dict.fromkeys(record.notes))
+    yield from (f"not measured: {name}: {why}" for name, why in facts["settings"]["missing"].items())
     if facts.get("interrupted"):
         yield f"note: interrupted {facts['interrupted']}"
     for cell in report.cells:
@@ -86,6 +91,8 @@ def check_text(record: Record) -> str:
     tokens = (
         f"{compared} token{'' if compared == 1 else 's'} equal"
         if verdict["tokens_equal"]
+        else f"{verdict['tokens_agreeing']} of {compared} tokens equal ({verdict['differences']})"
+        if "differences" in verdict
         else f"TOKENS DIFFER ({verdict['mismatch']})"
     )
     logits = verdict.get("logits")

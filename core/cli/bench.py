@@ -32,15 +32,28 @@ from core.cli.values import number_text
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from core.bench.bench import Settings
     from core.bench.cells import BenchReport
+    from core.bench.peers.choosing import Choice
 
 _STDOUT = Path("-")
 _LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_num_seqs", "max_model_len")
 _SERVED = (*_LOAD, "max_step_tokens", "mixed_step_tokens", "speculative", "draft_model", "timeline")
-_NOT_SERVED = ("batch", "context", "prefill", "subjects", "rounds", "steps", "profile", "start", "reference", "plot")
+_NOT_SERVED = (
+    "batch",
+    "context",
+    "prefill",
+    "subjects",
+    "peer_python",
+    "rounds",
+    "steps",
+    "profile",
+    "start",
+    "reference",
+    "plot",
+)
 
 
 def bench(
@@ -52,8 +65,11 @@ def bench(
     batch: str = typer.Option("1,8,64", help="Batches of decode, comma-separated; empty for none."),
     context: int = typer.Option(1024, help="Tokens of each sequence before the first decode step."),
     prefill: str = typer.Option("128,1024,4096", help="Lengths of prompts, comma-separated; empty for none."),
-    subjects: str = typer.Option(
-        "eager,compile,reduce-overhead,max-autotune,core", help="What to measure, comma-separated."
+    subjects: str | None = typer.Option(
+        None, help="What to measure, comma-separated; `peers`: all installed ones; default: everything."
+    ),
+    peer_python: list[str] = typer.Option(
+        [], metavar="NAME=PATH", help="The Python of a peer that needs other packages; may be repeated."
     ),
     rounds: int = typer.Option(5, help="Rounds; in each, every subject runs once."),
     steps: int = typer.Option(32, help="Decode steps of a subject per round; an eighth as many prompts of prefill."),
@@ -113,6 +129,7 @@ def bench(
     from core.bench.bench import Settings, failed, read_references
     from core.bench.load import load_of
     from core.bench.model import engine_options, find
+    from core.bench.peers.choosing import choose
     from core.bench.plot_file import check_plot, write_plot
     from core.engine.models.quantizing import Quantize
     from core.engine.steps.runner import EngineConfig
@@ -135,7 +152,6 @@ def bench(
         }
         return bench_load(asked, load, config, timeline=timeline, json=json)
     settings = Settings(
-        subjects=tuple(name.strip() for name in subjects.split(",") if name.strip()),
         batches=batches,
         context=context,
         prompts=prompts,
@@ -151,9 +167,11 @@ def bench(
         settings.check_length(chosen.config().max_position_embeddings)
     resolved = select_device(device)
     check_device(engine, resolved)
+    names = None if subjects is None else tuple(name.strip() for name in subjects.split(",") if name.strip())
+    choice = choose(resolved, names, _pythons(peer_python))
     asked = _asked(resolved.name, model, preset, dtype, quantize, calibration, engine_options(engine))
     with status("loading the model", quiet=json == _STDOUT) as say:
-        report = _bench(asked, settings, references, start, say)
+        report = _bench(asked, settings, choice, references, start, say)
     if json is not None:
         _write_json(report, json, plot)
     if plot is not None:
@@ -191,12 +209,21 @@ def _asked(
 
 
 def _bench(
-    asked: dict[str, Any], settings: Settings, references: Any, start: bool, say: Callable[[str], None]
+    asked: dict[str, Any],
+    settings: Settings,
+    choice: Choice,
+    references: Any,
+    start: bool,
+    say: Callable[[str], None],
 ) -> BenchReport:
+    from contextlib import ExitStack
     from dataclasses import replace
+    from functools import partial
 
     from core.bench.bench import bench
     from core.bench.model import asked_quantize, open_model
+    from core.bench.peers.folder import model_folder, unreadable
+    from core.bench.peers.subject import PeerSubject
     from core.bench.start import measure_start
     from core.host.selection import select_device
 
@@ -210,8 +237,29 @@ def _bench(
         started = measure_start({**asked, "prompt": prompt})
     device = select_device(asked["device"])
     loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
-    report = bench(loaded, device, settings, title=title, references=references, progress=progress)
+    if choice.peers and (why := unreadable(loaded.model)):
+        choice = choice.without_peers(why)
+    with ExitStack() as stack:
+        subjects: dict[str, Any] = {}
+        if choice.peers:
+            folder = stack.enter_context(model_folder(loaded.model))
+            facts = (folder, loaded.dtype, loaded.vocab_size)
+            subjects = {each.peer.name: partial(PeerSubject, each, *facts) for each in choice.peers}
+        settings = replace(settings, subjects=choice.subjects, peers=tuple(subjects), missing=choice.missing)
+        report = bench(loaded, device, settings, title=title, references=references, progress=progress, peers=subjects)
     return replace(report, start=started)
+
+
+def _pythons(asked: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for each in asked:
+        name, sign, path = each.partition("=")
+        if not (name and sign and path):
+            raise UsageError(
+                f"--peer-python {each!r}", found="it is no NAME=PATH", remedy="write --peer-python NAME=/path/to/python"
+            )
+        found[name] = path
+    return found
 
 
 def _check_positive(option: str, values: tuple[int, ...]) -> tuple[int, ...]:

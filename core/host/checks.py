@@ -26,6 +26,7 @@ def check_parts(value: Any) -> str:
     import torch
 
     from core.common.kernel_compilers import INDUCTOR, KernelCompiler
+    from core.common.peers import Peer
 
     if not isinstance(value, DeviceParts):
         return f"{_kind(value)} instead of core.device.DeviceParts"
@@ -50,6 +51,9 @@ def check_parts(value: Any) -> str:
     )
     if compilers:
         return f"DeviceParts whose kernel_compilers are {compilers}"
+    peers = _sequence(value.peers, Peer) or _duplicate(value.peers, lambda item: f"peer {item.name!r}")
+    if peers:
+        return f"DeviceParts whose peers are {peers}"
     return ""
 
 
@@ -64,7 +68,7 @@ def _wrong_place(place: torch.device) -> str:
 
 
 def _wrong_function(parts: DeviceParts) -> str:
-    optional = ("record", "sleeping_memory")
+    optional = ("record", "sleeping_memory", "read_rates")
     for name in ("memory", "synchronize", "empty_cache", "reset_peak_memory", "side_stream", *optional):
         function = getattr(parts, name)
         if not callable(function) and not (name in optional and function is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
@@ -17,7 +17,7 @@ _SLEEPING = ("in_host_memory", "allocate", "release", "restore")
 
 def blamed(info: PluginInfo, parts: DeviceParts) -> DeviceParts:
     """Return the parts with functions that name the plugin where they fail; memory is read once, to try it."""
-    record, sleeping = parts.record, parts.sleeping_memory
+    record, sleeping, reads = parts.record, parts.sleeping_memory, parts.read_rates
     checked = replace(
         parts,
         memory=_guarded(info, "memory", parts.memory, _memory_problem),
@@ -26,6 +26,7 @@ def blamed(info: PluginInfo, parts: DeviceParts) -> DeviceParts:
         reset_peak_memory=_guarded(info, "reset_peak_memory", parts.reset_peak_memory),
         side_stream=_guarded(info, "side_stream", parts.side_stream, _context_problem),
         record=None if record is None else _guarded(info, "record", record, _wait_problem),
+        read_rates=None if reads is None else _guarded(info, "read_rates", reads, _rates_problem),
         sleeping_memory=None if sleeping is None else _guarded(info, "sleeping_memory", sleeping, _sleeping_problem),
     )
     checked.memory()
@@ -83,6 +84,12 @@ def _context_problem(result: Any) -> str:
 def _sleeping_problem(result: Any) -> str:
     missing = [name for name in _SLEEPING if not hasattr(result, name)]
     return f" without {', '.join(missing)}, which core.device.SleepingMemory has" if missing else ""
+
+
+def _rates_problem(result: Any) -> str:
+    if isinstance(result, Mapping) and result and all(isinstance(rate, float) and rate > 0 for rate in result.values()):
+        return ""
+    return " instead of positive bytes per second by number of threads"
 
 
 def _wait_problem(result: Any) -> str:

@@ -27,9 +27,10 @@ def model() -> Any:
 def test_tokens_are_compared_up_to_the_end_of_the_first_round() -> None:
     ours, theirs = [[1, 2, 3, 4, 5], [6, 7, 8, 9]], [[1, 2, 3, 4, 0], [6, 7, 8, 9]]
     found = compare_tokens(DECODE, ours, theirs)
-    assert found == {"tokens_equal": True, "tokens_compared": 8, "sequences_equal": 2, "mismatch": ""}
+    counts = {"tokens_compared": 8, "tokens_agreeing": 8, "sequences_equal": 2}
+    assert found == {"tokens_equal": True, "mismatch": "", **counts}
     found = compare_tokens(DECODE, ours, [[1, 2, 3, 4], [6, 0, 8, 9]])
-    assert not found["tokens_equal"] and found["sequences_equal"] == 1
+    assert not found["tokens_equal"] and found["sequences_equal"] == 1 and found["tokens_agreeing"] == 7
     assert found["mismatch"] == "sequence 1, token 1: 7, not 0"
 
 

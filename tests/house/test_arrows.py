@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core/common/lowering.py",
         "core/common/node_meta.py",
         "core/common/passes/effects.py",
+        "core/common/peers.py",
     ),
     ("core/common/graphs", "core/common/numerics.py"),
     ("core/common/ops",),

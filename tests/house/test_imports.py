@@ -23,6 +23,7 @@ PLUGINS_MAY_IMPORT = (
     "core.common.numerics",
     "core.common.ops",
     "core.common.passes",
+    "core.common.peers",
     "core.device",
     "core.errors",
     "core.hookspecs",

@@ -24,14 +24,15 @@ _MAX_CHUNKS = 64
 class WorkerProcess:
     """`python -m core.host.workers MODULE`, in a process group of its own."""
 
-    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str], python: str = "") -> None:
+        """python: another environment's, which finds its own packages; "" for this one's, with the same modules."""
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "core.host.workers", module, *folders_set_aside()],
+            [python or sys.executable, "-P", "-m", "core.host.workers", module, *folders_set_aside()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**_environment(), **environment},
+            env={**(os.environ if python else _environment()), **environment},
             start_new_session=True,  # one group to kill, with everything that the worker started
         )
         stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr

@@ -46,8 +46,14 @@ class PersistentWorker:
     the result says so. One thread at a time may ask; any thread may `close`, which ends a request under way.
     """
 
-    def __init__(self, module: str, given: Mapping[str, Any] | None = None, **environment: str) -> None:
-        """given: what every request holds beside its own entries. environment: variables that the process has too."""
+    def __init__(
+        self, module: str, given: Mapping[str, Any] | None = None, *, python: str = "", **environment: str
+    ) -> None:
+        """given: what every request holds beside its own entries. environment: variables that the process has too.
+
+        python: the Python of another environment, which has `core` too; "" for this process's own.
+        """
+        self._python = python
         self._module, self._given, self._environment = module, dict(given or {}), environment
         self._process: WorkerProcess | None = None
         self._busy = threading.Lock()
@@ -112,7 +118,7 @@ class PersistentWorker:
     def _started(self) -> WorkerProcess | None:
         with self._starting:
             if self._process is None and not self._closed:
-                self._process = WorkerProcess(self._module, self._environment)
+                self._process = WorkerProcess(self._module, self._environment, self._python)
             return None if self._closed else self._process
 
     def _end(self) -> None:

@@ -28,7 +28,9 @@ from core_cpu.ipex import norm
 from core_cpu.ipex.lowering import ipex
 from core_cpu.ipex.presence import why_not as why_no_ipex
 from core_cpu.memory import read_memory, reset_peak_memory
+from core_cpu.peers import PEERS
 from core_cpu.probe import product_name
+from core_cpu.reading import read_rates
 from core_cpu.sleeping import CAN_SLEEP, HostMemory
 
 _NO_COMPILER = "none found; lowering 'inductor' needs one"
@@ -64,6 +66,8 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         reset_peak_memory=reset_peak_memory,
         sleeping_memory=HostMemory if CAN_SLEEP else None,
         kernel_compilers=(AOT_INDUCTOR, KERNELS),
+        peers=PEERS,
+        read_rates=read_rates,
         prepare=prepare,
     )
 

@@ -1,0 +1,39 @@
+"""The model in a folder, from which the processes of peers read the same weights."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from core.engine.models.hf import driven
+from core.quantization.layers import QuantizedModule
+
+
+def unreadable(model: Any) -> str:
+    """Say why peers can't read the model's weights; "" where they can."""
+    coded = any(isinstance(module, QuantizedModule) for module in model.modules())
+    return "the model is quantised, and peers can't read the codes and scales of core's layers" if coded else ""
+
+
+@contextmanager
+def model_folder(model: Any) -> Iterator[Path]:
+    """Write configuration and weights into a folder that lives as long as the block."""
+    with tempfile.TemporaryDirectory(prefix="core-bench-") as name:
+        folder = Path(name)
+        with driven(None):
+            model.save_pretrained(folder)
+        _state_old_names(folder / "config.json")
+        yield folder
+
+
+def _state_old_names(path: Path) -> None:
+    """Write the rotary base under its old name too: transformers before 5 reads it there, else takes a default."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "default" and "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")

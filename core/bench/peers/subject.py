@@ -1,0 +1,106 @@
+"""A peer as a subject of the bench: one process for each cell, asked in turns with the other subjects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.bench.cells import Cell, Record
+from core.common.peers import Peer
+from core.errors import ModelError
+from core.host.workers.worker import PersistentWorker
+
+WORKER = "core.bench.peers.worker"
+_OPEN_S = 3600.0  # compiling a large model ahead of time takes long
+_RUN_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenPeer:
+    """A peer whose environment has what it requires."""
+
+    peer: Peer
+    #: The Python that runs it; "" for this one.
+    python: str = ""
+
+
+class PeerSubject:
+    """The subject of one peer. Its process measures its own steps, so the way there and back does not count."""
+
+    def __init__(self, chosen: ChosenPeer, folder: Path, dtype: torch.dtype, vocab_size: int) -> None:
+        """folder: the model, as transformers saves it in `dtype`."""
+        self.name = chosen.peer.name
+        self._chosen = chosen
+        self._folder = folder
+        self._dtype = str(dtype).removeprefix("torch.")
+        self._vocab_size = vocab_size
+        self._worker: PersistentWorker | None = None
+
+    def open(self, cell: Cell, record: Record) -> None:
+        """Start the process and let it load, compile, and take the first step."""
+        peer = self._chosen.peer
+        if peer.dtypes and self._dtype not in peer.dtypes:
+            raise ModelError(
+                f"{self.name} in {self._dtype}",
+                found=f"it computes in {', '.join(peer.dtypes)}",
+                remedy=f"choose another --dtype, or leave {self.name} out of --subjects",
+            )
+        self._record = record
+        self._worker = PersistentWorker(WORKER, python=self._chosen.python)
+        work = {
+            "folder": str(self._folder),
+            "dtype": self._dtype,
+            "threads": torch.get_num_threads(),
+            "phase": cell.phase,
+            "prompts": cell.prompts(self._vocab_size),
+            "limit": cell.limit,
+        }
+        found = self._ask(_OPEN_S, op="open", runner=peer.runner, requires=peer.requires, work=work)
+        record.tokens = found["tokens"]
+        record.start_s = float(found["start_s"])
+        record.notes += found["notes"]
+        record.details["versions"] = found["versions"]
+
+    def ready(self) -> None:
+        """Do nothing: the process prepares a round itself."""
+
+    def run(self, count: int) -> float:
+        """Run `count` steps there; return the seconds that they took there."""
+        found = self._ask(_RUN_S, op="run", count=count)
+        for row, new in zip(self._record.tokens, found["tokens"], strict=True):
+            row += new
+        return float(found["seconds"])
+
+    def replay(self, count: int) -> bool:
+        """Return False: what it captures is its own."""
+        return False
+
+    def finish(self, record: Record) -> None:
+        """Do nothing: all is known when it is open."""
+
+    def close(self) -> None:
+        """End the process, and its memory with it."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+    def free(self) -> None:
+        """Close the subject, which keeps nothing for the next cell."""
+        self.close()
+
+    def _ask(self, timeout_s: float, **payload: object) -> Mapping[str, Any]:
+        assert self._worker is not None
+        result = self._worker.request(payload, timeout_s=timeout_s)
+        problem = result.answer.get("error") if result.answer else f"its process {result.problem}"
+        if result.answer is None or problem:
+            tail = "" if result.answer else " ".join(result.output.split())[-300:]
+            raise ModelError(
+                f"{self.name} in a process of its own",
+                found=f"{problem}{f' ({tail})' if tail else ''}",
+                remedy=f"leave {self.name} out of --subjects, or mend this first",
+            )
+        return result.answer

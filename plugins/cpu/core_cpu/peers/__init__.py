@@ -1,0 +1,29 @@
+"""Other ways to run a model on a processor, which `core bench` measures beside `core`."""
+
+from __future__ import annotations
+
+from core.common.peers import Peer
+
+PEERS = (
+    Peer(name="freezing", runner="core_cpu.peers.inductor:freezing", requires=("torch", "transformers")),
+    Peer(name="aot-inductor", runner="core_cpu.peers.inductor:ahead_of_time", requires=("torch", "transformers")),
+    Peer(
+        name="onnxruntime",
+        runner="core_cpu.peers.onnx_runtime:session",
+        requires=("torch", "transformers", "onnxruntime", "onnx", "onnxscript"),
+        install="pip install onnxruntime onnx onnxscript",
+        dtypes=("float32",),  # its kernels for a processor know no products of bfloat16
+    ),
+    Peer(
+        name="llama.cpp",
+        runner="core_cpu.peers.llama_cpp:context",
+        requires=("llama-cpp-python", "gguf", "torch", "safetensors"),
+        install="pip install llama-cpp-python gguf",
+    ),
+    Peer(
+        name="ipex.llm",
+        runner="core_cpu.peers.ipex_llm:generation",
+        requires=("intel-extension-for-pytorch", "torch>=2.8,<2.9", "transformers<5"),
+        install="make an environment with torch 2.8 and the extra 'ipex', and name its Python by --peer-python",
+    ),
+)

@@ -1,0 +1,92 @@
+"""Measure the section "Processor" of docs/performance.md: models, batches and contexts, on one and two threads.
+
+    python tools/processor_bench.py docs/performance/processor
+    python tools/performance_page.py docs/performance
+
+Each model, context and number of threads is a run of `core bench --device cpu` with the peers that are installed, in a
+process of its own, whose document is NAME-cCONTEXT-tTHREADS.json. A document that is there is kept; delete it to
+measure again. `--only` takes a part of these names. Each peer holds the weights once more, and some hold them twice:
+llama-1b with all peers takes about 24 GiB, so `--subjects` may have to name fewer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One model at one context."""
+
+    name: str
+    #: Arguments that choose the model.
+    model: tuple[str, ...]
+    dtype: str
+    batches: str
+    context: int
+
+
+def _preset(name: str, batches: str, context: int = 128) -> Run:
+    return Run(name=name, model=("--preset", name), dtype="bfloat16", batches=batches, context=context)
+
+
+RUNS = (
+    Run(name="embedded", model=("core/assets/tiny_llama",), dtype="float32", batches="1,4", context=128),
+    _preset("llama-100m", "1,4,8"),
+    _preset("llama-100m", "1,4,8", 2048),
+    _preset("qwen3-0.6b", "1,4"),
+    _preset("llama-1b", "1,4"),
+)
+
+
+def planned(folder: Path, threads: list[int]) -> Iterator[tuple[Run, int, Path]]:
+    """Yield each run, its threads, and its document."""
+    for run in RUNS:
+        for count in threads:
+            yield run, count, folder / f"{run.name}-c{run.context}-t{count}.json"
+
+
+def main(
+    folder: Path,
+    rounds: int = typer.Option(11, help="Of each cell."),
+    steps: int = typer.Option(16, help="Decode steps of a round."),
+    threads: str = typer.Option("1,2", help="Numbers of threads, comma-separated."),
+    subjects: str = typer.Option("eager,compile,peers,core", help="As for core bench."),
+    only: str = typer.Option("", help="Measure only documents whose name has this part."),
+    peer_python: list[str] = typer.Option([], help="As for core bench."),
+) -> None:
+    """Measure what is not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for run, count, path in planned(folder, [int(each) for each in threads.split(",")]):
+        if path.is_file() or only not in path.name:
+            continue
+        load, start = os.getloadavg()[0], time.perf_counter()
+        command = [sys.executable, "-m", "core", "bench", *run.model, "--device", "cpu", "--dtype", run.dtype]
+        command += ["--batch", run.batches, "--context", str(run.context), "--prefill", "", "--subjects", subjects]
+        command += ["--rounds", str(rounds), "--steps", str(steps), "--json", str(path.with_suffix(".part"))]
+        command += [part for each in peer_python for part in ("--peer-python", each)]
+        code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(count)}, check=False).returncode
+        if not path.with_suffix(".part").is_file():
+            failures.append(path.name)
+            continue
+        document = json.loads(path.with_suffix(".part").read_text(encoding="utf-8"))
+        path.with_suffix(".part").unlink()
+        document |= {"context": run.context, "name": run.name, "load_before": round(load, 2)}
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"{path}: exit code {code}, {time.perf_counter() - start:.0f} s", flush=True)
+    if failures:
+        raise SystemExit(f"not measured: {', '.join(failures)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
