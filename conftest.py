@@ -29,11 +29,11 @@ def _kernels_compiled(request: pytest.FixtureRequest) -> None:
     alone, since time on a GPU is dear."""
     if all(item.get_closest_marker("gpu") for item in request.session.items):
         return
-    from core_cpu import attention, collectives, extension, linear  # which declare what the kernels are loaded for
+    from core_cpu import extension, plugin
 
+    plugin.core_register_ops()  # declares what the kernels are loaded for
     if not extension.why_not():
-        sources = (each.__name__.rpartition(".")[2] for each in (attention, collectives, linear))
-        assert {extension.load(source) for source in sources} == {""}
+        assert {extension.load(path.stem) for path in extension.SOURCES.glob("*.cpp")} == {""}
 
 
 @pytest.fixture(autouse=True)
