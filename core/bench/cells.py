@@ -83,15 +83,15 @@ class Record:
 
     @property
     def median_ms(self) -> float | None:
-        """Median over the rounds; None where nothing was measured."""
-        return statistics.median(self.rounds_ms) if self.rounds_ms else None
+        """Median over the rounds; None where nothing was measured, or where it failed."""
+        return statistics.median(self.rounds_ms) if self.rounds_ms and not self.failure else None
 
     def to_json(self) -> dict[str, object]:
         """Return JSON-ready values; tokens and logits are judged, not written."""
         return {
             "subject": self.subject,
             "failure": self.failure,
-            "ms": spread(self.rounds_ms),
+            "ms": None if self.failure else spread(self.rounds_ms),
             "replay_ms": spread(self.replay_ms),
             "rounds_ms": self.rounds_ms,
             "start_s": self.start_s,
