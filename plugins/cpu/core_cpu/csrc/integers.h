@@ -21,6 +21,8 @@ constexpr int64_t INTEGER_COLUMNS = 8;  // rows of the weight that all blocks of
 struct Integers {
   using Number = int8_t;
   using Numbers = __m512i;
+  // As the instruction has it: of another type, compilers copy each sum before and after.
+  using Sum = int32_t __attribute__((vector_size(64)));
   static constexpr int64_t UNIT = 64;
   static constexpr int32_t OFFSET = 128;  // the instruction takes one side as unsigned
 
@@ -32,14 +34,19 @@ struct Integers {
     return _mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128));
   }
 
-  static void multiply_add(Ints& sum, const Numbers& x, const Numbers& weight) {
-    sum = _mm512_dpbusd_epi32(sum, weight, x);
+  static void multiply_add(Sum& sum, const Numbers& x, const Numbers& weight) {
+    sum = (Sum)_mm512_dpbusd_epi32((__m512i)sum, weight, x);
+  }
+
+  static Ints total(const Sum& sum) {
+    return (__m512i)sum;
   }
 };
 #elif defined(CPU_CAPABILITY_AVX512)
 struct Integers {
   using Number = int16_t;
   using Numbers = __m512i;
+  using Sum = Ints;
   static constexpr int64_t UNIT = 32;
   static constexpr int32_t OFFSET = 0;
 
@@ -51,7 +58,11 @@ struct Integers {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
 
-  static void multiply_add(Ints& sum, const Numbers& x, const Numbers& weight) {
+  static Ints total(const Sum& sum) {
+    return sum;
+  }
+
+  static void multiply_add(Sum& sum, const Numbers& x, const Numbers& weight) {
     sum = _mm512_add_epi32(sum, _mm512_madd_epi16(x, weight));
   }
 };
@@ -60,6 +71,7 @@ struct Integers {
 struct Integers {
   using Number = int16_t;
   using Numbers = __m256i;
+  using Sum = Ints;
   static constexpr int64_t UNIT = 16;
   static constexpr int32_t OFFSET = 0;
 
@@ -71,7 +83,11 @@ struct Integers {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
 
-  static void multiply_add(Ints& sum, const Numbers& x, const Numbers& weight) {
+  static Ints total(const Sum& sum) {
+    return sum;
+  }
+
+  static void multiply_add(Sum& sum, const Numbers& x, const Numbers& weight) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, weight));
   }
 };
@@ -79,6 +95,7 @@ struct Integers {
 struct Integers {
   using Number = int32_t;
   using Numbers = Ints;
+  using Sum = Ints;
   static constexpr int64_t UNIT = WIDTH;
   static constexpr int32_t OFFSET = 0;
 
@@ -92,7 +109,11 @@ struct Integers {
     return Ints::loadu(wide);
   }
 
-  static void multiply_add(Ints& sum, const Numbers& x, const Numbers& weight) {
+  static Ints total(const Sum& sum) {
+    return sum;
+  }
+
+  static void multiply_add(Sum& sum, const Numbers& x, const Numbers& weight) {
     sum = sum + x * weight;
   }
 };
@@ -149,9 +170,7 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
   Integers::Number one[UNIT];
   std::fill(one, one + UNIT, Integers::Number(1));
   const auto ones = Integers::load(one);
-  Ints sums[COUNT], more[MORE];
-  unrolled<COUNT>([&](auto i) { sums[i] = Ints(0); });
-  unrolled<MORE>([&](auto i) { more[i] = Ints(0); });
+  Integers::Sum sums[COUNT] = {}, more[MORE] = {};
   const auto step = [&](const int8_t* from, int64_t stride, int64_t u) __attribute__((always_inline)) {
     Integers::Numbers codes[C];
     unrolled<C>([&](auto j) __attribute__((always_inline)) {
@@ -179,7 +198,9 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
     step(rest, UNIT, full);
   }
   int32_t found[WIDTH];
-  totals<COUNT>(sums).store(found);
+  Ints parts[COUNT];
+  unrolled<COUNT>([&](auto i) { parts[i] = Integers::total(sums[i]); });
+  totals<COUNT>(parts).store(found);
   for (int i = 0; i < R; ++i) {
     // Sums of shifted codes may pass 32 bits, the differences do not: unsigned numbers wrap.
     const uint32_t shifted = static_cast<uint32_t>(Integers::OFFSET) * static_cast<uint32_t>(product.x->sums[r + i]);
@@ -189,7 +210,8 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
     }
   }
   if (SUMS && r == 0) {
-    totals<MORE>(more).store(found);
+    unrolled<MORE>([&](auto j) { parts[j] = Integers::total(more[j]); });
+    totals<MORE>(parts).store(found);
     for (int j = 0; j < C; ++j) {
       product.column_sums[c + j] = found[j] - Integers::OFFSET * static_cast<int32_t>(units * UNIT);
     }
