@@ -45,6 +45,8 @@ _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
 _compiled = 0
 _loaded: set[str] = set()
 """Files whose libraries this process has loaded."""
+_building: set[str] = set()
+"""Files that a thread of this process builds."""
 
 
 def why_not() -> str:
@@ -81,6 +83,8 @@ def load(source: str) -> str:
     reason = why_not()
     if not reason:
         try:
+            if source in _building:
+                import torch._inductor.compile_fx  # 2 to 3 s, which the lowering needs next
             library = _built(source)
             torch.ops.load_library(library)
             if source in _AFTER_LOADING:
@@ -94,19 +98,24 @@ def load(source: str) -> str:
 
 
 def prepare() -> None:
-    """Begin to build the kernels in a thread; `load` waits for it, and tells what failed.
+    """Begin to build the kernels in threads, one for each file; `load` waits for them, and tells what failed.
 
     Nothing is done where they are loaded in this process: they may have been built for another folder.
     """
-    if not why_not() and not _loaded.issuperset(_OF_EACH_MODEL):
-        threading.Thread(target=_build_early, name="core-cpu-kernels", daemon=True).start()
-
-
-def _build_early() -> None:
-    with suppress(OSError, subprocess.SubprocessError):
+    if not why_not():
         for source in _OF_EACH_MODEL:
             if source not in _loaded:
-                _built(source)
+                name = f"core-cpu-{source}"
+                threading.Thread(target=_build_early, args=(source,), name=name, daemon=True).start()
+
+
+def _build_early(source: str) -> None:
+    _building.add(source)
+    try:
+        with suppress(OSError, subprocess.SubprocessError):
+            _built(source)
+    finally:
+        _building.discard(source)
 
 
 @contextmanager
@@ -124,18 +133,18 @@ def _built(source: str) -> Path:
     folder = kernel_folder(KERNELS)
     library = folder / f"{source}-{identity()}.so"
     if not library.exists():
-        with _locked(folder):
+        with _locked(folder / f"{source}.lock"):
             if not library.exists():  # another process may have made it meanwhile
                 _compile(library, source)
     return library
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time compile: that takes a core for a quarter of a minute."""
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time compile a file: that takes a core for a tenth of a minute."""
     import fcntl  # not on Windows
 
-    with open(folder / "lock", "w") as file:
+    with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
