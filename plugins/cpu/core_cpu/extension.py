@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import subprocess
@@ -84,7 +85,7 @@ def load(source: str) -> str:
     if not reason:
         try:
             if source in _building:
-                import torch._inductor.compile_fx  # 2 to 3 s, which the lowering needs next
+                importlib.import_module("torch._inductor.compile_fx")  # 2 to 3 s, which the lowering needs next
             library = _built(source)
             torch.ops.load_library(library)
             if source in _AFTER_LOADING:
