@@ -43,7 +43,8 @@ _OF_EACH_MODEL = ("attention", "linear")
 _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
     {"linear": LINEAR.use_measured, "weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
 )
-_compiled = 0
+_compiled: list[Path] = []
+"""The libraries that this process has compiled."""
 _loaded: set[str] = set()
 """Files whose libraries this process has loaded."""
 _building: set[str] = set()
@@ -106,8 +107,7 @@ def prepare() -> None:
     if not why_not():
         for source in _OF_EACH_MODEL:
             if source not in _loaded:
-                name = f"core-cpu-{source}"
-                threading.Thread(target=_build_early, args=(source,), name=name, daemon=True).start()
+                threading.Thread(target=_build_early, args=(source,), name="core-cpu-kernels", daemon=True).start()
 
 
 def _build_early(source: str) -> None:
@@ -121,8 +121,8 @@ def _build_early(source: str) -> None:
 
 @contextmanager
 def _counting() -> Iterator[Count]:
-    before = _compiled
-    yield lambda: _compiled - before
+    before = len(_compiled)
+    yield lambda: len(_compiled) - before
 
 
 KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER_VARIABLE)
@@ -151,7 +151,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(library: Path, source: str) -> None:
-    global _compiled
     log.info("compiling the kernels of the plugin, once: %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as made:
         out = Path(made) / library.name
@@ -161,7 +160,7 @@ def _compile(library: Path, source: str) -> None:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
             raise OSError(f"{command[0]} can't compile them: {(errors or ['it says nothing'])[0].strip()}")
         os.replace(out, library)
-    _compiled += 1
+    _compiled.append(library)
 
 
 def _command(source: str, out: str) -> Sequence[str]:
