@@ -15,9 +15,8 @@ from core.common.graphs.backend import CallBackend
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
 from core.common.under_way import Steps
 from core.compilation import pipeline
-from core.compilation.cache.store import Store
 from core.errors import LoweringError
-from tests.compilation.cache.cached_model import Model, cache_of, start
+from tests.compilation.cache.cached_model import Model, start
 from tests.support import compile_with, cpu, refused
 
 SPECS = {"x": InputSpec(("n", 2), torch.float32)}
@@ -128,11 +127,7 @@ def test_equal_graphs_that_are_begun_together_are_made_once() -> None:
     lowerings = Lowerings(available={"acme": compiler}, default="acme", begins={"acme": compiler.begin})
     phases: dict[str, Any] = {"one": Model().eval(), "two": Model().eval()}
 
-    def begin() -> Program:
-        return start(phases, device={"lowerings": lowerings}, lowering="acme", buckets={"one": [4], "two": [4]})
-
-    begin()
-    assert compiler.seen == ["make", "load", "load"]
-    assert Store.of_user().kernel_bytes()["lowered"] > 0
-    compiler.seen.clear()
-    assert cache_of(begin()).state == "hit" and compiler.seen == ["load", "load"]
+    for expected in (["make", "load", "load"], ["load", "load"]):
+        compiler.seen.clear()
+        start(phases, device={"lowerings": lowerings}, lowering="acme", buckets={"one": [4], "two": [4]})
+        assert compiler.seen == expected
