@@ -6,12 +6,13 @@ Which implementation each canonical op gets is chosen before (core/compilation/i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from core.common.under_way import Steps, finish
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,14 +52,36 @@ class Artifacts(Protocol):
         """
         ...
 
+    def begin(
+        self, factors: Mapping[str, str], make: Callable[[Path], Steps[None]], load: Callable[[Path], _Loaded]
+    ) -> Steps[_Loaded]:
+        """Do the same in steps: it pauses where `make` does, and where it waits for an equal graph to be made."""
+        ...
+
+
+def in_one_step(make: Callable[[Path], None]) -> Callable[[Path], Steps[None]]:
+    """Return steps that write the files without a pause."""
+
+    def steps(folder: Path) -> Steps[None]:
+        make(folder)
+        yield from ()
+
+    return steps
+
 
 class _Unkept:
     """Artifacts that are made each time."""
 
     def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
         """Make the files in a temporary folder, and load them."""
+        return finish(self.begin(factors, in_one_step(make), load))
+
+    def begin(
+        self, factors: Mapping[str, str], make: Callable[[Path], Steps[None]], load: Callable[[Path], _Loaded]
+    ) -> Steps[_Loaded]:
+        """Do the same in the steps of `make`."""
         with TemporaryDirectory(prefix="core-") as folder:
-            make(Path(folder))
+            yield from make(Path(folder))
             return load(Path(folder))
 
 
@@ -85,6 +108,7 @@ class LoweringRequest:
 
 
 Lowering = Callable[[LoweringRequest], FlatCallable]
+BeginLowering = Callable[[LoweringRequest], "Steps[FlatCallable]"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +121,9 @@ class Lowerings:
     default: str
     #: lowerings whose callables run at every size that the trace allows, so that one callable serves all buckets
     any_size: frozenset[str] = frozenset()
+    #: those of `available` whose compiler is a process of its own: each does the same in steps, and pauses while the
+    #: compiler runs, so that the next graph can be lowered meanwhile
+    begins: Mapping[str, BeginLowering] = field(default_factory=dict)
     #: why the default is not the lowering that the device prefers; noted by programs that use the default unasked
     instead: str = ""
 

@@ -7,6 +7,7 @@ makes a callable of it -> capture, largest bucket first
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     _Prepared = tuple[Phase, tuple[GraphKey, ...], tuple[Mode, ...]]
 
 log = logging.getLogger("core.compilation.compile")
+_NUM_AHEAD = min(os.cpu_count() or 1, 4)
+"""Buckets whose compilers may run at the same time; one takes up to 1 GiB of memory."""
 
 
 def make_program(request: CompileRequest) -> Program:
@@ -147,9 +150,11 @@ class _Pipeline:
             try:
                 with self._stages.runner.capture_session():
                     watched = {name: self._watched(name) for name, (_, keys, _) in prepared.items() if keys}
-                    for key in order:
+                    for index, key in enumerate(order):
                         name = key.phase
                         tell(f"capture {key}", len(captured), len(order))
+                        for ahead in order[index : index + _NUM_AHEAD]:
+                            prepared[ahead.phase][0].begin(ahead)
                         try:
                             captured[key] = self._capture(key, prepared[name][0], watched[name])
                         except GraphResourcesError as error:
@@ -162,6 +167,9 @@ class _Pipeline:
                     raise
                 phase, _, untried = prepared[name]
                 modes = self._modes_after(phase, untried, error)
+            finally:
+                for phase, _, _ in prepared.values():
+                    phase.abandon()
             # Capture everything again: a backend can't drop single graphs, so their memory would stay in use.
             self._stages.runner.cleanup()
             self._stages.account.begin_captures()

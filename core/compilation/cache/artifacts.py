@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from core.common.graphs.weak import overlaps
-from core.common.lowering import UNKEPT
+from core.common.lowering import UNKEPT, in_one_step
+from core.common.under_way import Steps, finish
 from core.compilation.cache.differences import Factors
 from core.compilation.cache.entry import Damaged, Gone, as_json
 from core.compilation.cache.factors import is_foreign_path
@@ -42,7 +43,10 @@ _OF_CORE = "core"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphArtifacts:
-    """The `Artifacts` of one graph. packages: those whose source is among the factors."""
+    """The `Artifacts` of one graph. packages: those whose source is among the factors.
+
+    under_way: names of the artefacts that the program is making, shared by its graphs.
+    """
 
     folders: WholeFolders
     graph: fx.GraphModule
@@ -50,15 +54,24 @@ class GraphArtifacts:
     targets: Targets
     packages: frozenset[str]
     factors: Factors
+    under_way: set[str]
 
     def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
         """Return what `load` makes of the files for these factors, made by `make` if there are none that it can load.
 
         Where they can't be kept, the log says why, and they are made for this time only.
         """
+        return finish(self.begin(factors, in_one_step(make), load))
+
+    def begin(
+        self, factors: Mapping[str, str], make: Callable[[Path], Steps[None]], load: Callable[[Path], _Loaded]
+    ) -> Steps[_Loaded]:
+        """Do the same in the steps of `make`; where the program is making an equal graph, wait for that one."""
         try:
             text = as_json({"lowering": dict(factors), **self._identity()})
             name = hashlib.sha256(text.encode()).hexdigest()[:32]
+            if name in self.under_way:
+                yield
             found = _find(self.folders, name, load)
             if found is not None:
                 return found[0]
@@ -66,19 +79,25 @@ class GraphArtifacts:
             made = self.folders.aside()
         except (OSError, Untrusted, Uncacheable) as reason:
             log.warning("compile cache: not used for what is compiled of a graph: %s", reason)
-            return UNKEPT.use(factors, make, load)
+            return (yield from UNKEPT.begin(factors, make, load))
+        self.under_way.add(name)
         try:
-            make(made)
+            yield from make(made)
             loaded = load(made)
-            try:
-                (made / _FACTORS).write_text(text, encoding="utf-8")
-                _seal(made)
-                log.info("compile cache: wrote %s", self.folders.put(made, name, check))
-            except (OSError, Untrusted) as reason:  # the artefact is loaded; failing to keep it must not lose it
-                log.warning("compile cache: what was compiled of a graph can't be kept: %s", reason)
+            self._keep(made, name, text)
             return loaded
         finally:
+            self.under_way.discard(name)
             shutil.rmtree(made, ignore_errors=True)
+
+    def _keep(self, made: Path, name: str, text: str) -> None:
+        """Put a folder of files where it is found under its name; log the reason if that fails."""
+        try:
+            (made / _FACTORS).write_text(text, encoding="utf-8")
+            _seal(made)
+            log.info("compile cache: wrote %s", self.folders.put(made, name, check))
+        except (OSError, Untrusted) as reason:  # the artefact is loaded; failing to keep it must not lose it
+            log.warning("compile cache: what was compiled of a graph can't be kept: %s", reason)
 
     def _identity(self) -> dict[str, Any]:
         """Return a text that is equal for graphs that compute the same from inputs with the same metadata."""

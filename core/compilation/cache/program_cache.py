@@ -75,6 +75,7 @@ class ProgramCache:
         self._targets = Targets(request.device.ops, self._packages)
         self._store = Store.of_user()
         self._made: dict[tuple[str, str], list[CachedGraph]] = {}
+        self._under_way: set[str] = set()
         self._found: dict[tuple[str, str], list[CachedGraph]] = {}
         self._used: Mapping[str, Any] = {"names": (), "values": {}}
         self._traced: dict[str, Mapping[str, str]] = {}
@@ -118,6 +119,7 @@ class ProgramCache:
             targets=self._targets,
             packages=self._packages,
             factors=self._factors,
+            under_way=self._under_way,
         )
 
     def save(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from core.common.lowering import UNKEPT, Artifacts, FlatCallable, LoweringRequest
+from core.common.under_way import UnderWay
 from core.compilation.capture.pieces import lower_pieces
 from core.compilation.measuring import BucketValues, MeasuredChoice, Measurer
 from core.compilation.shared_trace import copy_graph
@@ -34,6 +36,7 @@ class BucketLowering:
         self._name, self._lowering = self._device.lowerings.resolve(stages.request.options.lowering)
         #: Those that run at every size.
         self._known: dict[tuple[int, _Chosen], FlatCallable] = {}
+        self._begun: dict[GraphKey, UnderWay[FlatCallable]] = {}
 
     def measure(
         self, traced: TracedGraph, ops: Sequence[OpChoice], keys: Sequence[GraphKey]
@@ -56,14 +59,36 @@ class BucketLowering:
         account.num_measured += measurer.num_measured
         return found
 
+    def begin(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> None:
+        """Begin to lower a graph in one of its buckets, if the lowering's compiler runs by itself; `lower` waits."""
+        begin = self._device.lowerings.begins.get(self._name)
+        if begin is not None and key not in self._begun and not graph.breaks:
+            with self._explained(key):
+                self._begun[key] = UnderWay(begin(self._lowering_request(graph, key, values)))
+
+    def abandon(self) -> None:
+        """End the compilers of all that was begun and not asked for."""
+        while self._begun:
+            self._begun.popitem()[1].abandon()
+
     def lower(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> FlatCallable:
         """Return what runs a graph in one of its buckets; raise `LoweringError` with what to do instead."""
         chosen = _chosen(key, graph.report.measured)
         lowered = self._known.get((id(graph.traced), chosen))
         if lowered is not None:
             return lowered
+        with self._explained(key):
+            begun = self._begun.pop(key, None)
+            lowered = self._lower(graph, key, values) if begun is None else begun.finish()
+        if self._name in self._device.lowerings.any_size:
+            self._known[id(graph.traced), chosen] = lowered
+        return lowered
+
+    @contextmanager
+    def _explained(self, key: GraphKey) -> Iterator[None]:
+        """Turn an error that is not the project's own into a `LoweringError`."""
         try:
-            lowered = self._lower(graph, chosen, values)
+            yield
         except CoreError:
             raise
         except Exception as error:
@@ -74,19 +99,22 @@ class BucketLowering:
                 if "inline" in {*self._device.lowerings.available} - {self._name}
                 else f"run {key.phase} with mode 'off' to see whether it runs eagerly: no compiler is at fault",
             ) from error
-        if self._name in self._device.lowerings.any_size:
-            self._known[id(graph.traced), chosen] = lowered
-        return lowered
 
-    def _lower(self, graph: CachedGraph, chosen: _Chosen, values: tuple[Any, ...]) -> FlatCallable:
+    def _lower(self, graph: CachedGraph, key: GraphKey, values: tuple[Any, ...]) -> FlatCallable:
+        if graph.breaks:
+            copy = copy_graph(graph.traced.module)
+            self._place(copy, _chosen(key, graph.report.measured))
+            return lower_pieces(copy, values, self._stages.pieces)
+        return self._lowering(self._lowering_request(graph, key, values))
+
+    def _lowering_request(self, graph: CachedGraph, key: GraphKey, values: tuple[Any, ...]) -> LoweringRequest:
+        chosen = _chosen(key, graph.report.measured)
         copy = copy_graph(graph.traced.module)
         self._place(copy, chosen)
-        if graph.breaks:
-            return lower_pieces(copy, values, self._stages.pieces)
         # Files are kept by the graph as it is now: the lowering changes its own copy.
         kept = self._artifacts(copy_graph(copy) if chosen else graph.traced.module, values)
         note = self._stages.account.note
-        return self._lowering(LoweringRequest(graph=copy, example_inputs=values, artifacts=kept, note=note))
+        return LoweringRequest(graph=copy, example_inputs=values, artifacts=kept, note=note)
 
     def _place(self, graph: fx.GraphModule, chosen: _Chosen) -> None:
         """Put implementations into a graph."""

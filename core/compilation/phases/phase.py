@@ -77,6 +77,12 @@ class Phase(Protocol):
         Raises `TraceError` where the phase can't run in its mode.
         """
 
+    def begin(self, key: GraphKey) -> None:
+        """Begin what `runnable` needs and other processes can do meanwhile, such as a compiler; at most once."""
+
+    def abandon(self) -> None:
+        """End what was begun and is not needed any more."""
+
     def runnable(self, key: GraphKey) -> Runnable:
         """Return the callable to capture under a key, with its static inputs."""
 

@@ -46,6 +46,8 @@ class TracedPhase:
         self._made: list[CachedGraph] = []
         self._serving: dict[GraphKey, CachedGraph] = {}
         self._lowering = BucketLowering(stages)
+        #: seconds that the beginning of a lowering took
+        self._begun_s: dict[GraphKey, float] = {}
         #: of a model that counts on integers in Python: the graphs of a key, of which each serves some of their values
         self._ways: dict[GraphKey, list[CachedGraph]] = {}
 
@@ -72,21 +74,33 @@ class TracedPhase:
             self._stages.account.note(f"{self.name} is one graph: no op in it is a break point of 'piecewise'")
         return self._request.table.phases[self.name]
 
+    def begin(self, key: GraphKey) -> None:
+        """Begin to lower the graph of a key, where one graph serves it."""
+        graph = self._serving[key]
+        if not graph.traced.counters:
+            start = time.perf_counter()
+            with _blaming(graph.report.passes):
+                self._lowering.begin(key, graph, _aliases(graph.traced, self._stages.buffers.views(key)))
+            self._begun_s[key] = self._begun_s.get(key, 0.0) + time.perf_counter() - start
+
+    def abandon(self) -> None:
+        """End what runs in the background."""
+        self._lowering.abandon()
+
     def runnable(self, key: GraphKey) -> Runnable:
         """Lower the graph of a key and bind it to its static inputs."""
         traced, inputs = self._serving[key].traced, self._stages.buffers.views(key)
         start = time.perf_counter()
         if traced.counters:
             return self._bind_counted(key, inputs, start)
-        # Aliases keep the memory that a captured graph reads, whatever the model's parameters come to point at later.
-        values = tuple(v.detach() if isinstance(v, Tensor) else v for v in traced.values(inputs))
+        values = _aliases(traced, inputs)
         with _blaming(self._serving[key].report.passes):
             lowered = self._lowering.lower(key, self._serving[key], values)
 
         return Runnable(
             run=with_values(lowered, values),
             values=values,
-            lower_s=time.perf_counter() - start,
+            lower_s=time.perf_counter() - start + self._begun_s.pop(key, 0.0),
             output=lambda: traced.output,
             cropper=TracedCropper(traced, self._request.inputs),
         )
@@ -250,6 +264,12 @@ class TracedPhase:
             return None
         sizes = [table.sizes(key)["tokens"] for key in served]
         return min(sizes), max(sizes)
+
+
+def _aliases(traced: TracedGraph, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """Return the placeholders' values; tensors as aliases, which keep the memory that a captured graph reads, whatever
+    the model's parameters come to point at later."""
+    return tuple(v.detach() if isinstance(v, Tensor) else v for v in traced.values(inputs))
 
 
 @contextmanager

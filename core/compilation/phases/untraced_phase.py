@@ -49,6 +49,12 @@ class UntracedPhase:
         """Return all keys of the phase; none where it runs eagerly."""
         return () if self.mode == "off" else self._request.table.phases[self.name]
 
+    def begin(self, key: GraphKey) -> None:
+        """Begin nothing: no graph is lowered."""
+
+    def abandon(self) -> None:
+        """End nothing."""
+
     def runnable(self, key: GraphKey) -> Runnable:
         """Bind the phase's callable to the static inputs and guards of a key."""
         views, padded = self._stages.buffers.views(key), bool(self._request.table.dims)

@@ -23,17 +23,18 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from core.common.inductor import compile_fixed, quoted_libraries, refuse_shared_writes, specialize
+from core.common.inductor import compile_fixed, refuse_shared_writes, specialize
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.ops.collective import LOCAL_SHARD
 from core.common.ops.declaration import declared_ops
+from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
+from core_cpu.shared_object import build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
 """The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
-_FEW_GRAPHS = 8
 _OF_TORCH = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
 _compiled: list[str] = []
 """One item for each graph that was compiled in this process."""
@@ -45,13 +46,18 @@ def inductor(request: LoweringRequest) -> FlatCallable:
     The outputs of a call are fresh tensors, or views of inputs where the graph returns these. A graph that AOTInductor
     refuses is compiled as on other devices, and the report notes why.
     """
+    return finish(begin_inductor(request))
+
+
+def begin_inductor(request: LoweringRequest) -> Steps[FlatCallable]:
+    """Do the same in steps: Inductor writes the C++ of the graph, then the C++ compiler runs by itself."""
     graph, kept = specialize(request.graph, request.example_inputs)
     constants = _lift_constants(graph)
     examples = [request.example_inputs[i] for i in kept] + constants
     refuse_shared_writes(graph, examples)
     try:
         _call_collectives_whole(graph)
-        runner = request.artifacts.use(factors(), partial(_compile, graph, examples), _load)
+        runner = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
     except Exception as error:  # any part of the compiler may raise
         request.note(
             "a graph is compiled by Inductor at each start, as AOTInductor refuses it: "
@@ -136,32 +142,44 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     return [getattr(graph, name).detach() for name in held]
 
 
-def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> None:
+def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Steps[None]:
     """Write the shared object of a graph into a folder, and the description of its custom ops' calls, if it has any."""
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     copy = fx.GraphModule(graph, nodes)  # the compiler changes its input
     with TemporaryDirectory(prefix="core-") as made:
-        options = {"aot_inductor.output_path": os.path.join(made, _OBJECT), **_options(len(_compiled))}
-        with torch.no_grad(), quoted_libraries(), _quiet():
-            path = torch._inductor.aot_compile(copy, tuple(examples), options=options)
-        shutil.move(str(path), folder / _OBJECT)
+        with torch.no_grad(), _quiet():
+            generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made))
+        yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
         for found in Path(made).glob("*.wrapper.json"):
             shutil.move(found, folder / _CUSTOM_OPS)
     _compiled.append(str(folder))
 
 
-def _options(num_compiled: int) -> dict[str, bool]:
-    """Return settings of Inductor that make a start short. num_compiled: graphs that this process has compiled."""
+def _options(folder: str) -> dict[str, str | bool]:
+    """Return settings of Inductor: C++ and no shared object goes into the folder, and as little as is needed."""
     import torch._inductor.config as config
 
-    # Inductor tries each instruction set by compiling and loading a library, 2 to 3 s each on a small machine. A set
-    # that the compiler does not know is an error of the compile.
-    options = {"aot_inductor.package": False, "cpp.vec_isa_ok": True}
-    # Two precompiled headers take 10 s and 300 MB, and save about 1 s of each graph.
-    if hasattr(config.aot_inductor, "precompile_headers"):
-        options["aot_inductor.precompile_headers"] = num_compiled >= _FEW_GRAPHS
-    return options
+    options: dict[str, str | bool] = {
+        "aot_inductor.output_path": os.path.join(folder, _OBJECT),
+        "aot_inductor.package": True,
+        "aot_inductor.package_cpp_only": True,
+        # Lines of the generated code, for debuggers, and checks of what ops of this project return.
+        "aot_inductor.enable_line_tables": False,
+        "size_asserts": False,
+        # Inductor tries each instruction set by compiling and loading a library, 2 to 3 s each on a small machine. A
+        # set that the compiler does not know is an error of the compile.
+        "cpp.vec_isa_ok": True,
+        # Two precompiled headers take 10 s and 300 MB, and save about 1 s of each graph.
+        "aot_inductor.precompile_headers": False,
+    }
+    # Not every version of torch has all of them.
+    return {name: value for name, value in options.items() if _has(config, name)}
+
+
+def _has(config: Any, name: str) -> bool:
+    """Return whether Inductor has a setting of this name, such as `cpp.threads`."""
+    return name in config.save_config_portable(ignore_private_configs=False)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import subprocess
@@ -42,9 +43,12 @@ _OF_EACH_MODEL = ("attention", "linear")
 _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
     {"linear": LINEAR.use_measured, "weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
 )
-_compiled = 0
+_compiled: list[Path] = []
+"""The libraries that this process has compiled."""
 _loaded: set[str] = set()
 """Files whose libraries this process has loaded."""
+_building: set[str] = set()
+"""Files that a thread of this process builds."""
 
 
 def why_not() -> str:
@@ -81,6 +85,8 @@ def load(source: str) -> str:
     reason = why_not()
     if not reason:
         try:
+            if source in _building:
+                importlib.import_module("torch._inductor.compile_fx")  # 2 to 3 s, which the lowering needs next
             library = _built(source)
             torch.ops.load_library(library)
             if source in _AFTER_LOADING:
@@ -94,25 +100,29 @@ def load(source: str) -> str:
 
 
 def prepare() -> None:
-    """Begin to build the kernels in a thread; `load` waits for it, and tells what failed.
+    """Begin to build the kernels in threads, one for each file; `load` waits for them, and tells what failed.
 
     Nothing is done where they are loaded in this process: they may have been built for another folder.
     """
-    if not why_not() and not _loaded.issuperset(_OF_EACH_MODEL):
-        threading.Thread(target=_build_early, name="core-cpu-kernels", daemon=True).start()
-
-
-def _build_early() -> None:
-    with suppress(OSError, subprocess.SubprocessError):
+    if not why_not():
         for source in _OF_EACH_MODEL:
             if source not in _loaded:
-                _built(source)
+                threading.Thread(target=_build_early, args=(source,), name="core-cpu-kernels", daemon=True).start()
+
+
+def _build_early(source: str) -> None:
+    _building.add(source)
+    try:
+        with suppress(OSError, subprocess.SubprocessError):
+            _built(source)
+    finally:
+        _building.discard(source)
 
 
 @contextmanager
 def _counting() -> Iterator[Count]:
-    before = _compiled
-    yield lambda: _compiled - before
+    before = len(_compiled)
+    yield lambda: len(_compiled) - before
 
 
 KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER_VARIABLE)
@@ -124,24 +134,23 @@ def _built(source: str) -> Path:
     folder = kernel_folder(KERNELS)
     library = folder / f"{source}-{identity()}.so"
     if not library.exists():
-        with _locked(folder):
+        with _locked(folder / f"{source}.lock"):
             if not library.exists():  # another process may have made it meanwhile
                 _compile(library, source)
     return library
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time compile: that takes a core for a quarter of a minute."""
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time compile a file: that takes a core for a tenth of a minute."""
     import fcntl  # not on Windows
 
-    with open(folder / "lock", "w") as file:
+    with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _compile(library: Path, source: str) -> None:
-    global _compiled
     log.info("compiling the kernels of the plugin, once: %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as made:
         out = Path(made) / library.name
@@ -151,7 +160,7 @@ def _compile(library: Path, source: str) -> None:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
             raise OSError(f"{command[0]} can't compile them: {(errors or ['it says nothing'])[0].strip()}")
         os.replace(out, library)
-    _compiled += 1
+    _compiled.append(library)
 
 
 def _command(source: str, out: str) -> Sequence[str]:

@@ -19,7 +19,7 @@ from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
-from core_cpu.ahead_of_time import AOT_INDUCTOR, inductor
+from core_cpu.ahead_of_time import AOT_INDUCTOR, begin_inductor, inductor
 from core_cpu.compiler import find_cxx_compiler, missing, refuse
 from core_cpu.extension import KERNELS, identity, prepare
 from core_cpu.extension import why_not as why_no_kernels
@@ -95,7 +95,7 @@ def core_lowering(context: DeviceContext) -> Lowerings:
     }
     if lacking:
         return replace(INLINE, available=available, instead=f"'inductor' can't be used, as {lacking}")
-    return replace(INLINE, available=available, default="inductor")
+    return replace(INLINE, available=available, default="inductor", begins={"inductor": begin_inductor})
 
 
 @hookimpl

@@ -168,6 +168,9 @@ class Refusing:
     """Artifacts of a graph that can't be compiled ahead of time."""
 
     def use(self, factors: Mapping[str, str], make: Any, load: Any) -> Any:
+        raise AssertionError("the lowering works in steps")
+
+    def begin(self, factors: Mapping[str, str], make: Any, load: Any) -> Any:
         raise NotImplementedError("an op\nthat nobody knows")
 
 

@@ -1,0 +1,96 @@
+"""core_cpu/shared_object.py: what AOTInductor generated is compiled by processes, which end with their work."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from core.common.under_way import UnderWay
+from core_cpu.shared_object import build
+
+INCLUDE = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+CALLS = "void run() {\n    __check_inputs_outputs(input_handles, output_handles);\n}\n"
+KERNELS = f"\n{INCLUDE}void one() {{}}\n{INCLUDE}void two() {{}}\n"
+RECORD = """#!/bin/sh
+for last; do :; done
+echo "$@" >> "$0.calls"
+while [ "$1" != -o ]; do shift; done
+echo code > "$2"
+"""
+
+
+def generated(folder: Path, script: str, source: str = CALLS + KERNELS) -> list[str]:
+    """Write what AOTInductor would generate, with a script for a compiler."""
+    compiler = folder / "compiler"
+    compiler.write_text(script)
+    compiler.chmod(0o700)
+    (folder / "a.wrapper.cpp").write_text(source)
+    flags = {
+        "compiler": str(compiler),
+        "definitions": ["ONE", " TWO"],
+        "include_dirs": ["/head ers"],
+        "cflags": ["O3", "fPIC"],
+        "ldflags": [],
+        "libraries_dirs": [],
+        "libraries": [],
+        "passthrough_args": ["", "-mavx2 -mfma"],
+    }
+    linked = flags | {"cflags": ["O3", "shared"], "libraries": ["torch"], "libraries_dirs": ["/libs"]}
+    (folder / "a.wrapper_compile_flags.json").write_text(json.dumps(flags))
+    (folder / "a.wrapper_linker_flags.json").write_text(json.dumps(linked))
+    names = ("a.wrapper.cpp", "a.wrapper_compile_flags.json", "a.wrapper_linker_flags.json", "script.ld", "consts.o")
+    return [str(folder / name) for name in names]
+
+
+def test_kernels_and_the_code_that_calls_them_are_compiled_apart_and_linked(tmp_path: Path) -> None:
+    UnderWay(build(generated(tmp_path, RECORD), tmp_path / "graph.so")).finish()
+    assert (tmp_path / "graph.so").read_text() == "code\n"
+    calls, kernels, link = sorted((tmp_path / "compiler.calls").read_text().splitlines(), key=_order)
+    assert "a.wrapper.cpp -DONE -DTWO -O3 -fPIC -c -O1 -I/head ers -mavx2 -mfma -o" in calls
+    assert "a.wrapper.kernels.cpp -DONE -DTWO -O3 -fPIC -c -I/head ers" in kernels
+    for name in ("consts.o", "a.wrapper.o", "a.wrapper.kernels.o", "-shared", "-ltorch", "-L/libs"):
+        assert name in link
+    assert (tmp_path / "a.wrapper.cpp").read_text() == "void run() {\n}\n\n"
+    assert (tmp_path / "a.wrapper.kernels.cpp").read_text() == KERNELS.lstrip("\n")
+
+
+def _order(call: str) -> int:
+    return 2 if "-shared" in call else int("kernels.cpp" in call)
+
+
+def test_a_graph_without_kernels_has_one_file(tmp_path: Path) -> None:
+    UnderWay(build(generated(tmp_path, RECORD, CALLS), tmp_path / "graph.so")).finish()
+    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
+
+
+def test_what_the_compiler_says_is_in_the_error(tmp_path: Path) -> None:
+    from torch._inductor.exc import CppCompileError
+
+    work = UnderWay(build(generated(tmp_path, "#!/bin/sh\necho 'error: no such header' >&2\nexit 1"), tmp_path / "g"))
+    with pytest.raises(CppCompileError, match="no such header"):
+        work.finish()
+
+
+def test_abandoned_compilers_end_with_what_they_started(tmp_path: Path) -> None:
+    work = UnderWay(build(generated(tmp_path, '#!/bin/sh\nsleep 60 &\necho $! > "$0.$$"\nwait'), tmp_path / "g"))
+    while len(started := [path.read_text() for path in tmp_path.glob("compiler.[0-9]*")]) < 2 or not all(started):
+        time.sleep(0.01)
+    work.abandon()
+    assert not any(_runs(int(child)) for child in started)
+
+
+def _runs(child: int) -> bool:
+    """Return whether a process is there a moment after its end was asked for, and no zombie."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+            os.kill(child, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return False
+        time.sleep(0.01)
+    return True
