@@ -21,7 +21,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core/common/node_meta.py",
         "core/common/passes/effects.py",
         "core/common/peers.py",
-        "core/common/under_way.py",
     ),
     ("core/common/graphs", "core/common/numerics.py"),
     ("core/common/ops",),
