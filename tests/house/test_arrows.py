@@ -10,6 +10,7 @@ from tests.house.rules import ROOT, SOURCE_FOLDERS, Files, Rule, modules, proofs
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/_version.py", "core/capabilities.py", "core/errors.py", "core/probe.py"),
     ("core/paths.py",),
+    ("core/common/under_way.py",),
     (
         "core/settings.py",
         "core/common/__init__.py",
