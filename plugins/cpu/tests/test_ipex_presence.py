@@ -11,6 +11,7 @@ import torch
 
 import core
 from core.common.lowering import LoweringRequest
+from core.common.ops.implementation import OpCall
 from core.errors import LoweringError
 from core_cpu import plugin
 from core_cpu.ipex import presence
@@ -66,4 +67,5 @@ def test_the_lowering_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_its_implementation_is_named_and_says_why_it_does_not_run() -> None:
     (found,) = (each for each in plugin.core_register_ops() if each.name == "ipex_rms_norm")
-    assert found.op == "core::rms_norm"
+    if presence.why_not():
+        assert found.condition(OpCall(op="core::rms_norm")) == found.missing == presence.why_not()

@@ -19,6 +19,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def why_not_norm(call: OpCall) -> str | None:
     """Return why the kernel can't take a call of `core::rms_norm`, or None; imports the library for one that it can."""
+    if missing := presence.why_not():
+        return missing
     args = call.args
     x, weight = args["x"], args["weight"]
     if x.dtype not in _DTYPES:
