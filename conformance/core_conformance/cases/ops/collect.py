@@ -81,7 +81,12 @@ def slug(name: str) -> str:
 
 
 def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation, dtype: torch.dtype) -> None:
-    """Judge every call that the implementation's condition admits; raise `NotSupported` if it admits none."""
+    """Judge every call that the implementation's condition admits.
+
+    Raises `NotSupported` if it admits none, or if what the implementation needs is not installed.
+    """
+    if of.missing:
+        raise NotSupported(of.missing)
     refused: dict[str, list[str]] = {}
     admitted = 0
     for sample in calls(op, dtype, trial.device.torch_device, trial.seed):
