@@ -51,7 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_what_became_of_each_declared_fake_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--device", "cpu")
     assert code == 0
-    assert "55 fakes declared, 0 applied" in out
+    assert "59 fakes declared, 0 applied" in out
     lines = out.splitlines()
     at = lines.index("not applied  sgl_kernel::rotary_embedding_cpu -> like query; like key")
     assert lines[at + 1].strip() == "op sgl_kernel::rotary_embedding_cpu is not loaded in this process"
@@ -61,7 +61,7 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--device", "cpu", "--json")
     document = json.loads(out)
     assert (code, document["schema"], document["check"]) == (0, "core.fakes/1", None)
-    assert document["device"].startswith("cpu (") and len(document["fakes"]) == 55
+    assert document["device"].startswith("cpu (") and len(document["fakes"]) == 59
     (one,) = (each for each in document["fakes"] if each["op"] == "sgl_kernel::bmm_cpu")
     assert one == {
         "op": "sgl_kernel::bmm_cpu",
