@@ -73,12 +73,17 @@ def choose_implementations(
     return tuple(choices)
 
 
+def implemented_ops(implementations: Sequence[OpImplementation]) -> frozenset[str]:
+    """Return the canonical ops that have an implementation whose library is here."""
+    return frozenset(each.op for each in implementations if not each.missing)
+
+
 def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
     """Put back the original nodes of lifted calls without an implementation; return how many calls were put back.
 
     Passes of later stages then see these nodes as the model wrote them.
     """
-    known = {implementation.op for implementation in implementations}
+    known = implemented_ops(implementations)
     pending, count = list(graph.graph.nodes), 0
     while pending:
         node = pending.pop()

@@ -14,7 +14,7 @@ from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass
 from core.common.passes.pass_guards import Stage
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.implementations import put_back_unimplemented
+from core.compilation.implementations import implemented_ops, put_back_unimplemented
 from core.compilation.options import Verify
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.order import PassSwitches
@@ -95,7 +95,7 @@ class Rewriter:
             disable=switches.disable,
             enable=switches.enable,
             capabilities=device.capabilities,
-            implemented=frozenset(implementation.op for implementation in device.ops),
+            implemented=implemented_ops(device.ops),
         )
 
     def rewrite(

@@ -17,7 +17,7 @@ from torch import fx
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.passes.declaration import Pass
 from core.common.passes.pass_guards import Stage
-from core.compilation.implementations import choose_implementations, put_back_unimplemented
+from core.compilation.implementations import choose_implementations, implemented_ops, put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
@@ -59,7 +59,7 @@ def bisect(
 
     Raises `CoreError` for a question that can't be asked, such as a lowering that the device does not have.
     """
-    implemented = frozenset(implementation.op for implementation in device.ops)
+    implemented = implemented_ops(device.ops)
     manager = PassManager(passes, enable=asked, capabilities=device.capabilities, implemented=implemented)
     name, _ = device.lowerings.resolve(lowering)
     steps: list[Step] = []

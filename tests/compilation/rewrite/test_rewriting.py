@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,11 @@ def test_a_pass_of_stage_aten_sees_aten_ops_and_what_no_device_runs_as_the_model
 
     seen.clear()
     implemented = OpImplementation(op="core::rms_norm", name="own", fn=RMS_NORM.reference)
+    not_here = replace(implemented, missing="its library is not installed")
+    compiled({"passes": (late,), "ops": (not_here,)}, **NORMED)
+    assert "aten.rsqrt.default" in seen and "core.rms_norm.default" not in seen
+
+    seen.clear()
     program = compiled({"passes": (late,), "ops": (implemented,)}, **NORMED)
     assert "core.rms_norm.default" in seen and "aten.rsqrt.default" not in seen
     assert [(c.op, c.implementation) for c in program.report().traces[0].ops] == [("core::rms_norm", "own")]
