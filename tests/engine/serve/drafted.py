@@ -33,6 +33,11 @@ CONFIG = EngineConfig(
     options=CompileOptions(lowering="inline", strict=True, cache=False),
 )
 
+EAGER = replace(CONFIG, options=replace(CONFIG.options, mode="off"))
+GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
+HOT = replace(GREEDY, temperature=0.7, seed=3)
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [40]]
+
 
 def tiny(model_type: str = "llama", seed: int = 0, **changes: Any) -> LoadedModel:
     config = tiny_config(model_type, **{"vocab_size": VOCAB, **changes})
@@ -102,3 +107,52 @@ def assert_failed_drafts_are_taken_again(
         for output in outputs:
             tokens[output.request_id] += output.token_ids
     assert failures[0] > more_than and [tuple(tokens[index]) for index in ids] == expected
+
+
+def draw(rng: random.Random, *, stops: bool = True) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that begin alike in part, and a third of them sampled."""
+    beginnings = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(2)]
+    found = []
+    for index in range(rng.randint(4, 10)):
+        prompt = [*rng.choice([[], *beginnings]), *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
+        most = rng.randint(1, MAX_LEN - len(prompt))
+        params = replace(HOT if index % 3 == 2 else GREEDY, max_new_tokens=most)
+        params = replace(
+            params, stop_token_ids=tuple(rng.sample(range(VOCAB), 3)) if stops and rng.random() < 0.2 else ()
+        )
+        found.append((prompt, params))
+    return found
+
+
+def serve(engine: Engine, rng: random.Random, *, stops: bool = True) -> None:
+    """Serve what is drawn, some of it aborted, and check each one's tokens."""
+    jobs = draw(rng, stops=stops)
+    coming, tokens = list(enumerate(jobs)), [[] for _ in jobs]  # type: list[Any], list[list[int]]
+    running: dict[int, int] = {}
+    while coming or engine.has_unfinished:
+        while coming and rng.random() < 0.4:
+            index, (prompt, params) = coming.pop(0)
+            running[engine.add_request(prompt, params)] = index
+        if engine._requests and rng.random() < 0.03:
+            engine.abort(rng.choice(list(engine._requests)))
+        for output in engine.step():
+            tokens[running[output.request_id]] += output.token_ids
+    for (prompt, params), found in zip(jobs, tokens, strict=True):
+        assert not found or found == own_tokens(engine, prompt, found, params)
+
+
+def serve_all_kinds(engine: Engine) -> None:
+    """Serve schedules that preempt, share beginnings, mix prompts with decoding, cut prompts; check that they do."""
+    before = engine.stats()
+    for seed in range(100, 104):
+        serve(engine, random.Random(seed))
+    after = engine.stats()
+    for name in ("preempted", "reused", "mixed_steps", "chunked"):
+        assert getattr(after, name) > getattr(before, name), name
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """Assert that no sequence holds a block of the cache any more, and that the drafter follows none."""
+    pools = engine._runner.cache.pools  # type: ignore[attr-defined]
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in pools)
+    assert not engine.drafter._followers  # type: ignore[attr-defined]

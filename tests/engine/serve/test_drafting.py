@@ -8,24 +8,22 @@ from dataclasses import replace
 
 import pytest
 
-from core.engine.config import SamplingParams
 from core.engine.serve.engine import Engine
 from tests.engine.serve.drafted import (
     CONFIG,
-    MAX_LEN,
-    VOCAB,
+    EAGER,
+    GREEDY,
+    HOT,
+    PROMPTS,
     assert_failed_drafts_are_taken_again,
+    assert_nothing_held,
     nearly,
-    own_tokens,
+    serve,
+    serve_all_kinds,
     tiny,
 )
 from tests.engine.serve.drafted import one_thread as one_thread
 from tests.recording import acme
-
-EAGER = replace(CONFIG, options=replace(CONFIG.options, mode="off"))
-GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
-HOT = replace(GREEDY, temperature=0.7, seed=3)
-PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [40]]
 
 
 @pytest.fixture(scope="module", params=["captured", "windows", "unlike"])
@@ -45,53 +43,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-def draw(rng: random.Random, *, stops: bool = True) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that begin alike in part, and a third of them sampled."""
-    beginnings = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(2)]
-    found = []
-    for index in range(rng.randint(4, 10)):
-        prompt = [*rng.choice([[], *beginnings]), *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
-        most = rng.randint(1, MAX_LEN - len(prompt))
-        params = replace(HOT if index % 3 == 2 else GREEDY, max_new_tokens=most)
-        params = replace(
-            params, stop_token_ids=tuple(rng.sample(range(VOCAB), 3)) if stops and rng.random() < 0.2 else ()
-        )
-        found.append((prompt, params))
-    return found
-
-
-def serve(engine: Engine, rng: random.Random, *, stops: bool = True) -> None:
-    """Serve what is drawn, some of it aborted, and check each one's tokens."""
-    jobs = draw(rng, stops=stops)
-    coming, tokens = list(enumerate(jobs)), [[] for _ in jobs]  # type: list[Any], list[list[int]]
-    running: dict[int, int] = {}
-    while coming or engine.has_unfinished:
-        while coming and rng.random() < 0.4:
-            index, (prompt, params) = coming.pop(0)
-            running[engine.add_request(prompt, params)] = index
-        if engine._requests and rng.random() < 0.03:
-            engine.abort(rng.choice(list(engine._requests)))
-        for output in engine.step():
-            tokens[running[output.request_id]] += output.token_ids
-    for (prompt, params), found in zip(jobs, tokens, strict=True):
-        assert not found or found == own_tokens(engine, prompt, found, params)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, seed: int) -> None:
     serve(engine, random.Random(seed))
-    pools = engine._runner.cache.pools  # type: ignore[attr-defined]
-    assert all(pool.num_free == pool.num_blocks - 1 for pool in pools)  # nobody holds a block any more
-    assert not engine.drafter._followers  # type: ignore[attr-defined]
+    assert_nothing_held(engine)
 
 
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
     before = engine.stats()
-    for seed in range(100, 104):
-        serve(engine, random.Random(seed))
+    serve_all_kinds(engine)
     after = engine.stats()
-    for name in ("preempted", "reused", "mixed_steps", "chunked"):
-        assert getattr(after, name) > getattr(before, name), name
     drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
     assert drafted.keys() == {"model"} and accepted["model"] < drafted["model"]
     assert engine.draft is not None

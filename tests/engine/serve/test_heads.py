@@ -19,16 +19,22 @@ from core.engine.paged.room import Room
 from core.engine.serve.engine import Engine
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
-from tests.engine.serve.drafted import CONFIG, MAX_LEN, assert_failed_drafts_are_taken_again, tiny
+from tests.engine.serve.drafted import (
+    CONFIG,
+    EAGER,
+    GREEDY,
+    HOT,
+    MAX_LEN,
+    PROMPTS,
+    assert_failed_drafts_are_taken_again,
+    assert_nothing_held,
+    serve,
+    serve_all_kinds,
+    tiny,
+)
 from tests.engine.serve.drafted import one_thread as one_thread
 from tests.engine.serve.headed import eagle, load, own_drafts, successor, with_own_heads
-from tests.engine.serve.test_drafting import serve
 from tests.recording import acme
-
-EAGER = replace(CONFIG, options=replace(CONFIG.options, mode="off"))
-GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
-HOT = replace(GREEDY, temperature=0.7, seed=3)
-PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [40]]
 
 
 def served_and_head(folder: Path, kind: str) -> tuple[LoadedModel, str | Path]:
@@ -93,18 +99,11 @@ def test_tokens_and_drafts_are_right_whatever_the_schedule(
     after = engine.stats()
     assert count[0] > 20 and after.drafted["head"] > before.drafted["head"]
     assert after.drafted.keys() == {"head"}
-    pools = engine._runner.cache.pools  # type: ignore[attr-defined]
-    assert all(pool.num_free == pool.num_blocks - 1 for pool in pools)
-    assert not engine.drafter._followers  # type: ignore[attr-defined]
+    assert_nothing_held(engine)
 
 
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
-    before = engine.stats()
-    for seed in range(100, 104):
-        serve(engine, random.Random(seed))
-    after = engine.stats()
-    for name in ("preempted", "reused", "mixed_steps", "chunked"):
-        assert getattr(after, name) > getattr(before, name), name
+    serve_all_kinds(engine)
 
 
 def test_a_shared_beginning_holds_for_the_token_behind_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
