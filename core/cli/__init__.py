@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -155,17 +156,32 @@ def _start_scan() -> DeviceScan:
     return DeviceScan(Settings.from_environment())
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        import typer
+
+        from core._version import __version__
+
+        print(f"core {__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
 def _app(wanted: str | None) -> typer.Typer:
     """Build the application: with the wanted subcommand only, or with all of them for `--help` and unknown names."""
     import typer
 
     from core.cli.values import checked
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(add_completion=wanted is None, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     # `main` takes --debug out before parsing; it is declared here for --help.
     @app.callback()
-    def _root(debug: bool = typer.Option(False, "--debug", help="Log everything and show tracebacks.")) -> None:
+    def _root(
+        debug: bool = typer.Option(False, "--debug", help="Log everything and show tracebacks."),
+        version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=_print_version, help="Show the versions of core and Python."
+        ),
+    ) -> None:
         """Run any transformers model on any accelerator: devices, passes and captured graphs."""
 
     for name, target in COMMANDS.items():

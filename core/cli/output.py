@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from core._version import __version__
 from core.errors import CoreError, UsageError, error_json, notes_of
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PIPE_COLUMNS = 200
+"""Width of tables where neither a terminal nor the variable COLUMNS says how wide they may be."""
 
 
 def print_json(schema: str, **fields: Any) -> None:
@@ -42,17 +44,38 @@ def _strict(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console on standard output, wide where no terminal says how wide it is, so that lines stay whole."""
+    """Return a console on standard output: as wide as the terminal or COLUMNS says, else 200 columns.
+
+    What is no terminal gets lines without the blanks that fill a table's last column.
+    """
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    width = None if os.environ.get("COLUMNS", "").isdigit() else _PIPE_COLUMNS
+    return Console(width=width, highlight=False, file=cast("IO[str]", _Unpadded()))
+
+
+class _Unpadded:
+    """Standard output, with no blanks at the ends of lines; what is written ends with a line."""
+
+    def write(self, text: str) -> int:
+        sys.stdout.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def print_items(items: Iterable[Any]) -> None:
-    """Print lines and tables of `rich`; a line stays whole however long it is, and brackets in it are no markup."""
+    """Print lines and tables of `rich`; a line stays whole however long it is, unless its `no_wrap` is False.
+
+    Brackets in a line are no markup.
+    """
     out = console()
     for item in items:
-        out.print(item, soft_wrap=not hasattr(item, "columns"), markup=False)
+        wraps = hasattr(item, "columns") or getattr(item, "no_wrap", None) is False
+        out.print(item, soft_wrap=not wraps, markup=False)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ def passes(
     only_pass: list[str] = ONLY_PASS,
     no_pass: list[str] = NO_PASS,
     no_passes: bool = NO_PASSES,
+    full: bool = typer.Option(False, "--full", help="Also show stage, mechanism, order, guards and identity."),
 ) -> None:
     """List the passes that rewrite a model's graphs, in the order of execution."""
     from core.host.selection import check_name, select_device
@@ -50,7 +51,7 @@ def passes(
         chosen = None if resolved is None else {"name": resolved.name, "plugin": str(resolved.plugin)}
         print_json("core.passes/1", device=chosen, switches=str(switches), passes=rows, warnings=warnings())
     else:
-        _print(rows, resolved, str(switches))
+        _print(rows, resolved, str(switches), full=full)
 
 
 def pass_json(declared: Pass, enabled: bool, on_request: str) -> dict[str, Any]:
@@ -87,28 +88,34 @@ def guards_json(guards: Guards) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _print(rows: Sequence[Mapping[str, Any]], device: Device | None, switches: str) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], device: Device | None, switches: str, *, full: bool) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     out = console()
     out.print(f"{'every device' if device is None else str(device)}; {switches}", markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("", "pass", "owner", "stage", "mechanism", "order", "guards", "expect", "uuid", "what it does"):
-        table.add_column(column, no_wrap=column in ("pass", "uuid"), overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("", "pass", "owner", "what it does"):
+        table.add_column(column, no_wrap=column == "pass", justify="left" if column else "right")
     for number, row in enumerate(rows, start=1):
-        constraints = [f"{key} {', '.join(row[key])}" for key in ("after", "before") if row[key]]
-        guards = "; ".join(f"{name} {_brief(value)}" for name, value in row["guards"].items())
-        expect = "·" if row["expect"] is None else str(row["expect"])
-        off = "" if row["enabled"] else " (on request)" if row["on_request"] else " (off)"
-        does = f"{row['does']}; on request: {row['on_request']}" if row["on_request"] else row["does"]
-        cells = [str(number), f"{row['name']}{off}", row["owner"], row["stage"], row["mechanism"]]
-        cells += ["; ".join(constraints) or "·", guards or "·", expect, row["uuid"][:8], does]
+        off = "" if row["enabled"] else "on request: " if row["on_request"] else "off: "
+        does = f"{off}{row['does']}" + (f" Only if asked for: {row['on_request']}." if row["on_request"] else "")
+        if full:
+            does += f"\n{_details(row)}"
+        cells = (str(number), row["name"], row["owner"], does)
         table.add_row(*map(Text, cells), style="" if row["enabled"] else "dim")
     out.print(table)
     if not rows:
         out.print("there are none")
+
+
+def _details(row: Mapping[str, Any]) -> str:
+    told = [f"stage {row['stage']}, mechanism {row['mechanism']}"]
+    told += [f"{key} {', '.join(row[key])}" for key in ("after", "before") if row[key]]
+    told += [f"{name} {_brief(value)}" for name, value in row["guards"].items()]
+    told += [] if row["expect"] is None else [f"expects {row['expect']}"]
+    return "; ".join([*told, f"uuid {row['uuid'][:8]}"])
 
 
 def _brief(value: Any) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NO_IMPLEMENTATION = "the device brings none"
 _COLUMNS = 160
-_MAX_KINDS = 6
+_MAX_KINDS = 4
 _MAX_OPS = 16
 
 
@@ -44,7 +44,7 @@ def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[Any
         yield Text.assemble((phase.phase, "bold"), f": {phase_summary(phase)}")
         for stage in phase.stages:
             yield Text.assemble((f"stage {stage.stage}", "bold"), f": {stage_summary(stage)}")
-            yield _passes(stage)
+            yield from _passes(stage)
             yield _layers(stage, None if full else _MAX_OPS)
             yield from _misses(stage)
             if full:
@@ -109,30 +109,47 @@ def is_alarm(report: PassReport) -> bool:
 
 
 def _table(*columns: str) -> Table:
+    """Return a table without rows; its first column is never wrapped, the others are between words."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column == "pass")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number == 0, overflow="fold")
     return table
 
 
-def _passes(stage: StageExplanation) -> Table:
+def _passes(stage: StageExplanation) -> Iterator[Any]:
+    """Tabulate the passes that have anything to tell; name the others below, those that did not run with the reason."""
     from rich.text import Text
 
-    table = _table("pass", "owner", "stage", "matched", "expected", "near-misses", "ms", "note")
-    for index in range(3, 7):
-        table.columns[index].justify = "right"
-    for report in stage.passes:
-        text = note(report)
-        expected = "" if report.expected is None else str(report.expected)
-        counts = (str(report.matched), expected, str(len(report.near_misses)), f"{report.elapsed_ms:.1f}")
-        style = "red" if is_alarm(report) else "dim" if not report.matched else ""
-        table.add_row(report.name, report.owner, report.stage, *counts, Text(text), style=style)
+    telling = [report for report in stage.passes if report.matched or report.near_misses or is_alarm(report)]
+    if telling:
+        table = _table("pass", "owner", "matched", "near-misses", "ms", "note")
+        for index in range(2, 5):
+            table.columns[index].justify = "right"
+        for report in telling:
+            counts = (str(report.matched), str(len(report.near_misses)), f"{report.elapsed_ms:.1f}")
+            style = "red" if is_alarm(report) else "" if report.matched else "dim"
+            table.add_row(report.name, report.owner, *counts, Text(note(report)), style=style)
+        yield table
+    others = [report for report in stage.passes if report not in telling]
+    idle = [report.name for report in others if not report.skipped]
+    if idle:
+        yield Text(f"matched nothing: {', '.join(idle)}", style="dim", no_wrap=False)
+    for reason, names in _by_reason(others).items():
+        yield Text(f"skipped: {', '.join(names)}: {reason}", style="dim", no_wrap=False)
     if not stage.passes:
-        table.add_row("none is enabled", style="dim")
-    return table
+        yield Text("no pass is enabled", style="dim")
+
+
+def _by_reason(reports: Sequence[PassReport]) -> dict[str, list[str]]:
+    """Return the names of the passes that were skipped, by the reason."""
+    found: dict[str, list[str]] = {}
+    for report in reports:
+        if report.skipped:
+            found.setdefault(report.skipped, []).append(report.name)
+    return found
 
 
 def _layers(stage: StageExplanation, max_ops: int | None) -> Table:

@@ -38,7 +38,7 @@ def test_the_tables_tell_passes_layers_and_ops(capsys: pytest.CaptureFixture[str
     assert main([*EXPLAIN, "llama", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM, llama, built tiny with random weights" in out
-    assert re.search(r"lift_rms_norm +core +torch +5 ", out)
+    assert re.search(r"lift_rms_norm +core +5 ", out)
     assert re.search(r"^ ops +outside layers +model.layers.0", out, re.M)
     assert re.search(r"^ core::rms_norm +[1-9]\d* ", out, re.M)
     assert "prefill" not in out

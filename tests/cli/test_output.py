@@ -1,12 +1,17 @@
-"""core/cli/output.py: what is printed as JSON is JSON."""
+"""core/cli/output.py: JSON is strict, and tables are as wide as they may be; the root command's own options."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from core.cli.output import print_json
+from core._version import __version__
+from core.cli import COMMANDS, main
+from core.cli.output import console, print_json
 
 
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,3 +30,30 @@ def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str
         "text": "NaN",
         "flag": True,
     }
+
+
+def test_a_pipe_is_as_wide_as_columns_says_and_gets_no_padding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.table import Table
+
+    for columns, width in (("", 200), ("wide", 200), ("60", 60)):
+        monkeypatch.setenv("COLUMNS", columns)
+        table = Table(expand=True, box=None)
+        table.add_row("a", "word " * 90)
+        console().print(table)
+        lines = capsys.readouterr().out.splitlines()
+        assert width - 12 < max(map(len, lines)) <= width
+        assert all(line == line.rstrip() for line in lines)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"core {__version__}, Python 3.")
+
+
+def test_a_shell_can_complete_commands() -> None:
+    shell = {"_CORE_COMPLETE": "complete_bash", "COMP_WORDS": "core de", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "import sys; from core.cli import main; sys.exit(main())"]
+    done = subprocess.run(command, env=os.environ | shell, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [name for name in COMMANDS if name.startswith("de")], done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,13 +77,13 @@ def test_what_runs_on_request_alone_says_so_and_why(capsys: pytest.CaptureFixtur
     assert list(told) == list(ON_REQUEST) and told["sequence_parallel"].startswith("two collectives take longer")
     assert main(["passes"]) == 0
     out = capsys.readouterr().out
-    assert "sequence_parallel (on request)" in out and "; on request:" in out
+    assert re.search(r"sequence_parallel +core +on request: .* Only if asked for: two collectives", out)
     for switch in ("--pass", "--only-pass"):
         _, document = run_json(capsys, switch, "sequence_parallel")
         (item,) = (item for item in document["passes"] if item["name"] == "sequence_parallel")
         assert item["enabled"] and item["on_request"] == told["sequence_parallel"]
     assert main(["passes", "--pass", "sequence_parallel"]) == 0
-    assert "sequence_parallel (o" not in capsys.readouterr().out
+    assert re.search(r"sequence_parallel +core +(?!on request)", capsys.readouterr().out)
 
 
 def test_what_a_device_finds_unprofitable_runs_on_request_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,16 +115,24 @@ def test_a_device_adds_its_own_in_the_order_of_execution(
 
 
 def test_the_table_shows_order_guards_and_what_is_off(
-    install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]
+    install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_vendor(plugin=VENDOR)
-    assert main(["passes", "--device", "acme", "--only-pass", "acme_first"]) == 0
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["passes", "--device", "acme", "--only-pass", "acme_first"]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
-    (line,) = (line for line in out.splitlines() if "acme_first" in line and "before" in line)
-    for text in ("acme-device", "before lift_rms_norm", "dtypes float32", "Does [nothing] at all."):
-        assert text in line
-    assert "tokens 1, any" in out
-    assert "lift_rms_norm (off)" in out
+    assert re.search(r"acme_first +acme-device +Does \[nothing\] at all\.\n", out)
+    assert re.search(r"lift_rms_norm +core +off: ", out)
+    assert "uuid" not in out
+    assert all(len(line) <= 80 and line == line.rstrip() for line in out.splitlines())
+    assert main([*arguments, "--full"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "stage torch, mechanism graph; before lift_rms_norm; dtypes float32; capabilities simd=4; tokens 1, any;"
+        " expects computed per graph; uuid" in text
+    )
+    assert "stage aten, mechanism graph; expects 3; uuid" in text
 
 
 def test_no_passes_turns_all_off(capsys: pytest.CaptureFixture[str]) -> None:
