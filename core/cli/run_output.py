@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]]:
+    from core.compilation.report import counted
     from core.quantization.report import report_of
 
     loaded, report, quantized = engine.loaded, engine.report(), report_of(engine.loaded.model)
-    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
     modes = ", ".join(f"{phase} {mode}" for phase, mode in report.modes.items())
+    made = f"{counted(report.num_traces, 'traces')}, {counted(report.num_captures, 'buckets')}"
+    made = f"lowering {report.lowering}; {made}" if report.num_captures else "nothing compiled"
     fault = comparison and comparison.device_fault
     rows = [
         *([("DEVICE FAULT", fault)] if fault else []),
@@ -28,17 +30,12 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
         *([] if quantized is None else [("quantised", quantized.summary())]),
         ("cache", f"{engine.route}: {engine.route_reason}"),
-        (
-            "programs",
-            f"{modes}; lowering {report.lowering}; {report.num_traces} traces, {report.num_captures} buckets"
-            if report.num_captures
-            else f"{modes}; nothing compiled",
-        ),
+        ("programs", f"{modes}; {made}"),
         *(("note", note) for note in report.notes),
         *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
-        ("compile cache", f"{report.cache} ({counted})"),
+        ("compile cache", f"{report.cache} ({report.counters_text})"),
         ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
     if engine.config.speculative:
@@ -53,9 +50,8 @@ def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
     rows = [("drafts", f"{accepted} of {drafted} drafted tokens accepted{share}")]
     if draft is None or report is None:
         return rows
-    counted = ", ".join(f"{count} {name}" for name, count in report.counters.items())
     about = f"{type(draft.model).__name__}, {draft.num_parameters / 1e6:.1f} M parameters, {draft.dtype}"
-    return [("draft model", about), ("its compile cache", f"{report.cache} ({counted})"), *rows]
+    return [("draft model", about), ("its compile cache", f"{report.cache} ({report.counters_text})"), *rows]
 
 
 def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, str]]:

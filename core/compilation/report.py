@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from core.compilation.measuring import MeasuredChoice
     from core.compilation.rewrite.pass_report import PassReport
 
+_SINGULAR = {"passes": "pass"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceReport:
@@ -134,6 +136,11 @@ class ProgramReport:
         }
 
     @property
+    def counters_text(self) -> str:
+        """The counters as one line of text."""
+        return ", ".join(counted(count, name) for name, count in self.counters.items())
+
+    @property
     def num_captures(self) -> int:
         """How many buckets were captured."""
         return len(self.buckets)
@@ -163,7 +170,7 @@ class ProgramReport:
                 f"  trace {trace.phase}: {trace.num_nodes} nodes "
                 + _origin(trace)
                 + (f"to ATen ops in {trace.aten_s:.2f} s, " if trace.aten_s else "")
-                + f"serves {len(trace.buckets)} buckets"
+                + f"serves {counted(len(trace.buckets), 'buckets')}"
                 + (f" ({trace.reason})" if trace.reason else "")
             )
             lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
@@ -176,7 +183,7 @@ class ProgramReport:
             lines.append(
                 f"  {bucket.key}: lowered in {bucket.lower_s:.2f} s, captured in {bucket.capture_s:.2f} s, "
                 f"{bucket.num_bytes / 2**20:.1f} MiB"
-                + (f", {bucket.num_graphs} graphs around {_counted(bucket.eager)}" if bucket.eager else "")
+                + (f", {counted(bucket.num_graphs, 'graphs')} around {_by_name(bucket.eager)}" if bucket.eager else "")
             )
         if len(self.buckets) > 1:
             lines.append(
@@ -184,8 +191,7 @@ class ProgramReport:
             )
         lines += [f"  note: {note}" for note in self.notes]
         if self.cache.state != "off":
-            counted = ", ".join(f"{count} {name}" for name, count in self.counters.items())
-            lines.append(f"  cache {self.cache}; {counted}")
+            lines.append(f"  cache {self.cache}; {self.counters_text}")
         lines += self._served_lines()
         lines.append(f"  total {self.total_s:.2f} s, static buffers {self.static_bytes / 2**20:.2f} MiB")
         return "\n".join(lines)
@@ -214,7 +220,7 @@ def _origin(trace: TraceReport) -> str:
     if trace.cached:
         return f"from the cache, {len(trace.passes)} passes when it was made, "
     traced = f"of the trace of {trace.trace_of}, " if trace.trace_of else f"in {trace.trace_s:.2f} s, "
-    return f"{traced}{len(trace.passes)} passes in {trace.passes_s * 1e3:.1f} ms, "
+    return f"{traced}{counted(len(trace.passes), 'passes')} in {trace.passes_s * 1e3:.1f} ms, "
 
 
 def _measured_lines(trace: TraceReport) -> list[str]:
@@ -228,7 +234,12 @@ def _has_news(report: PassReport) -> bool:
     return bool(report.matched or report.error or report.skipped or report.near_misses or report.expected)
 
 
-def _counted(names: Sequence[str]) -> str:
+def counted(count: int, plural: str) -> str:
+    """Return a count with what is counted, such as "1 pass" and "2 passes"."""
+    return f"{count} {_SINGULAR.get(plural, plural.removesuffix('s')) if count == 1 else plural}"
+
+
+def _by_name(names: Sequence[str]) -> str:
     """Return the distinct names with their counts; numbers in module paths become *."""
     counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
     return ", ".join(f"{count} eager {name}" for name, count in counts.items())

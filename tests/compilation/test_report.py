@@ -66,7 +66,7 @@ def test_the_text_says_what_was_done_and_what_it_cost() -> None:
     text = str(report())
     lines = [line.strip() for line in text.splitlines()]
     assert lines[0] == "acme (acme-device 1.0), lowering inline, decode: full, prefill: off"
-    assert lines[1] == "trace decode: 12 nodes in 0.50 s, 1 passes in 1.5 ms, serves 1 buckets"
+    assert lines[1] == "trace decode: 12 nodes in 0.50 s, 1 pass in 1.5 ms, serves 1 bucket"
     assert "core::attention -> acme: 2" in lines and "core::attention -> reference: 1" in lines
     assert "pass acme_fuse: 3 of 4 owed matched, 1 near-misses in 1.5 ms" in lines
     assert any(line.startswith("trace decode: 11 nodes") and line.endswith("(x has size 2)") for line in lines)
@@ -79,7 +79,7 @@ def test_a_shared_trace_counts_once_and_is_named() -> None:
     first, second = report().traces
     shared = replace(report(), traces=(first, replace(second, phase="prefill", trace_s=0.0, trace_of="decode")))
     assert shared.num_traces == 1
-    line = "trace prefill: 11 nodes of the trace of decode, 1 passes in 1.5 ms, serves 1 buckets (x has size 2)"
+    line = "trace prefill: 11 nodes of the trace of decode, 1 pass in 1.5 ms, serves 1 bucket (x has size 2)"
     assert line in lines_of(shared)
 
 
