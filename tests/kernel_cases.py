@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +20,16 @@ CODED = ((torch.float32, torch.int8), (torch.bfloat16, torch.float8_e4m3fn), (to
 CPU = torch.device("cpu")
 
 Call = Mapping[str, Any]
+
+
+@cache
+def _calls(op: CanonicalOp, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    return {each.name: dict(each.kwargs) for each in op.samples(dtype, CPU)}
+
+
+def sample_call(op: CanonicalOp, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of one of an op's samples on the processor, copied with their strides."""
+    return copy.deepcopy(_calls(op, dtype)[name])
 
 
 def randn(

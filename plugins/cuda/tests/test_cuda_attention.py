@@ -24,6 +24,7 @@ from core_cuda.ops.attention import prefill as prefill_attention
 from core_cuda.ops.attention import rotation as attention_rotation
 from core_cuda.ops.attention.decode import DecodeConfig, DecodeShape
 from core_cuda.ops.attention.paged import attention_condition, rotary_attention_condition
+from tests.kernel_cases import sample_call
 
 Call = dict[str, Any]
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def names(op: CanonicalOp) -> list[str]:
 
 
 def sample(op: CanonicalOp, name: str, dtype: torch.dtype) -> Call:
-    return next(dict(s.kwargs) for s in op.samples(dtype, CPU) if s.name == name)
+    return sample_call(op, name, dtype)
 
 
 def bounded(call: Call) -> Call:

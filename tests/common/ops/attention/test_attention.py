@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from core.common.numerics import Verdict, judge
 from core.common.ops.attention.paged import ATTENTION, reference
 from tests.common.ops.attention.attention_oracle import Call, eager, oracle, slots_of, write
+from tests.kernel_cases import sample_call
 
 CPU = torch.device("cpu")
 NAMES = [sample.name for sample in ATTENTION.samples(torch.float32, CPU)]
@@ -21,7 +22,7 @@ POSITIONAL = [a.name for a in ATTENTION.overload._schema.arguments if not a.kwar
 
 
 def sample(name: str, dtype: torch.dtype = torch.float32) -> Call:
-    return next(dict(s.kwargs) for s in ATTENTION.samples(dtype, CPU) if s.name == name)
+    return sample_call(ATTENTION, name, dtype)
 
 
 def copied(call: Call) -> Call:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE
 from core.common.ops.declaration import CanonicalOp
-from tests.kernel_cases import code_steps
+from tests.kernel_cases import code_steps, sample_call
 
 CPU = torch.device("cpu")
 OPS = (ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE)
@@ -22,7 +22,7 @@ Call = dict[str, Any]
 
 
 def sample(op: CanonicalOp, name: str, dtype: torch.dtype = torch.float32) -> Call:
-    return next(dict(s.kwargs) for s in op.samples(dtype, CPU) if s.name == name)
+    return sample_call(op, name, dtype)
 
 
 def copied(call: Call) -> Call:

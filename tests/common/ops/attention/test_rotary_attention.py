@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.numerics import judge
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
+from tests.kernel_cases import sample_call
 
 CPU = torch.device("cpu")
 SAMPLES = [sample.name for sample in ROTARY_ATTENTION.samples(torch.float32, CPU)]
@@ -26,7 +27,7 @@ half_and_full = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]
 
 
 def sample(name: str, dtype: torch.dtype = torch.float32) -> Call:
-    return next(dict(s.kwargs) for s in ROTARY_ATTENTION.samples(dtype, CPU) if s.name == name)
+    return sample_call(ROTARY_ATTENTION, name, dtype)
 
 
 def copied(call: Call) -> Call:
