@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _PIPE_COLUMNS = 200
 """Width of tables where neither a terminal nor the variable COLUMNS says how wide they may be."""
+_LONG_S = 1.0
+"""How long a phase lasts at least that gets a line where there is no terminal."""
 
 
 def print_json(schema: str, **fields: Any) -> None:
@@ -80,15 +83,44 @@ def print_items(items: Iterable[Any]) -> None:
 
 @contextmanager
 def status(first: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show a status line on standard error if that is a terminal; yield a function that changes the text."""
+    """Tell on standard error what is going on; yield a function that changes the text.
+
+    A terminal shows one line that changes; elsewhere each text that stands for over a second is a line.
+    """
     from rich.console import Console
 
     terminal = Console(stderr=True)
-    if quiet or not terminal.is_terminal:
+    if quiet:
         yield lambda text: None
-        return
-    with terminal.status(first) as shown:
-        yield shown.update
+    elif not terminal.is_terminal:
+        with phase_lines() as say:
+            say(first)
+            yield say
+    else:
+        with terminal.status(first) as shown:
+            yield shown.update
+
+
+@contextmanager
+def phase_lines() -> Iterator[Callable[[str], None]]:
+    """Yield a function that takes what is going on, and prints it to standard error if it takes over a second;
+    "" ends it."""
+    timer: threading.Timer | None = None
+
+    def say(text: str) -> None:
+        nonlocal timer
+        if timer is not None:
+            timer.cancel()
+        timer = threading.Timer(_LONG_S, lambda: print(f"core: {text}", file=sys.stderr, flush=True)) if text else None
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+
+    try:
+        yield say
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def check_file(option: str, path: Path | None) -> None:

@@ -23,7 +23,7 @@ from core.cli.model_argument import (
     check_model_options,
     compile_options,
 )
-from core.cli.output import print_core_error
+from core.cli.output import phase_lines, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.engine.models.resolve import parse_dtype
 from core.errors import DeviceUnavailableError, ModelError
@@ -190,13 +190,17 @@ def _device_fault(loaded: LoadedModel, device: Device, prompt: Sequence[int], at
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """Show a bar for loading and capture on standard error, where it is a terminal."""
+    """Tell of loading and capture on standard error: by a bar on a terminal, else by a line for what takes long."""
     from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
     console = Console(stderr=True)
-    with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    if not quiet and not console.is_terminal:
+        with phase_lines() as say:
+            yield lambda what, done, total: say(f"{what} ({done} of {total} done)" if done < total else "")
+        return
+    with Bar(console=console, transient=True, disable=quiet) as bar:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:

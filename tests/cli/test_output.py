@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from core._version import __version__
-from core.cli import COMMANDS, main
-from core.cli.output import console, print_json
+from core.cli import COMMANDS, main, output
+from core.cli.output import console, print_json, status
 
 
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,3 +58,21 @@ def test_a_shell_can_complete_commands() -> None:
     command = [sys.executable, "-c", "import sys; from core.cli import main; sys.exit(main())"]
     done = subprocess.run(command, env=os.environ | shell, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [name for name in COMMANDS if name.startswith("de")], done.stderr
+
+
+def test_what_takes_long_is_a_line_where_no_terminal_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_LONG_S", 0.05)
+    with status("short", quiet=False) as say:
+        say("long")
+        deadline = time.monotonic() + 30
+        shown = ""
+        while "long" not in shown and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+        say("short again")
+    with status("quiet", quiet=True) as say:
+        say("quiet too")
+        time.sleep(0.1)
+    assert shown == "core: long\n" and capsys.readouterr().err == ""
