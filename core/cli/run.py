@@ -25,6 +25,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import phase_lines, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.common.collector import paused
 from core.engine.models.resolve import parse_dtype
 from core.errors import DeviceUnavailableError, ModelError
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from core.device import Device
     from core.engine.check.comparison import Comparison
     from core.engine.models.loading import LoadedModel
-    from core.engine.models.quantizing import Quantize
     from core.engine.serve.engine import Engine
     from core.engine.serve.request import Completion
     from core.engine.steps.runner import EngineConfig
@@ -94,12 +94,9 @@ def run(
         ),
     )
     check_name(device)  # before anything that imports torch
-    from core.engine.models.quantizing import Quantize
-
-    scheme = Quantize.of(quantize, calibration)
     with _progress(quiet=as_json) as progress:
         try:
-            engine = _engine(device, model, prompt, params, dtype, config, scheme, progress)
+            engine = _engine(device, model, prompt, params, dtype, config, (quantize, calibration), progress)
         except _FaultyDevice as error:
             print_core_error(error.error, as_json=as_json, debug=False)
             return 1
@@ -120,19 +117,25 @@ def _engine(
     params: Any,
     dtype: str,
     config: EngineConfig,
-    scheme: Quantize | None,
+    quantize: tuple[str | None, Path | None],
     progress: Progress,
 ) -> Engine:
-    """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode."""
-    from core.compilation.cache.store import Store
-    from core.engine.models.assets import embedded_model
-    from core.engine.models.loading import load_model
-    from core.engine.serve.engine import Engine
-    from core.engine.serve.prompts import encode_prompts
-    from core.host.selection import select_device
-    from core.settings import Settings
+    """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode.
 
-    resolved = select_device(device)
+    quantize: the scheme's name and the texts to calibrate with, if any.
+    """
+    with paused():  # modules live on: the collector would walk all of them at many imports
+        from core.compilation.cache.store import Store
+        from core.engine.models.assets import embedded_model
+        from core.engine.models.loading import load_model
+        from core.engine.models.quantizing import Quantize
+        from core.engine.serve.engine import Engine
+        from core.engine.serve.prompts import encode_prompts
+        from core.host.selection import select_device
+        from core.settings import Settings
+
+        scheme = Quantize.of(*quantize)
+        resolved = select_device(device)
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
     check_device(config, resolved)  # refuse options that the device lacks before the model is loaded

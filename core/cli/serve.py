@@ -24,6 +24,7 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import status
+from core.common.collector import paused
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _serve(
         raise UsageError(
             "core serve", found=f"the module {error.name!r} is not installed", remedy="pip install 'core[hf,serve]'"
         ) from None
-    from core.engine.models.quantizing import Quantize
+    with paused():  # as in _engine
+        from core.engine.models.quantizing import Quantize
 
     quantize = Quantize.of(*scheme)
     log_as_json()
@@ -156,15 +158,16 @@ def _serve(
 
 
 def _engine(device: str, model: Path | None, dtype: str, config: EngineConfig, scheme: Quantize | None) -> Engine:
-    from core.compilation.cache.store import Store
-    from core.engine.models.assets import embedded_model
-    from core.engine.models.loading import load_model
-    from core.engine.models.resolve import parse_dtype
-    from core.engine.serve.engine import Engine
-    from core.host.selection import select_device
-    from core.settings import Settings
+    with paused():  # modules live on: the collector would walk all of them at many imports
+        from core.compilation.cache.store import Store
+        from core.engine.models.assets import embedded_model
+        from core.engine.models.loading import load_model
+        from core.engine.models.resolve import parse_dtype
+        from core.engine.serve.engine import Engine
+        from core.host.selection import select_device
+        from core.settings import Settings
 
-    resolved = select_device(device)
+        resolved = select_device(device)
     if Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
     check_device(config, resolved)  # refuse options that the device lacks before the model is loaded

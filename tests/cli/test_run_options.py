@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.cli import main
+from core.errors import DeviceUnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +49,18 @@ def test_a_wrong_value_is_refused_first(
     assert main([command, "--device", "cpu", *sizes, *arguments.split()]) == 2
     err = capsys.readouterr().err
     assert all(phrase in err for phrase in phrases) and "to do:" in err, err
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_the_collector_rests_until_the_model_is_there(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+    seen = []
+
+    def select(name: str) -> None:
+        seen.append(gc.isenabled())
+        raise DeviceUnavailableError("a device", found="a test", remedy="none")
+
+    monkeypatch.setattr("core.host.selection.select_device", select)
+    arguments = ["--port", "0"] if command == "serve" else []
+    assert main([command, "--device", "cpu", *arguments]) == 2
+    assert seen == [False] and gc.isenabled()

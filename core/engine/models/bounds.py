@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from core.common.collector import paused
 from core.engine.models.weights_header import Contents
 from core.errors import ModelError
 
@@ -32,7 +33,8 @@ class _TooLarge(Exception):
 def model_class(config: Any) -> Any:
     """Return the class of causal language models that transformers has for this kind of configuration."""
     mapping = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
-    found: Any = mapping[type(config)]
+    with paused():  # the modules that this imports live on
+        found: Any = mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
 
