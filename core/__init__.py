@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from core.compilation.options import CompileOptions
     from core.compilation.program import Program
     from core.device import Device
+    from core.dynamo.backend import backend_report
+    from core.dynamo.optimize import optimize
     from core.engine.config import SamplingParams
     from core.engine.serve.async_engine import AsyncEngine
     from core.engine.serve.engine import Engine
@@ -38,10 +40,12 @@ _EXPORTS = {
     "InputSpec": "core.compilation.capture.inputs",
     "Program": "core.compilation.program",
     "SamplingParams": "core.engine.config",
+    "backend_report": "core.dynamo.backend",
     "capture": "core.compilation.compile",
     "compile": "core.compilation.compile",
     "eager_break": "core.compilation.capture.breaks",
     "list_devices": "core.host.selection",
+    "optimize": "core.dynamo.optimize",
     "quantize": "core.quantization.quantize",
     "select_device": "core.host.selection",
 }
@@ -58,10 +62,12 @@ __all__ = [
     "Program",
     "SamplingParams",
     "__version__",
+    "backend_report",
     "capture",
     "compile",
     "eager_break",
     "list_devices",
+    "optimize",
     "quantize",
     "select_device",
 ]
@@ -76,4 +82,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -106,16 +106,18 @@ class Rewriter:
         sizes: Sequence[Mapping[Any, int]] = (),
         examples: Sequence[tuple[Any, ...]] = (),
         watcher: Watcher | None = None,
+        constants: Constants | None = None,
     ) -> Rewritten:
         """Run the passes over one traced graph, which is changed in place, and return what it became.
 
         - tokens: the least and the most tokens that the graph serves.
         - sizes: what its symbols are in each bucket that it serves.
         - examples: sets of values of its placeholders, to verify on.
+        - constants: what passes may know of the graph's constants; None stands for all of it.
 
         Raises `PassError` where strict.
         """
-        constants = bound_constants(traced)
+        constants = bound_constants(traced) if constants is None else constants
         check = self._check(examples, constants)
 
         # What passes prepare of the weights needs no gradient.

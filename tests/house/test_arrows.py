@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/compilation/cache",),
     ("core/compilation/phases", "core/kernel_folder.py"),
     ("core/compilation",),
+    ("core/dynamo",),
     ("core/quantization",),
     ("core/engine/__init__.py", "core/engine/config.py", "core/engine/models"),
     ("core/engine/heads", "core/engine/inspect"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from core.cli import COMMANDS, _app, main
@@ -23,6 +24,7 @@ from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.rewrite.order import order
+from tests.dynamo_backend import with_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/passes.md").read_text(encoding="utf-8")
@@ -124,7 +126,7 @@ def programs(page: str) -> Iterator[tuple[Block, str | None]]:
 
 PROGRAMS = [
     pytest.param(page, block, shown, id=f"{page} line {block.line}", marks=pytest.mark.slow if block.slow else ())
-    for page in ("capture", "attention", "quantization", "fakes", "serving")
+    for page in ("capture", "attention", "quantization", "fakes", "serving", "torch-compile")
     for block, shown in programs(page)
 ]
 
@@ -134,6 +136,8 @@ def test_each_program_of_a_page_runs(
     page: str, block: Block, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
+    with_backend()
+    torch._dynamo.reset()
     module = types.ModuleType(f"docs_{page}_{block.line}")
     sys.modules[module.__name__] = module
     printed = run(block, vars(module), f"docs/{page}.md")

@@ -29,10 +29,12 @@ PUBLIC_NAMES = [
     "Program",
     "SamplingParams",
     "__version__",
+    "backend_report",
     "capture",
     "compile",
     "eager_break",
     "list_devices",
+    "optimize",
     "quantize",
     "select_device",
 ]

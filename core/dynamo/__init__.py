@@ -1,0 +1,1 @@
+"""`core` as a backend of `torch.compile`, and the short way that compiles whole pipelines in place."""
