@@ -33,7 +33,7 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("core_cpu::attention", "CPU
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test load anew; other tests go on with what this process has loaded, which can't be loaded twice."""
-    monkeypatch.setattr(extension, "_loaded", set())
+    monkeypatch.setattr(extension, "_loaded", {})
     monkeypatch.setattr(extension, "load", functools.cache(extension.load.__wrapped__))
 
 
