@@ -1,6 +1,6 @@
 """Lets compiled graphs call the plugin's kernels as C functions (csrc/binding.h), without torch's dispatcher.
 
-A call through the dispatcher takes 1 to 2 µs, and a small model's step has dozens. A graph names the kernels of the
+A call through the dispatcher takes about 1 µs more, and a small model's step has dozens. A graph names the kernels of the
 build that was loaded when it was compiled. Where that build is not here, the graph can't be loaded, and is made anew.
 """
 
@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
 

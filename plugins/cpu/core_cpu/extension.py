@@ -90,8 +90,7 @@ def load(source: str) -> str:
                 importlib.import_module("torch._inductor.compile_fx")  # 2 to 3 s, which the lowering needs next
             build = identity()
             library = _built(source, build)
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # compiled graphs look for its kernels by name
-            torch.ops.load_library(library)
+            _link(library)
             _loaded[source] = build
             if source in _AFTER_LOADING:
                 _AFTER_LOADING[source](library)
@@ -100,6 +99,12 @@ def load(source: str) -> str:
     if reason:
         log.warning("no kernels of the plugin, canonical ops run as torch's own: %s", reason)
     return reason
+
+
+def _link(library: Path) -> None:
+    """Load a library into the process, so that compiled graphs find its C functions by name."""
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(library)
 
 
 def ending(source: str) -> str:
