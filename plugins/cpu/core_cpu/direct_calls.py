@@ -1,7 +1,8 @@
 """Lets compiled graphs call the plugin's kernels as C functions (csrc/binding.h), without torch's dispatcher.
 
-A call through the dispatcher takes about 1 µs more, and a small model's step has dozens. A graph names the kernels of the
-build that was loaded when it was compiled. Where that build is not here, the graph can't be loaded, and is made anew.
+A call through the dispatcher takes about 1 µs more, and a small model's step has dozens. A graph names the kernels of
+the build that was loaded when it was compiled. Where that build is not here, the graph can't be loaded, and is made
+anew.
 """
 
 from __future__ import annotations
