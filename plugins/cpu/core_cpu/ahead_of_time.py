@@ -31,6 +31,7 @@ from core.common.ops.declaration import declared_ops
 from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
+from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
 from core_cpu.shared_object import build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
@@ -147,20 +148,22 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Ste
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     copy = fx.GraphModule(graph, nodes)  # the compiler changes its input
+    direct = DirectCalls(graph)
     with TemporaryDirectory(prefix="core-") as made:
         with torch.no_grad(), _quiet():
-            generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made))
+            generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made, direct))
         yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
         for found in Path(made).glob("*.wrapper.json"):
             shutil.move(found, folder / _CUSTOM_OPS)
+    direct.write(folder)
     _compiled.append(str(folder))
 
 
-def _options(folder: str) -> dict[str, str | bool]:
+def _options(folder: str, direct: DirectCalls) -> dict[str, Any]:
     """Return settings of Inductor: C++ and no shared object goes into the folder, and as little as is needed."""
     import torch._inductor.config as config
 
-    options: dict[str, str | bool] = {
+    options: dict[str, Any] = {
         "aot_inductor.output_path": os.path.join(folder, _OBJECT),
         "aot_inductor.package": True,
         "aot_inductor.package_cpp_only": True,
@@ -172,6 +175,7 @@ def _options(folder: str) -> dict[str, str | bool]:
         "cpp.vec_isa_ok": True,
         # Two precompiled headers take 10 s and 300 MB, and save about 1 s of each graph.
         "aot_inductor.precompile_headers": False,
+        SETTING: direct.setting(),
     }
     # Not every version of torch has all of them.
     return {name: value for name, value in options.items() if _has(config, name)}
@@ -191,6 +195,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load(folder: Path) -> Any:
+    load_kernels(folder)
     return torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / _OBJECT), 1)
 
 

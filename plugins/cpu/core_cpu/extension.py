@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -45,8 +46,8 @@ _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
 )
 _compiled: list[Path] = []
 """The libraries that this process has compiled."""
-_loaded: set[str] = set()
-"""Files whose libraries this process has loaded."""
+_loaded: dict[str, str] = {}
+"""The identity of each file's library that this process has loaded."""
 _building: set[str] = set()
 """Files that a thread of this process builds."""
 
@@ -87,16 +88,33 @@ def load(source: str) -> str:
         try:
             if source in _building:
                 importlib.import_module("torch._inductor.compile_fx")  # 2 to 3 s, which the lowering needs next
-            library = _built(source)
-            torch.ops.load_library(library)
+            build = identity()
+            library = _built(source, build)
+            _link(library)
+            _loaded[source] = build
             if source in _AFTER_LOADING:
                 _AFTER_LOADING[source](library)
-            _loaded.add(source)
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     if reason:
         log.warning("no kernels of the plugin, canonical ops run as torch's own: %s", reason)
     return reason
+
+
+def _link(library: Path) -> None:
+    """Load a library into the process, so that compiled graphs find its C functions by name."""
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(library)
+
+
+def ending(source: str) -> str:
+    """Return what the names of the C functions end with that `load` has loaded from a file's library."""
+    return _ending(_loaded[source])
+
+
+def _ending(build: str) -> str:
+    """Return it for the identity of a build, as a name in C can have it: a process may load several builds."""
+    return build.replace("-", "_")
 
 
 def prepare() -> None:
@@ -114,7 +132,7 @@ def _build_early(source: str) -> None:
     _building.add(source)
     try:
         with suppress(OSError, subprocess.SubprocessError):
-            _built(source)
+            _built(source, identity())
     finally:
         _building.discard(source)
 
@@ -129,14 +147,14 @@ KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER
 """The extension, as `core` knows it: whether it was compiled, and where it is kept."""
 
 
-def _built(source: str) -> Path:
-    """Return the path of the extension, compiled where it does not lie there yet."""
+def _built(source: str, build: str) -> Path:
+    """Return the path of the extension, compiled where it does not lie there yet; build: its identity."""
     folder = kernel_folder(KERNELS)
-    library = folder / f"{source}-{identity()}.so"
+    library = folder / f"{source}-{build}.so"
     if not library.exists():
         with _locked(folder / f"{source}.lock"):
             if not library.exists():  # another process may have made it meanwhile
-                _compile(library, source)
+                _compile(library, source, build)
     return library
 
 
@@ -150,11 +168,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(library: Path, source: str) -> None:
+def _compile(library: Path, source: str, build: str) -> None:
     log.info("compiling the kernels of the plugin, once: %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as made:
         out = Path(made) / library.name
-        command = _command(str(SOURCES / f"{source}.cpp"), str(out))
+        command = [*_command(str(SOURCES / f"{source}.cpp"), str(out)), f'-DCORE_CPU_ENDING="{_ending(build)}"']
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]

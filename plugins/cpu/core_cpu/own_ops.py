@@ -10,6 +10,8 @@ from core.common.ops.declaration import CanonicalOp
 from core_cpu import extension
 
 LIBRARY = torch.library.Library("core_cpu", "DEF")
+SOURCES_OF: dict[torch._ops.OpOverload, str] = {}
+"""The name of the file in csrc/ that has the kernel of each op."""
 
 
 def own_op(op: CanonicalOp, source: str) -> torch._ops.OpOverload:
@@ -30,4 +32,5 @@ def own_op(op: CanonicalOp, source: str) -> torch._ops.OpOverload:
     LIBRARY.impl(op.name, unloaded, "CompositeExplicitAutograd")
     torch.library.register_fake(f"core_cpu::{op.name}", op.fake, lib=LIBRARY)
     own: torch._ops.OpOverload = getattr(torch.ops.core_cpu, op.name).default
+    SOURCES_OF[own] = source
     return own

@@ -42,7 +42,7 @@ def plant(
         with torch.library._scoped_library(name, "DEF") as library:
             library.define(op.schema)
             monkeypatch.setattr(extension, "SOURCES", sources)
-            extension._compile(tmp_path / "wrong.so", op.name)
+            extension._compile(tmp_path / "wrong.so", op.name, name)
             torch.ops.load_library(tmp_path / "wrong.so")
             yield getattr(torch.ops, name)
 

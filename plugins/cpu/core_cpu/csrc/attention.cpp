@@ -1,9 +1,6 @@
 // `core_cpu::attention`: the kernel of `core::attention` for caches of fp32, bf16 and fp16.
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <atomic>
 #include <memory>
@@ -11,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "binding.h"
 
 namespace core_cpu {
 namespace {
@@ -183,19 +181,15 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   const Tensor table = in_rows(block_table);
   const Tensor own_sinks = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   const int64_t num_real = starts.back();
-  Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, query.scalar_type(), "core_cpu::attention", [&] {
-    if constexpr (!std::is_same_v<scalar_t, double>) {
-      write_cache<scalar_t>(new_keys, key_cache, slots.data(), num_real);
-      write_cache<scalar_t>(new_values, value_cache, slots.data(), num_real);
-      Call<scalar_t> call{rows.const_data_ptr<scalar_t>(), rows.stride(0), rows.stride(1),
-                          cache_of<scalar_t>(key_cache), cache_of<scalar_t>(value_cache),
-                          table.const_data_ptr<int32_t>(), table.stride(0),
-                          sinks ? own_sinks.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<scalar_t>(),
-                          query.size(1), query.size(1) / key.size(1), static_cast<float>(scale),
-                          static_cast<float>(softcap), window, causal};
-      attend(call, make_plan(call, key.size(1), lens, starts));
-    }
+  Tensor out = empty({query.size(0), query.size(1), value.size(2)}, query.scalar_type());
+  with_dtype(query.scalar_type(), "core_cpu::attention", [&]<typename T>(T) {
+    write_cache<T>(new_keys, key_cache, slots.data(), num_real);
+    write_cache<T>(new_values, value_cache, slots.data(), num_real);
+    Call<T> call{rows.const_data_ptr<T>(), rows.stride(0), rows.stride(1), cache_of<T>(key_cache),
+                 cache_of<T>(value_cache), table.const_data_ptr<int32_t>(), table.stride(0),
+                 sinks ? own_sinks.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<T>(), query.size(1),
+                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, causal};
+    attend(call, make_plan(call, key.size(1), lens, starts));
   });
   for (const auto& [from, count] : {std::pair{int64_t{0}, starts[0]}, {num_real, query.size(0) - num_real}}) {
     if (count > 0) {
@@ -205,8 +199,10 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return out;
 }
 
-TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
-  m.impl("attention", attention);
+CORE_CPU_DIRECT(attention, attention)
+
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
+  m.impl("attention", Calls<attention>::boxed);
 }
 
 }  // namespace core_cpu

@@ -1,14 +1,13 @@
 // `core_cpu::linear`: the kernel of `core::linear` for few rows of fp32, bf16 and fp16; torch's product for more.
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linear_ops.h>
 
 #include <optional>
 #include <vector>
 
+#include "binding.h"
 #include "linear.h"
 #include "row_limits.h"
 
@@ -22,6 +21,10 @@ constexpr int64_t WORK = 1 << 16;
 
 // The most rows of fp32, bf16 and fp16 that the kernel multiplies; more are for torch's product.
 RowLimits<3> most_rows;
+
+std::vector<int64_t> limit_rows(const std::vector<int64_t>& limits) {
+  return most_rows.exchange(limits);
+}
 
 template <typename T>
 void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out) {
@@ -48,29 +51,32 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const int64_t depth = weight.size(1);
   const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
   if (rows == 0 || rows > most_rows.of(x.scalar_type()) || weight.stride(1) != 1) {
-    return at::linear(x, weight, bias).contiguous();
+    return at::_ops::linear::call(x, weight, bias).contiguous();
   }
   const bool is_wider = x.dim() == 2 && x.stride(1) == 1;  // rows of a wider tensor
   const Tensor in = is_wider ? x : x.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
   at::DimVector sizes(x.sizes());
   sizes.back() = weight.size(0);
-  Tensor out = at::empty(sizes, x.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "core_cpu::linear", [&] {
-    if constexpr (!std::is_same_v<scalar_t, double>) {
-      multiply_rows<scalar_t>(in, is_wider ? x.stride(0) : depth, weight, added, out);
-    }
+  Tensor out = empty(sizes, x.scalar_type());
+  with_dtype(x.scalar_type(), "core_cpu::linear", [&]<typename T>(T) {
+    multiply_rows<T>(in, is_wider ? x.stride(0) : depth, weight, added, out);
   });
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
-  m.def("limit_rows_linear(int[] limits) -> int[]",
-        [](at::IntArrayRef limits) { return most_rows.exchange(limits); });
+CORE_CPU_DIRECT(linear, linear)
+
+STABLE_TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
+  m.def("limit_rows_linear(int[] limits) -> int[]");
 }
 
-TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
-  m.impl("linear", linear);
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CompositeExplicitAutograd, m) {
+  m.impl("limit_rows_linear", TORCH_BOX(&limit_rows));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
+  m.impl("linear", Calls<linear>::boxed);
 }
 
 }  // namespace core_cpu

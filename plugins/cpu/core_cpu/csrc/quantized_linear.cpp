@@ -1,13 +1,11 @@
 // `core_cpu::quantized_linear`: the kernel of `core::quantized_linear` for int8 codes with a scale per token or tensor and
 // per channel or tensor. Sums are exact integers; scales, zero points and bias come last.
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <optional>
 
+#include "binding.h"
 #include "integers.h"
 
 namespace core_cpu {
@@ -90,7 +88,7 @@ Tensor quantized_linear(const Tensor& x_codes, const Tensor& x_scale, const Tens
                         const std::optional<Tensor>& x_zero_point, const std::optional<Tensor>& w_zero_point) {
   at::DimVector sizes(x_codes.sizes());
   sizes.back() = w_codes.size(0);
-  Tensor out = at::empty(sizes, x_codes.options().dtype(out_dtype));
+  Tensor out = empty(sizes, out_dtype);
   const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   const int64_t depth = w_codes.size(1);
   if (depth == 0) {  // sums of nothing
@@ -105,16 +103,15 @@ Tensor quantized_linear(const Tensor& x_codes, const Tensor& x_scale, const Tens
   const Regions x = regions_of(x_all, x_zero, x_codes.numel() / depth), w = regions_of(w_all, w_zero, w_codes.size(0));
   const Tensor weight = depth > 1 && w_codes.stride(1) != 1 ? w_codes.contiguous() : w_codes;
   const Tensor rows = x_codes.contiguous();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, out_dtype, "core_cpu::quantized_linear", [&] {
-    if constexpr (!std::is_same_v<scalar_t, double>) {
-      multiply<scalar_t>(rows, weight, x, w, added, out);
-    }
-  });
+  with_dtype(out_dtype, "core_cpu::quantized_linear",
+             [&]<typename T>(T) { multiply<T>(rows, weight, x, w, added, out); });
   return out;
 }
 
-TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
-  m.impl("quantized_linear", quantized_linear);
+CORE_CPU_DIRECT(quantized_linear, quantized_linear)
+
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
+  m.impl("quantized_linear", Calls<quantized_linear>::boxed);
 }
 
 }  // namespace core_cpu

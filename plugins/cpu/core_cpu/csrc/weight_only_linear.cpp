@@ -1,15 +1,14 @@
 // `core_cpu::weight_only_linear`: the kernel of `core::weight_only_linear` for x of fp32, bf16 and fp16, and weights of
 // int8 and packed 4-bit codes.
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linear_ops.h>
 
 #include <optional>
 #include <vector>
 
+#include "binding.h"
 #include "row_limits.h"
 #include "weight_only.h"
 
@@ -25,6 +24,10 @@ constexpr int64_t TILE = 1 << 18;
 
 // The most rows of fp32, bf16 and fp16, for int8 and for 4-bit codes, that are multiplied in registers.
 RowLimits<6> most_rows;
+
+std::vector<int64_t> limit_rows(const std::vector<int64_t>& limits) {
+  return most_rows.exchange(limits);
+}
 
 // Share the columns of a weight among threads; each share begins at a multiple of CODED_COLUMNS.
 template <typename Share>
@@ -103,7 +106,7 @@ void multiply_tiles(const Tensor& x, const CodedWeight& weight, const Tensor& bi
   const Tensor rows = x.reshape({-1, weight.depth}).to(at::kFloat);
   Tensor flat = out.view({-1, weight.columns});
   const int64_t blocks = std::max<int64_t>(TILE / weight.depth / CODED_COLUMNS, 1);
-  const Tensor tile = at::empty({blocks * CODED_COLUMNS, weight.depth}, rows.options());
+  const Tensor tile = empty({blocks * CODED_COLUMNS, weight.depth}, at::kFloat);
   for (int64_t first = 0; first < weight.columns; first += tile.size(0)) {
     CodedWeight some = weight;
     some.codes += first * some.stride, some.scale += first * some.groups;
@@ -112,8 +115,8 @@ void multiply_tiles(const Tensor& x, const CodedWeight& weight, const Tensor& bi
     for_columns(some, 1, [&](const CodedWeight& part, int64_t at) {
       numbers_of<BITS>(part, tile.mutable_data_ptr<float>() + at * part.depth);
     });
-    const Tensor added = bias.defined() ? bias.narrow(0, first, some.columns) : Tensor();
-    flat.narrow(1, first, some.columns).copy_(at::linear(rows, tile.narrow(0, 0, some.columns), added));
+    const auto added = bias.defined() ? std::optional(bias.narrow(0, first, some.columns)) : std::nullopt;
+    flat.narrow(1, first, some.columns).copy_(at::_ops::linear::call(rows, tile.narrow(0, 0, some.columns), added));
   }
 }
 
@@ -126,7 +129,7 @@ Tensor weight_only_linear(const Tensor& x, const Tensor& w_codes, const Tensor& 
   const int64_t depth = x.size(-1), columns = w_codes.size(0), rows = depth == 0 ? 0 : x.numel() / depth;
   at::DimVector sizes(x.sizes());
   sizes.back() = columns;
-  Tensor out = at::empty(sizes, x.options());
+  Tensor out = empty(sizes, x.scalar_type());
   const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   if (depth == 0) {  // sums of nothing
     added.defined() ? out.copy_(added) : out.zero_();
@@ -147,24 +150,27 @@ Tensor weight_only_linear(const Tensor& x, const Tensor& w_codes, const Tensor& 
   const Tensor in = is_wider ? x : x.contiguous();
   const int64_t ldx = is_wider ? x.stride(0) : depth;
   const float* added_to = added.defined() ? added.const_data_ptr<float>() : nullptr;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "core_cpu::weight_only_linear", [&] {
-    if constexpr (!std::is_same_v<scalar_t, double>) {
-      const auto* from = in.const_data_ptr<scalar_t>();
-      auto* to = out.mutable_data_ptr<scalar_t>();
-      num_bits == 8 ? multiply_coded<8>(from, ldx, rows, weight, added_to, to)
-                    : multiply_coded<4>(from, ldx, rows, weight, added_to, to);
-    }
+  with_dtype(x.scalar_type(), "core_cpu::weight_only_linear", [&]<typename T>(T) {
+    const T* from = in.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    num_bits == 8 ? multiply_coded<8>(from, ldx, rows, weight, added_to, to)
+                  : multiply_coded<4>(from, ldx, rows, weight, added_to, to);
   });
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
-  m.def("limit_rows_weight_only_linear(int[] limits) -> int[]",
-        [](at::IntArrayRef limits) { return most_rows.exchange(limits); });
+CORE_CPU_DIRECT(weight_only_linear, weight_only_linear)
+
+STABLE_TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
+  m.def("limit_rows_weight_only_linear(int[] limits) -> int[]");
 }
 
-TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
-  m.impl("weight_only_linear", weight_only_linear);
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CompositeExplicitAutograd, m) {
+  m.impl("limit_rows_weight_only_linear", TORCH_BOX(&limit_rows));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
+  m.impl("weight_only_linear", Calls<weight_only_linear>::boxed);
 }
 
 }  // namespace core_cpu

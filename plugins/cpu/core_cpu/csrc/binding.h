@@ -1,0 +1,153 @@
+// How kernels are called: as ops, through torch's dispatcher, and as C functions, by graphs of AOTInductor.
+//
+// torch's stable headers register the ops: torch/library.h takes six seconds to compile.
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+namespace core_cpu {
+
+// How an argument of type T stands in the C function (Given) and in the dispatcher's stack (Taken), and how the kernel
+// gets it from either.
+template <typename T>
+struct Argument {
+  using Given = T;
+  using Taken = T;
+
+  static T of(T given) {
+    return given;
+  }
+
+  static void drop(T) {}
+};
+
+template <>
+struct Argument<bool> : Argument<int32_t> {
+  using Taken = bool;
+};
+
+// Numbered as torch numbers dtypes.
+template <>
+struct Argument<at::ScalarType> {
+  using Given = int32_t;
+  using Taken = at::ScalarType;
+
+  static at::ScalarType of(Given given) {
+    return static_cast<at::ScalarType>(given);
+  }
+
+  static at::ScalarType of(Taken taken) {
+    return taken;
+  }
+
+  static void drop(Taken) {}
+};
+
+template <>
+struct Argument<const at::Tensor&> {
+  using Given = AtenTensorHandle;
+  using Taken = AtenTensorHandle;
+
+  static const at::Tensor& of(AtenTensorHandle handle) {
+    return *reinterpret_cast<const at::Tensor*>(handle);
+  }
+
+  static void drop(AtenTensorHandle handle) {
+    delete reinterpret_cast<at::Tensor*>(handle);
+  }
+};
+
+template <>
+struct Argument<const std::optional<at::Tensor>&> {
+  using Given = const AtenTensorHandle*;
+  using Taken = std::optional<AtenTensorHandle>;
+
+  static std::optional<at::Tensor> of(Given given) {
+    return given == nullptr ? std::nullopt : std::optional(Argument<const at::Tensor&>::of(*given));
+  }
+
+  static std::optional<at::Tensor> of(const Taken& taken) {
+    return of(taken ? &*taken : nullptr);
+  }
+
+  static void drop(const Taken& taken) {
+    if (taken) {
+      Argument<const at::Tensor&>::drop(*taken);
+    }
+  }
+};
+
+inline AtenTensorHandle handle_of(at::Tensor&& tensor) {
+  return reinterpret_cast<AtenTensorHandle>(new at::Tensor(std::move(tensor)));
+}
+
+// The ways to call a kernel. It may throw: the code of graphs is C++ too.
+template <auto kernel>
+struct Calls;
+
+template <typename... Args, at::Tensor (*kernel)(Args...)>
+struct Calls<kernel> {
+  // As AOTInductor calls its own C functions; the caller owns the result.
+  static AOTITorchError direct(typename Argument<Args>::Given... args, AtenTensorHandle* result) {
+    *result = handle_of(kernel(Argument<Args>::of(args)...));
+    return AOTI_TORCH_SUCCESS;
+  }
+
+  // As the dispatcher calls: the arguments on the stack are the kernel's, and the result takes their place.
+  static void boxed(StableIValue* stack, uint64_t, uint64_t) {
+    boxed(stack, std::index_sequence_for<Args...>{});
+  }
+
+ private:
+  using Stack = std::tuple<typename Argument<Args>::Taken...>;
+
+  struct Taken {
+    Stack values;
+
+    ~Taken() {
+      std::apply([](const auto&... each) { (Argument<Args>::drop(each), ...); }, values);
+    }
+  };
+
+  template <size_t... I>
+  static void boxed(StableIValue* stack, std::index_sequence<I...>) {
+    const Taken taken{{torch::stable::detail::to<std::tuple_element_t<I, Stack>>(stack[I])...}};
+    stack[0] = torch::stable::detail::from(handle_of(kernel(Argument<Args>::of(std::get<I>(taken.values))...)));
+  }
+};
+
+// The name by which graphs find a kernel of this build, and of no other.
+#define CORE_CPU_DIRECT(name, kernel)                                          \
+  extern "C" {                                                                 \
+  extern __attribute__((visibility("default"))) decltype(&Calls<kernel>::direct) core_cpu_direct_##name asm( \
+      "core_cpu_" #name "_" CORE_CPU_ENDING);                                \
+  decltype(&Calls<kernel>::direct) core_cpu_direct_##name = Calls<kernel>::direct; \
+  }
+
+// Call `body` with a number of the dtype, one of fp32, bf16 and fp16.
+template <typename Body>
+void with_dtype(at::ScalarType dtype, const char* op, const Body& body) {
+  switch (dtype) {
+    case at::kFloat:
+      return body(0.f);
+    case at::kBFloat16:
+      return body(c10::BFloat16());
+    case at::kHalf:
+      return body(c10::Half());
+    default:
+      TORCH_CHECK(false, op, " takes fp32, bf16 and fp16, not ", dtype);
+  }
+}
+
+// Return new memory for a contiguous tensor, without a way through the dispatcher.
+inline at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::Tensor(at::detail::empty_cpu(sizes, dtype));
+}
+
+}  // namespace core_cpu

@@ -1,0 +1,73 @@
+"""Lets compiled graphs call the plugin's kernels as C functions (csrc/binding.h), without torch's dispatcher.
+
+A call through the dispatcher takes about 1 µs more, and a small model's step has dozens. A graph names the kernels of
+the build that was loaded when it was compiled. Where that build is not here, the graph can't be loaded, and is made
+anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import fx
+from torch._ops import OpOverload
+
+from core_cpu import extension
+from core_cpu.own_ops import SOURCES_OF
+
+SETTING = "aot_inductor.custom_ops_to_c_shims"
+"""The setting of Inductor that names ops with C functions, and declares these."""
+_FILE = "kernels.json"
+"""Lies beside a graph's shared object, and names the files of the kernels that it calls."""
+_C_TYPES = {
+    "Tensor": "AtenTensorHandle",
+    "Optional[Tensor]": "const AtenTensorHandle*",
+    "float": "double",
+    "int": "int64_t",
+    "bool": "int32_t",
+    "ScalarType": "int32_t",
+}
+"""The types of arguments as binding.h has them; a kernel that takes others is called through the dispatcher."""
+
+
+class DirectCalls:
+    """The calls of a graph that go to the plugin's kernels directly."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        """graph: finished. Loads the kernels that it calls."""
+        called = dict.fromkeys(node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload))
+        found = {op: _declaration(op) for op in called if op in SOURCES_OF}
+        self._declarations = {op: text for op, text in found.items() if text}
+
+    def setting(self) -> Mapping[OpOverload, Sequence[str]]:
+        """Return the value of Inductor's setting."""
+        return {op: [text] for op, text in self._declarations.items()}
+
+    def write(self, folder: Path) -> None:
+        """Note in the folder of the graph's shared object which kernels have to be loaded before it."""
+        sources = sorted({SOURCES_OF[op] for op in self._declarations})
+        if sources:
+            (folder / _FILE).write_text(json.dumps(sources), encoding="utf-8")
+
+
+def load_kernels(folder: Path) -> None:
+    """Load the kernels that the graph in a folder calls; raise `OSError` with the reason where that fails."""
+    path = folder / _FILE
+    for source in json.loads(path.read_text(encoding="utf-8")) if path.exists() else ():
+        if reason := extension.load(source):
+            raise OSError(reason)
+
+
+def _declaration(op: OpOverload) -> str:
+    """Return the declaration of an op's C function; "" where the kernel has none or is not here."""
+    source, schema = SOURCES_OF[op], op._schema
+    types = [_C_TYPES.get(str(argument.type)) for argument in schema.arguments]
+    if None in types or [str(result.type) for result in schema.returns] != ["Tensor"] or extension.load(source):
+        return ""
+    name = schema.name.partition("::")[2]
+    arguments = ", ".join(map(str, (*types, "AtenTensorHandle*")))
+    # AOTInductor prescribes the first name, and the second is what is looked for when the graph is loaded.
+    symbol = f"core_cpu_{name}_{extension.ending(source)}"
+    return f'AOTITorchError (*aoti_torch_cpu_{name})({arguments}) __asm__("{symbol}")'
