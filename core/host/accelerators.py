@@ -17,7 +17,7 @@ from typing import Any
 from core._version import __version__
 from core.device import PluginInfo
 from core.errors import one_line
-from core.host.discovery import Discovery, PluginEntry, entry_without_metadata
+from core.host.discovery import Discovery, PluginEntry, discover, entry_without_metadata
 from core.host.plugin_metadata import HOST_DISTRIBUTION
 from core.settings import Settings
 
@@ -29,12 +29,13 @@ _PLUGIN = "core.accelerator.plugin"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
-def describe(info: PluginInfo) -> str:
+def describe(info: PluginInfo, settings: Settings) -> str:
     """Return what a generic device is, for listings and reports; "" for any other plugin."""
     if info.entry_point != _PLUGIN:
         return ""
+    graphs = {"recorded": "recorded replay", "torch": "graphs of torch.accelerator.Graph"}[settings.accelerator_graphs]
     return (
-        "generic: torch's own kernels, recorded replay, not proven on this device: "
+        f"generic: torch's own kernels, {graphs}, not proven on this device: "
         f"run core conformance --device {info.device}"
     )
 
@@ -49,6 +50,12 @@ def entry_of(device_type: str, settings: Settings) -> PluginEntry:
         in_tree=True,
     )
     return entry_without_metadata(info, settings)
+
+
+def installed_claims(device: str) -> tuple[PluginEntry, ...]:
+    """Return `claims` as the installed distributions and the environment have it now."""
+    settings = Settings.from_environment()
+    return claims(device, discover(settings), settings)
 
 
 def claims(device: str, discovery: Discovery, settings: Settings) -> tuple[PluginEntry, ...]:

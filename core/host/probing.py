@@ -105,7 +105,7 @@ class DeviceScan(Asked):
         entry = accelerators.entry_of(name, self._settings)
         if entry.verdict != "ready":
             return (_status(entry, None),)
-        what = accelerators.describe(entry.info)
+        what = accelerators.describe(entry.info, self._settings)
         found = "" if count else f"torch has support for {name!r}, but finds no device; "
         probe = Probe(
             available=count > 0, device_count=count, reason=_plain(found + what), hint=_NO_DEVICE * (not count)

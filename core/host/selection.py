@@ -69,7 +69,9 @@ def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None
     info = _resolve_name(device, discovery, settings)
     require_harmless_probe(info, settings.probe_timeout_s)
     try:
-        return _open(info, index, reason="; ".join(filter(None, ("asked for by name", accelerators.describe(info)))))
+        return _open(
+            info, index, reason="; ".join(filter(None, ("asked for by name", accelerators.describe(info, settings))))
+        )
     except (DeviceUnavailableError, PluginError) as error:
         _add_probe_hint(error, info, settings)
         raise
