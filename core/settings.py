@@ -20,6 +20,8 @@ VARIABLES: Mapping[str, str] = {
     "CORE_CACHE": "0 switches the compile cache off, whatever asks for it; 1 or unset does nothing",
     "CORE_CACHE_DIR": "folder of the compile cache (default: `core` in the user's cache folder, $XDG_CACHE_HOME)",
     "CORE_API_KEY": "what clients of `core serve` must send; unset lets everybody in, empty is refused",
+    "CORE_ACCELERATOR_GRAPHS": "how the generic device captures: recorded (default), or torch, which takes "
+    "torch.accelerator.Graph where the device has it",
     "CORE_PROBE_TIMEOUT_S": "seconds a device probe may take before it is killed (default 5)",
 }
 """Every variable that `core` reads, with its meaning."""
@@ -37,6 +39,8 @@ class Settings:
     #: The deny-list, normalised.
     plugins_disabled: tuple[str, ...] = ()
     probe_timeout_s: float = _DEFAULT_PROBE_TIMEOUT_S
+    #: How the generic device captures: "recorded" or "torch".
+    accelerator_graphs: str = "recorded"
     #: Whether the compile cache may be used.
     cache: bool = True
     #: Its folder; None for the user's own.
@@ -55,6 +59,9 @@ class Settings:
             plugins=None if allowed is None else _names("CORE_PLUGINS", allowed),
             plugins_disabled=_names("CORE_PLUGINS_DISABLE", values.get("CORE_PLUGINS_DISABLE", "")),
             probe_timeout_s=_seconds("CORE_PROBE_TIMEOUT_S", values.get("CORE_PROBE_TIMEOUT_S")),
+            accelerator_graphs=_choice(
+                "CORE_ACCELERATOR_GRAPHS", values.get("CORE_ACCELERATOR_GRAPHS"), ("recorded", "torch")
+            ),
             cache=_switch("CORE_CACHE", values.get("CORE_CACHE")),
             cache_dir=_folder("CORE_CACHE_DIR", values.get("CORE_CACHE_DIR")),
             api_key=_secret("CORE_API_KEY", values.get("CORE_API_KEY")),
@@ -95,6 +102,18 @@ def _seconds(variable: str, value: str | None) -> float:
             remedy=f"set it to a number above 0, or unset it for the default of {_DEFAULT_PROBE_TIMEOUT_S:g}",
         )
     return seconds
+
+
+def _choice(variable: str, value: str | None, choices: tuple[str, ...]) -> str:
+    """Return the value, the first of the choices where none is given."""
+    if value is None:
+        return choices[0]
+    if value not in choices:
+        alternatives = " or ".join(choices)
+        raise UsageError(
+            f"{variable}={value!r}", found=f"not {alternatives}", remedy=f"set it to {alternatives}, or unset it"
+        )
+    return value
 
 
 def _switch(variable: str, value: str | None) -> bool:

@@ -153,7 +153,7 @@ def _start_scan() -> DeviceScan:
     from core.host.probing import DeviceScan
     from core.settings import Settings
 
-    return DeviceScan(Settings.from_environment())
+    return DeviceScan(Settings.from_environment(), ask_torch=True)
 
 
 def _print_version(asked: bool) -> None:

@@ -26,7 +26,7 @@ def devices(
     scan: DeviceScan = context.obj
     table = None if as_json else _table()
     statuses = scan.statuses()
-    warnings = scan.discovery.warnings
+    warnings = scan.warnings
     if table is None:
         print_json("core.devices/1", devices=[status_json(item) for item in statuses], warnings=list(warnings))
         return

@@ -41,9 +41,9 @@ def doctor(
     timeout_s: float = typer.Option(_TIMEOUT_S, "--timeout-s", min=1.0, help="Seconds each plugin may take to open."),
 ) -> None:
     """Import and open every plugin in a process of its own; exit with 1 if one is broken."""
-    with DeviceScan(Settings.from_environment()) as scan:
+    with DeviceScan(Settings.from_environment(), ask_torch=True) as scan:
         statuses = scan.statuses()
-        warnings = scan.discovery.warnings
+        warnings = scan.warnings
     diagnoses = diagnose(statuses, timeout_s)
     warnings += tuple(warning for diagnosis in diagnoses for warning in diagnosis.warnings)
     if as_json:

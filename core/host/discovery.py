@@ -36,6 +36,8 @@ class Discovery:
     damaged: tuple[Damaged, ...] = ()
     #: Damaged distributions without a plugin among the entries; each may have plugins that can't be read.
     unread: tuple[Damaged, ...] = ()
+    #: Names of the extensions that `import torch` loads.
+    extensions: tuple[str, ...] = ()
 
     def claiming(self, device: str) -> tuple[PluginEntry, ...]:
         """Return all entries with that device name, whatever their verdict."""
@@ -62,6 +64,7 @@ def discover(settings: Settings) -> Discovery:
         warnings=(*settings.warnings, *unmatched, *read.warnings, *map(str, read.unread)),
         unread=tuple(read.unread),
         damaged=tuple(read.damaged),
+        extensions=tuple(sorted(set(read.extensions))),
     )
 
 
@@ -82,6 +85,16 @@ def _judge(info: PluginInfo, defect: str, claimants: list[PluginInfo], settings:
             hint=f"install a version of {info.distribution} made for core {__version__}, or core {info.requires_core}",
         )
     return PluginEntry(info=info)
+
+
+def entry_without_metadata(info: PluginInfo, settings: Settings) -> PluginEntry:
+    """Return the entry of a plugin of `core` that no distribution names: the settings alone may keep it out."""
+    blocked = _blocked(info, settings)
+    return (
+        PluginEntry(info=info, verdict="blocked", reason=blocked[0], hint=blocked[1])
+        if blocked
+        else PluginEntry(info=info)
+    )
 
 
 def accepts_host(info: PluginInfo) -> bool:

@@ -13,6 +13,8 @@ from core.settings import normalize
 
 PLUGIN_GROUP = "core.plugins"
 PROBE_GROUP = "core.probes"
+EXTENSION_GROUP = "torch.backends"
+"""By which `import torch` loads extensions, each of which may bring torch an accelerator."""
 HOST_DISTRIBUTION = "core"
 AUTO = "auto"
 
@@ -35,6 +37,8 @@ class PluginMetadata:
     #: Damaged distributions without an entry in `plugins`.
     unread: list[Damaged] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    #: Names of the extensions that torch loads.
+    extensions: list[str] = field(default_factory=list)
 
 
 def read_plugins() -> PluginMetadata:
@@ -46,6 +50,7 @@ def read_plugins() -> PluginMetadata:
         points, damage = metadata.entry_points(distribution)
         plugins = list(metadata.entries_of(points, PLUGIN_GROUP))
         probes = list(metadata.entries_of(points, PROBE_GROUP))
+        read.extensions += [_shown(entry.name) for entry in metadata.entries_of(points, EXTENSION_GROUP)]
         registers = bool(plugins or probes)
         damage = damage or metadata.undecodable(distribution)
         if registers:

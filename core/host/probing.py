@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from core.device import PluginInfo
 from core.errors import PluginError
+from core.host import accelerators
 from core.host.discovery import Discovery, PluginEntry, discover
 from core.host.workers.worker import Asked, WorkerResult, ask_once
 from core.probe import Probe
@@ -24,6 +25,8 @@ MAX_TEXT = 500
 _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]"
 )
+
+_NO_DEVICE = "check that the device's driver is installed and that this process may use it"
 
 _HARMLESS: set[PluginInfo] = set()
 """Plugins whose probes have come back, in a worker, since this process began."""
@@ -67,22 +70,56 @@ class DeviceScan(Asked):
     Entering reads metadata and launches the probes; `statuses()` waits for them; leaving kills those still running.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, ask_torch: bool = False) -> None:
+        """ask_torch: list the accelerator that torch drives too, where something may bring one that is unclaimed."""
         super().__init__()
+        self._ask_torch = ask_torch
         self._settings = settings
         self.discovery: Discovery = discover(settings)
+        #: One line each: those of the discovery, and from `statuses` on what kept torch from answering.
+        self.warnings = self.discovery.warnings
 
     def __enter__(self) -> Self:
         for number, entry in enumerate(self.discovery.entries):
             if entry.verdict == "ready" and entry.info.probe_entry_point:
                 probe, timeout_s = entry.info.probe_entry_point, self._settings.probe_timeout_s
                 self.ask(str(number), _WORKER, probe=probe, timeout_s=timeout_s)
+        if self._ask_torch and accelerators.may_offer(self.discovery):
+            self.ask(accelerators.WORKER, accelerators.WORKER, timeout_s=accelerators.TIMEOUT_S)
         return self
 
     def statuses(self) -> tuple[DeviceStatus, ...]:
-        """Return one status per plugin entry, in order of device name."""
+        """Return one status per plugin entry, in order of device name, and last the generic device, if there is one."""
         results = self.results()
-        return tuple(_status(entry, results.get(str(n))) for n, entry in enumerate(self.discovery.entries))
+        listed = tuple(_status(entry, results.get(str(n))) for n, entry in enumerate(self.discovery.entries))
+        asked = results.get(accelerators.WORKER)
+        return listed if asked is None else (*listed, *self._generic(asked))
+
+    def _generic(self, asked: WorkerResult) -> tuple[DeviceStatus, ...]:
+        answer = asked.answer or {}
+        name, count, problem = accelerators.from_answer(answer)
+        if asked.problem or problem:
+            self.warnings += (f"torch could not be asked for its accelerator: {_plain(asked.problem or problem)}",)
+        if not name or self.discovery.claiming(name):
+            return ()
+        entry = accelerators.entry_of(name, self._settings)
+        if entry.verdict != "ready":
+            return (_status(entry, None),)
+        what = accelerators.describe(entry.info, self._settings)
+        found = "" if count else f"torch has support for {name!r}, but finds no device; "
+        probe = Probe(
+            available=count > 0, device_count=count, reason=_plain(found + what), hint=_NO_DEVICE * (not count)
+        )
+        return (
+            DeviceStatus(
+                plugin=entry.info,
+                state="available" if count else "unavailable",
+                device_count=count,
+                reason=probe.reason,
+                hint=probe.hint,
+                outcome=ProbeOutcome(probe=probe),
+            ),
+        )
 
 
 def run_probe(info: PluginInfo, timeout_s: float) -> ProbeOutcome:

@@ -19,6 +19,7 @@ from core.errors import (
     UsageError,
 )
 from core.hookspecs import DeviceContext, OpenContext
+from core.host import accelerators
 from core.host.discovery import Discovery, PluginEntry, discover
 from core.host.distributions.isolation import isolate
 from core.host.loading import load_plugin
@@ -46,7 +47,7 @@ def list_devices(*, settings: Settings | None = None) -> tuple[DeviceStatus, ...
 
     settings: what the environment asks for, unless given.
     """
-    with DeviceScan(settings or Settings.from_environment()) as scan:
+    with DeviceScan(settings or Settings.from_environment(), ask_torch=True) as scan:
         return scan.statuses()
 
 
@@ -65,10 +66,12 @@ def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None
         return _select_auto(index, settings)
     discovery = discover(settings)
     isolate(discovery.damaged, discovery.unread)
-    info = _resolve_name(device, discovery)
+    info = _resolve_name(device, discovery, settings)
     require_harmless_probe(info, settings.probe_timeout_s)
     try:
-        return _open(info, index, reason="asked for by name")
+        return _open(
+            info, index, reason="; ".join(filter(None, ("asked for by name", accelerators.describe(info, settings))))
+        )
     except (DeviceUnavailableError, PluginError) as error:
         _add_probe_hint(error, info, settings)
         raise
@@ -78,7 +81,8 @@ def check_name(name: str) -> None:
     """Raise the error of `select_device` for a name that no usable plugin has, importing none of them."""
     device, _ = _parse(name, 0)
     if device != AUTO:
-        _resolve_name(device, discover(Settings.from_environment()))
+        settings = Settings.from_environment()
+        _resolve_name(device, discover(settings), settings)
 
 
 def conformance_profile(device: Device) -> ConformanceProfile:
@@ -108,9 +112,9 @@ def _parse(name: str, index: int) -> tuple[str, int]:
     return match["name"], int(match["index"])
 
 
-def _resolve_name(device: str, discovery: Discovery) -> PluginInfo:
+def _resolve_name(device: str, discovery: Discovery, settings: Settings) -> PluginInfo:
     """Return the one loadable plugin of that device name, or raise the error that says why there is none."""
-    entries = discovery.claiming(device)
+    entries = accelerators.claims(device, discovery, settings)
     for entry in entries:
         if entry.verdict == "ready":
             return entry.info
@@ -143,10 +147,12 @@ def _unknown(device: str, discovery: Discovery) -> UnknownDeviceError:
         )
     close = difflib.get_close_matches(device, known, n=1)
     suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    said, remedy = accelerators.said_by_torch(device, discovery)
     error = UnknownDeviceError(
         f"device {device!r}",
-        found=f"no installed plugin has that name; known: {', '.join([*known, AUTO])}{suggestion}",
-        remedy=f"choose a known device, or install the package that provides {device!r}; {_LIST_REMEDY}",
+        found=f"no installed plugin has that name; known: {', '.join([*known, AUTO])}{suggestion}"
+        + (f"; {said}" if said else ""),
+        remedy=f"{remedy or 'choose a known device'}, or install the package that provides {device!r}; {_LIST_REMEDY}",
     )
     for each in discovery.unread:
         error.add_note(f"{device!r} may be a device of this one: {each}")

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/common/fakes", "core/common/inductor.py"),
     ("core/device.py",),
     ("core/hookspecs.py",),
+    ("core/accelerator",),
     ("core/host",),
     ("core/scaffold",),
     (

@@ -10,14 +10,13 @@ def answer(request: dict[str, str]) -> dict[str, object]:
     """Return what importing the plugin, and what opening the device, changed of torch's state, and how long it took."""
     import core.compilation.compile  # noqa: F401  # imports that every plugin needs do not count as this plugin's time
     from core.errors import CoreError
-    from core.host.discovery import discover
+    from core.host.accelerators import installed_claims
     from core.host.loading import load_plugin
     from core.host.selection import select_device
-    from core.settings import Settings
     from core_conformance.runner.isolation import TorchState
 
     name = request["device"]
-    (entry,) = discover(Settings.from_environment()).claiming(name.partition(":")[0])
+    (entry,) = installed_claims(name.partition(":")[0])
     before, start = TorchState.read(), time.perf_counter()
     try:
         load_plugin(entry.info)

@@ -14,11 +14,10 @@ import torch
 from core.common.conformance import ConformanceProfile
 from core.device import Device, PluginInfo
 from core.errors import CoreError, error_json
-from core.host.discovery import discover
+from core.host.accelerators import installed_claims
 from core.host.loading import describe
 from core.host.plugin_metadata import AUTO
 from core.host.selection import conformance_profile, select_device
-from core.settings import Settings
 from core_conformance.case import Case, CaseInfo
 from core_conformance.outcome import Outcome, Status
 from core_conformance.report.overview import one_line
@@ -186,7 +185,7 @@ class Session:
 
 
 def _plugin(name: str) -> PluginInfo | None:
-    entries = discover(Settings.from_environment()).claiming(name.partition(":")[0])
+    entries = installed_claims(name.partition(":")[0])
     return entries[0].info if len(entries) == 1 else None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from core.device import Device
 from core.errors import DeviceUnavailableError
-from core.host.discovery import PluginEntry, discover
+from core.host.accelerators import installed_claims
+from core.host.discovery import PluginEntry
 from core.host.probing import run_probe
 from core.settings import Settings
 from core_conformance.trial import Skip, Trial
@@ -17,7 +18,7 @@ def base_name(trial: Trial) -> str:
 
 def entry_of(trial: Trial) -> PluginEntry:
     """Return the one plugin of that device name; raise `LookupError` naming all there are."""
-    entries = discover(Settings.from_environment()).claiming(base_name(trial))
+    entries = installed_claims(base_name(trial))
     if len(entries) != 1:
         who = " and ".join(str(entry.info) for entry in entries) or "no installed plugin"
         raise LookupError(f"device name {base_name(trial)!r} is claimed by {who}")
