@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,25 @@ def find(model: str | None, preset: str | None) -> Preset | None:
 
 
 def open_model(
-    model: str | None, preset: str | None, device: Device, dtype: str, quantize: Quantize | None = None
+    model: str | None,
+    preset: str | None,
+    device: Device,
+    dtype: str,
+    quantize: Quantize | None = None,
+    part: Callable[[LoadedModel], LoadedModel] | None = None,
 ) -> tuple[LoadedModel, str]:
-    """Return the model on the device and its title; raise as `resolve_model` does, and for an unknown preset."""
+    """Return the model on the device and its title; raise as `resolve_model` does, and for an unknown preset.
+
+    part: cuts the model before it is quantised, into what this process holds.
+    """
     found = find(model, preset)
     if found is None:
-        return resolve_model(model, device, dtype, quantize=quantize)
-    kind = preset_dtype(found, device, dtype)
-    made = random_model(found.config(), torch_device=device.torch_device, dtype=kind, title=f"preset {found.name}")
-    name = f"{found.name}, random weights"
+        made, name = resolve_model(model, device, dtype)
+    else:
+        kind = preset_dtype(found, device, dtype)
+        made = random_model(found.config(), torch_device=device.torch_device, dtype=kind, title=f"preset {found.name}")
+        name = f"{found.name}, random weights"
+    made = made if part is None else part(made)
     return (made, name) if quantize is None else (quantize.apply(made), quantized_name(name, quantize))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import typer
 
+    from core.errors import CoreError
     from core.host.probing import DeviceScan
 
 COMMANDS: Mapping[str, str] = {
@@ -47,10 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 for success, 1 for a failure that a command found or an internal error, 2 for a `CoreError` or a wrong usage.
     argv: arguments without the program's name (default: the process's own).
     """
-    from core.cli.output import print_core_error
+    from core.cli import ranks
     from core.cli.values import check_text
     from core.errors import CoreError
 
+    ranks.begin()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug, arguments = _take_debug(arguments)
     as_json = _wants_json(arguments)
@@ -60,17 +62,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_text(arguments)
         foreign = _isolate(arguments)
     except CoreError as error:
-        print_core_error(error, as_json=as_json, debug=debug)
-        return EXIT_USER
+        _say(error, as_json=as_json, debug=debug)
+        return ranks.end(EXIT_USER)
     # Arguments that are given are those of a caller in Python, whose process is not the command's to fork.
     if not foreign or argv is not None:
-        return _answer(arguments, as_json=as_json, debug=debug)
+        return ranks.end(_answer(arguments, as_json=as_json, debug=debug))
     from core.cli.supervision import supervised
 
-    return supervised(
-        lambda: _answer(arguments, as_json=as_json, debug=debug),
-        lambda error: print_core_error(error, as_json=as_json, debug=debug),
+    return ranks.end(
+        supervised(
+            lambda: _answer(arguments, as_json=as_json, debug=debug),
+            lambda error: _say(error, as_json=as_json, debug=debug),
+        )
     )
+
+
+def _say(error: CoreError, *, as_json: bool, debug: bool) -> None:
+    from core.cli.output import print_core_error
+    from core.cli.ranks import told
+
+    if not told(error, debug=debug):
+        print_core_error(error, as_json=as_json, debug=debug)
 
 
 def _isolate(arguments: list[str]) -> bool:
@@ -88,13 +100,14 @@ def _isolate(arguments: list[str]) -> bool:
 
 def _answer(arguments: list[str], *, as_json: bool, debug: bool) -> int:
     """Run the subcommand and return the exit code; errors are printed."""
-    from core.cli.output import print_core_error, print_internal_error, print_usage_error
+    from core.cli.output import print_internal_error, print_usage_error
+    from core.cli.ranks import told
     from core.errors import CoreError, broken_extension
 
     try:
         return _run(arguments)
     except CoreError as error:
-        print_core_error(error, as_json=as_json, debug=debug)
+        _say(error, as_json=as_json, debug=debug)
         return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -106,9 +119,10 @@ def _answer(arguments: list[str], *, as_json: bool, debug: bool) -> int:
         unloadable = broken_extension(f"core {' '.join(arguments)}".strip(), error)
         if unloadable is not None:
             unloadable.__cause__ = error
-            print_core_error(unloadable, as_json=as_json, debug=debug)
+            _say(unloadable, as_json=as_json, debug=debug)
             return EXIT_USER
-        print_internal_error(error, as_json=as_json, debug=debug)
+        if not told(error, debug=debug):
+            print_internal_error(error, as_json=as_json, debug=debug)
         return EXIT_INTERNAL
 
 
@@ -138,12 +152,15 @@ def _wants_json(arguments: list[str]) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
+    from core.cli.ranks import COMMAND_LINE
+
     wanted = _wanted(arguments)
     with ExitStack() as stack:
         # Importing typer takes longer than launching the probes, which run meanwhile.
         scan = stack.enter_context(_start_scan()) if wanted == "devices" and "--help" not in arguments else None
         import typer
 
+        COMMAND_LINE.set(tuple(arguments))
         command = typer.main.get_command(_app(wanted))
         result: Any = command.main(arguments or ["--help"], prog_name="core", standalone_mode=False, obj=scan)
     return result if isinstance(result, int) else EXIT_OK

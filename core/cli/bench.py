@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.bench_load import bench_load
+from core.cli.bench_load import bench_load, check_goes_with
 from core.cli.model_argument import (
     CALIBRATION,
     DEVICE,
@@ -28,6 +28,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import check_file, json_text, print_items, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
 from core.cli.values import number_text
 from core.errors import UsageError
 
@@ -37,23 +38,10 @@ if TYPE_CHECKING:
     from core.bench.bench import Settings
     from core.bench.cells import BenchReport
     from core.bench.peers.choosing import Choice
+    from core.device import Device
+    from core.engine.parallel.rank import Rank
 
 _STDOUT = Path("-")
-_LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_num_seqs", "max_model_len")
-_SERVED = (*_LOAD, "max_step_tokens", "mixed_step_tokens", "speculative", "draft_model", "timeline")
-_NOT_SERVED = (
-    "batch",
-    "context",
-    "prefill",
-    "subjects",
-    "peer_python",
-    "rounds",
-    "steps",
-    "profile",
-    "start",
-    "reference",
-    "plot",
-)
 
 
 def bench(
@@ -104,6 +92,8 @@ def bench(
         None, help="Write core.bench/1 (core.bench_load/1 with --serve) to this file; - for standard output."
     ),
     plot: Path | None = typer.Option(None, help="Draw the figures into this .svg (or .png, by matplotlib)."),
+    tp: int | None = TP,
+    tp_timeout: float = TP_TIMEOUT,
 ) -> int:
     """Compare decode and prefill of transformers eager, torch.compile and core, and check that they agree.
 
@@ -132,12 +122,15 @@ def bench(
     from core.bench.peers.choosing import choose
     from core.bench.plot_file import check_plot, write_plot
     from core.engine.models.quantizing import Quantize
+    from core.engine.parallel.rank import open_device
     from core.engine.steps.runner import EngineConfig
 
     Quantize.of(quantize, calibration)  # an unknown scheme is refused before minutes of work
     drafts: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
     engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options, **drafts)
-    _check_goes_with(context_, serve)
+    check_goes_with(context_, serve)
+    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model)) is not None:
+        return code
     if serve:
         load = load_of(requests, prompt_tokens, output_tokens, rate)
         for option, path in (("--json", json), ("--timeline", timeline)):
@@ -150,7 +143,7 @@ def bench(
             "speculative": speculative,
             "draft_model": None if draft_model is None else str(draft_model),
         }
-        return bench_load(asked, load, config, timeline=timeline, json=json)
+        return bench_load(asked, load, config, timeline=timeline, json=json, tp_timeout=tp_timeout)
     settings = Settings(
         batches=batches,
         context=context,
@@ -165,13 +158,20 @@ def bench(
     chosen = find(model, preset)
     if chosen is not None:  # refused before minutes of work
         settings.check_length(chosen.config().max_position_embeddings)
-    resolved = select_device(device)
+    resolved, rank = open_device(device, timeout_s=tp_timeout)
     check_device(engine, resolved)
     names = None if subjects is None else tuple(name.strip() for name in subjects.split(",") if name.strip())
     choice = choose(resolved, names, _pythons(peer_python))
+    if rank.size > 1:
+        if start:
+            raise UsageError("--start on several ranks", found="it times one process", remedy="leave --start out")
+        choice = choice.without_peers("peers run in one process, and core on several ranks")
+        settings = replace(settings, engine=replace(engine, options=replace(options, measure=False)))
     asked = _asked(resolved.name, model, preset, dtype, quantize, calibration, engine_options(engine))
     with status("loading the model", quiet=json == _STDOUT) as say:
-        report = _bench(asked, settings, choice, references, start, say)
+        report = _bench((resolved, rank), asked, settings, choice, references, start, say)
+    if not rank.leads:
+        return 0
     if json is not None:
         _write_json(report, json, plot)
     if plot is not None:
@@ -179,19 +179,6 @@ def bench(
     if json != _STDOUT:
         _print(report, [path for path in (json, plot) if path is not None])
     return 1 if failed(report) else 0
-
-
-def _check_goes_with(context: typer.Context, serve: bool) -> None:
-    """Raise `UsageError` for an option that says nothing with --serve, or nothing without it."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    stray = [name for name in given if name in (_NOT_SERVED if serve else _SERVED)]
-    if stray:
-        option = f"--{stray[0].replace('_', '-')}"
-        found, remedy = (
-            ("it is not for --serve", "leave it out") if serve else ("it is for --serve alone", "add --serve")
-        )
-        raise UsageError(f"{option} {'with' if serve else 'without'} --serve", found=found, remedy=remedy)
 
 
 def _asked(
@@ -209,6 +196,7 @@ def _asked(
 
 
 def _bench(
+    place: tuple[Device, Rank],
     asked: dict[str, Any],
     settings: Settings,
     choice: Choice,
@@ -225,7 +213,7 @@ def _bench(
     from core.bench.peers.folder import model_folder, unreadable
     from core.bench.peers.subject import PeerSubject
     from core.bench.start import measure_start
-    from core.host.selection import select_device
+    from core.engine.parallel.rank import note_phase
 
     def progress(cell: str, done: int, total: int) -> None:
         say(f"{cell} ({done} of {total} cells done)")
@@ -235,8 +223,11 @@ def _bench(
         say("timing the start of a process")
         prompt = settings.prompts[0] if settings.prompts else 32
         started = measure_start({**asked, "prompt": prompt})
-    device = select_device(asked["device"])
-    loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
+    device, rank = place
+    note_phase("load")
+    part, quantize = partial(shard, rank=rank), asked_quantize(asked)
+    loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"], quantize, part)
+    note_phase("serve")
     if choice.peers and (why := unreadable(loaded.model)):
         choice = choice.without_peers(why)
     with ExitStack() as stack:

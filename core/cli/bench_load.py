@@ -5,26 +5,68 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.cli.output import json_text, print_items, status
+from core.cli.ranks import shard
+from core.errors import UsageError
 
 if TYPE_CHECKING:
+    import typer
+
     from core.bench.load import Load, LoadReport
     from core.engine.steps.runner import EngineConfig
 
 _STDOUT = Path("-")
+_LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_num_seqs", "max_model_len")
+_SERVED = (*_LOAD, "max_step_tokens", "mixed_step_tokens", "speculative", "draft_model", "timeline")
+_NOT_SERVED = (
+    "batch",
+    "context",
+    "prefill",
+    "subjects",
+    "peer_python",
+    "rounds",
+    "steps",
+    "profile",
+    "start",
+    "reference",
+    "plot",
+)
 _WARM_UP = 8
 """Requests that are served before the load that counts: the first steps of a process are slow."""
 
 
+def check_goes_with(context: typer.Context, serve: bool) -> None:
+    """Raise `UsageError` for an option that says nothing with --serve, or nothing without it."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    stray = [name for name in given if name in (_NOT_SERVED if serve else _SERVED)]
+    if stray:
+        option = f"--{stray[0].replace('_', '-')}"
+        found, remedy = (
+            ("it is not for --serve", "leave it out") if serve else ("it is for --serve alone", "add --serve")
+        )
+        raise UsageError(f"{option} {'with' if serve else 'without'} --serve", found=found, remedy=remedy)
+
+
 def bench_load(
-    asked: dict[str, Any], load: Load, config: EngineConfig, *, timeline: Path | None, json: Path | None
+    asked: dict[str, Any],
+    load: Load,
+    config: EngineConfig,
+    *,
+    timeline: Path | None,
+    json: Path | None,
+    tp_timeout: float,
 ) -> int:
     """Serve the load and report it; 1 where not all that was asked for was generated."""
     with status("loading the model", quiet=json == _STDOUT) as say:
-        report, wanted, engine = _serve(asked, load, config, timeline, say)
+        served = _serve(asked, load, config, timeline, say, tp_timeout)
+    if served is None:
+        return 0  # rank 0 reports
+    report, wanted, engine = served
     fields = {"device": asked["device"], "model": asked["preset"] or asked["model"], "dtype": asked["dtype"]}
     fields["served_by"] = engine
     if json is not None:
@@ -39,17 +81,27 @@ def bench_load(
 
 
 def _serve(
-    asked: dict[str, Any], load: Load, config: EngineConfig, timeline: Path | None, say: Callable[[str], None]
-) -> tuple[LoadReport, int, dict[str, str]]:
+    asked: dict[str, Any],
+    load: Load,
+    config: EngineConfig,
+    timeline: Path | None,
+    say: Callable[[str], None],
+    tp_timeout: float,
+) -> tuple[LoadReport, int, dict[str, str]] | None:
     from core.bench.load import run_load, write_timeline
     from core.bench.model import asked_quantize, open_model
-    from core.engine.serve.engine import Engine
-    from core.host.selection import select_device
+    from core.engine.parallel.rank import note_phase, open_device
+    from core.engine.serve.leading import FollowingEngine, Orders, make_engine
 
-    device = select_device(asked["device"])
-    loaded, _ = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
+    device, rank = open_device(asked["device"], timeout_s=tp_timeout)
+    note_phase("load")
+    part = partial(shard, rank=rank)
+    loaded, _ = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked), part)
     say("compiling")
-    with Engine(loaded, device, config) as engine:
+    with make_engine(loaded, device, config, rank) as engine:
+        if isinstance(engine, FollowingEngine):
+            engine.follow(Orders.of_job())
+            return None
         say(f"warming up with {_WARM_UP} requests")
         run_load(engine, replace(load, num_requests=_WARM_UP, rate=None, seed=load.seed + 1))
         say(f"serving {load.num_requests} requests")
@@ -64,6 +116,7 @@ def _serve(
             "model": type(loaded.model).__name__,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "route": engine.route,
+            "ranks": str(rank.size),
         }
         return report, sum(each.max_new_tokens for each in requests), served_by
 
@@ -73,7 +126,9 @@ def _table(report: LoadReport, served_by: dict[str, str]) -> Any:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     counts = report.counts
-    table.add_row("served by", "{model}, {dtype}, {route} cache, on {device} ({device_name})".format(**served_by))
+    table.add_row(
+        "served by", "{model}, {dtype}, {route} cache, on {device} ({device_name}), ranks: {ranks}".format(**served_by)
+    )
     table.add_row("requests", f"{report.load.num_requests} in {report.seconds:.2f} s")
     table.add_row("tokens", f"{report.prompt_tokens} of prompts, {report.output_tokens} generated")
     if report.cut:

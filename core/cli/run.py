@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from core.cli.model_argument import (
 )
 from core.cli.output import phase_lines, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard, whole_of, why_not_whole
 from core.common.collector import paused
 from core.engine.models.resolve import parse_dtype
+from core.engine.parallel.rank import own_rank
 from core.errors import DeviceUnavailableError, ModelError
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from core.device import Device
     from core.engine.check.comparison import Comparison
     from core.engine.models.loading import LoadedModel
+    from core.engine.models.quantizing import Quantize
+    from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
     from core.engine.serve.request import Completion
     from core.engine.steps.runner import EngineConfig
@@ -72,6 +77,8 @@ def run(
     check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
     cache: bool = typer.Option(True, help="Keep compiled programs on disk and start from there (docs/cache.md)."),
     oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
+    tp: int | None = TP,
+    tp_timeout: float = TP_TIMEOUT,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
@@ -94,55 +101,72 @@ def run(
         ),
     )
     check_name(device)  # before anything that imports torch
-    with _progress(quiet=as_json) as progress:
+    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model)) is not None:
+        return code
+    with _progress(quiet=as_json or own_rank() > 0) as progress:
+        with paused():  # modules live on: the collector would walk all of them at many imports
+            from core.engine.models.quantizing import Quantize
+            from core.engine.parallel.rank import open_device
+            from core.engine.serve.leading import FollowingEngine, Orders
+
+            scheme = Quantize.of(quantize, calibration)
+            resolved, rank = open_device(device, timeout_s=tp_timeout)
+        load = partial(_load, resolved, model, dtype, scheme, progress)
         try:
-            engine = _engine(device, model, prompt, params, dtype, config, (quantize, calibration), progress)
+            engine = _engine(resolved, rank, load, prompt, params, config, progress)
         except _FaultyDevice as error:
             print_core_error(error.error, as_json=as_json, debug=False)
             return 1
     with engine:
+        if isinstance(engine, FollowingEngine):
+            engine.follow(Orders.of_job())
+            return 0
         completions = _generate(engine, prompt, params, stream=not as_json)
-        comparison = _compare(engine, completions, oracle) if check else None
+        skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
+        comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank))
         if as_json:
-            print_json_of(engine, completions, comparison)
+            print_json_of(engine, completions, comparison, rank)
         else:
-            print_table(engine, comparison)
+            print_table(engine, comparison, rank, skipped)
     return 0 if comparison is None or comparison.passed else 1
 
 
+def _load(
+    device: Device, model: Path | None, dtype: str, scheme: Quantize | None, progress: Progress, *, rank: Rank
+) -> LoadedModel:
+    """Load this rank's part of the model, and quantise it."""
+    from core.engine.models.assets import embedded_model
+    from core.engine.models.loading import load_model
+
+    kind = parse_dtype(dtype, device)
+    loaded = load_model(model or embedded_model(), torch_device=device.torch_device, dtype=kind, progress=progress)
+    loaded = shard(loaded, rank)
+    return loaded if scheme is None else scheme.apply(loaded, progress)
+
+
 def _engine(
-    device: str,
-    model: Path | None,
+    resolved: Device,
+    rank: Rank,
+    load: Callable[..., LoadedModel],
     prompts: Sequence[str],
     params: Any,
-    dtype: str,
     config: EngineConfig,
-    quantize: tuple[str | None, Path | None],
     progress: Progress,
 ) -> Engine:
-    """Load model and device, and compile for just these prompts: one bucket for prefill, one for decode.
-
-    quantize: the scheme's name and the texts to calibrate with, if any.
-    """
-    with paused():  # modules live on: the collector would walk all of them at many imports
+    """Load the model, and compile for just these prompts: one bucket for prefill, one for decode."""
+    with paused():  # as in run
         from core.compilation.cache.store import Store
-        from core.engine.models.assets import embedded_model
-        from core.engine.models.loading import load_model
-        from core.engine.models.quantizing import Quantize
-        from core.engine.serve.engine import Engine
+        from core.engine.parallel.rank import note_phase
+        from core.engine.serve.leading import make_engine
         from core.engine.serve.prompts import encode_prompts
-        from core.host.selection import select_device
         from core.settings import Settings
 
-        scheme = Quantize.of(*quantize)
-        resolved = select_device(device)
+    note_phase("load")
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
     check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
     resolved.parts.prepare()
-    kind = parse_dtype(dtype, resolved)
-    loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind, progress=progress)
-    loaded = loaded if scheme is None else scheme.apply(loaded, progress)
+    loaded = load(rank=rank)
     encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
     longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)
@@ -157,8 +181,10 @@ def _engine(
     )
     attention = loaded.config._attn_implementation
     try:
-        return Engine(loaded, resolved, config, progress=progress)
+        return make_engine(loaded, resolved, config, rank, progress=progress)
     except ModelError as refusal:
+        if rank.size > 1:
+            raise
         fault = _device_fault(loaded, resolved, encoded[0].token_ids, attention)
         if not fault:
             raise
@@ -236,9 +262,12 @@ def _generate(engine: Engine, prompts: Sequence[str], params: Any, *, stream: bo
     return completions
 
 
-def _compare(engine: Engine, completions: Sequence[Completion], oracle: bool | None) -> Comparison:
+def _compare(
+    engine: Engine, completions: Sequence[Completion], oracle: bool | None, whole: LoadedModel | None
+) -> Comparison:
     from core.engine.check.comparison import compare
 
     prompts = [list(c.prompt_token_ids) for c in completions]
     room = engine.max_model_len - max(map(len, prompts))
-    return compare(engine, prompts, num_tokens=min(32, room), oracle=oracle)
+    model = None if whole is None else whole.model
+    return compare(engine, prompts, num_tokens=min(32, room), oracle=oracle, whole=model)

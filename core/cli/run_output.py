@@ -9,11 +9,12 @@ from core.cli.output import console, print_json
 
 if TYPE_CHECKING:
     from core.engine.check.comparison import Comparison
+    from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
     from core.engine.serve.request import Completion
 
 
-def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]]:
+def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str) -> list[tuple[str, str]]:
     from core.compilation.report import counted
     from core.quantization.report import report_of
 
@@ -27,6 +28,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
         ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
         ("plugin", str(engine.device.plugin)),
         ("chosen", engine.device.reason),
+        *([] if rank.size == 1 else [("ranks", ", ".join(filter(None, (str(rank.size), rank.cores))))]),
         ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
         *([] if quantized is None else [("quantised", quantized.summary())]),
         ("cache", f"{engine.route}: {engine.route_reason}"),
@@ -40,7 +42,7 @@ def _rows(engine: Engine, comparison: Comparison | None) -> list[tuple[str, str]
     ]
     if engine.config.speculative:
         rows += _drafts_rows(engine)
-    return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", "not run (--no-check)")])]
+    return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", f"not run: {skipped}")])]
 
 
 def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
@@ -96,21 +98,21 @@ def _tokens_line(comparison: Comparison) -> str:
     return f"differ from eager: {comparison.mismatch}: {verdict}"
 
 
-def print_table(engine: Engine, comparison: Comparison | None) -> None:
-    """Print what a run did, cost and compared, one line each."""
+def print_table(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str = "") -> None:
+    """Print what a run did, cost and compared, one line each; skipped: why nothing was compared."""
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _rows(engine, comparison):
+    for name, value in _rows(engine, comparison, rank, skipped):
         table.add_row(name, value)
     for warning in (*engine.loaded.warnings, *(engine.draft.warnings if engine.draft is not None else ())):
         table.add_row("warning", warning)
     console().print(table)
 
 
-def print_json_of(engine: Engine, completions: Sequence[Completion], comparison: Comparison | None) -> None:
+def print_json_of(engine: Engine, completions: Sequence[Completion], comparison: Comparison | None, rank: Rank) -> None:
     """Print core.run/1 (docs/json.md)."""
     from dataclasses import asdict
 
@@ -133,6 +135,7 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             "reason": engine.device.reason,
         },
         torch=torch.__version__,
+        ranks={"size": rank.size, "cores": rank.cores},
         model={
             "class": type(loaded.model).__name__,
             "path": str(loaded.path),

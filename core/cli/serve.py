@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +26,12 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import status
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
 from core.common.collector import paused
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from core.compilation.options import Progress
     from core.engine.http.config import ServerConfig
     from core.engine.models.quantizing import Quantize
     from core.engine.serve.engine import Engine
@@ -78,6 +82,8 @@ def serve(
     prefix_caching: bool = typer.Option(True, help="Share the cache of prompts that begin alike."),
     max_body_bytes: int = typer.Option(4 * 2**20, min=1024, help="Largest body of a request; larger ones get 413."),
     drain_timeout: float = typer.Option(30.0, min=0, help="Seconds that requests may go on after SIGTERM."),
+    tp: int | None = TP,
+    tp_timeout: float = TP_TIMEOUT,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API until SIGTERM or Ctrl-C."""
     from core.engine.steps.runner import EngineConfig
@@ -110,7 +116,10 @@ def serve(
     )
     check_name(device)
     # From here on torch is imported.
-    _serve(config, device, model, dtype, engine_config, (quantize, calibration))
+    ranked: dict[str, Any] = {"draft_model": draft_model, "drain_timeout_s": drain_timeout}
+    if (code := run_on_ranks(tp, tp_timeout, **ranked)) is not None:
+        return code
+    _serve(config, device, model, dtype, engine_config, (quantize, calibration), tp_timeout)
     return 0
 
 
@@ -134,6 +143,7 @@ def _serve(
     dtype: str,
     engine_config: EngineConfig,
     scheme: tuple[str | None, Path | None],
+    tp_timeout: float,
 ) -> None:
     """Take the port, load and compile, and serve; the port first, so that a taken one costs no minutes."""
     try:
@@ -146,37 +156,57 @@ def _serve(
         ) from None
     with paused():  # as in _engine
         from core.engine.models.quantizing import Quantize
+        from core.engine.parallel.rank import own_rank
+        from core.engine.serve.leading import FollowingEngine, LeadingEngine, Orders
 
     quantize = Quantize.of(*scheme)
     log_as_json()
-    listener = bind(config)
+    listener = bind(config) if own_rank() == 0 else None
     try:
-        with _engine(device, model, dtype, engine_config, quantize) as engine:
-            run(engine, config, listener)
+        with _engine(device, model, dtype, engine_config, quantize, tp_timeout) as engine:
+            if isinstance(engine, FollowingEngine):
+                engine.follow(Orders.of_job())
+            elif listener is not None:
+                run(engine, config, listener)
+            if isinstance(engine, LeadingEngine) and engine.failure is not None:
+                raise engine.failure
     finally:
-        listener.close()
+        if listener is not None:
+            listener.close()
 
 
-def _engine(device: str, model: Path | None, dtype: str, config: EngineConfig, scheme: Quantize | None) -> Engine:
+def _engine(
+    name: str, model: Path | None, dtype: str, config: EngineConfig, scheme: Quantize | None, tp_timeout: float
+) -> Engine:
     with paused():  # modules live on: the collector would walk all of them at many imports
         from core.compilation.cache.store import Store
         from core.engine.models.assets import embedded_model
         from core.engine.models.loading import load_model
         from core.engine.models.resolve import parse_dtype
-        from core.engine.serve.engine import Engine
-        from core.host.selection import select_device
+        from core.engine.parallel.rank import note_phase, open_device
+        from core.engine.serve.leading import make_engine
         from core.settings import Settings
 
-        resolved = select_device(device)
+        device, rank = open_device(name, timeout_s=tp_timeout)
+    note_phase("load")
     if Settings.from_environment().cache:
-        Store.of_user().keep_kernels(resolved.kernel_compilers)
-    check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
-    resolved.parts.prepare()
-    kind = parse_dtype(dtype, resolved)
+        Store.of_user().keep_kernels(device.kernel_compilers)
+    check_device(config, device)  # refuse options that the device lacks before the model is loaded
+    device.parts.prepare()
+    kind = parse_dtype(dtype, device)
     with status("loading", quiet=False) as say:
-        loaded = load_model(model or embedded_model(), torch_device=resolved.torch_device, dtype=kind)
+        loaded = shard(load_model(model or embedded_model(), torch_device=device.torch_device, dtype=kind), rank)
         if scheme is not None:
             say("quantising")
             loaded = scheme.apply(loaded)
         say("compiling")
-        return Engine(loaded, resolved, config, progress=lambda what, done, total: say(what))
+        progress: Progress = lambda what, done, total: say(what)  # noqa: E731  (a callback)
+        return make_engine(loaded, device, config, rank, progress=progress, failed=_stop)
+
+
+def _stop(error: Exception) -> None:
+    """End the server: the ranks may have come apart. A launcher is told, and ends all of them."""
+    from core.engine.parallel.rank import report
+
+    report(error)
+    os.kill(os.getpid(), signal.SIGTERM)

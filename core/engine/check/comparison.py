@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.common.numerics import Verdict, judge_pooled
 from core.engine.check.device import device_fault
@@ -73,17 +74,21 @@ def compare(
     rounds: int = 3,
     oracle: bool | None = None,
     attention: str | None = None,
+    whole: nn.Module | None = None,
 ) -> Comparison:
     """Generate greedily by both, in turns, and judge.
 
-    oracle: compute the fp64 reference; None does so up to `MAX_ORACLE_PARAMETERS`. attention: transformers'
-    implementation for the eager side, None for the one the model came with.
+    - oracle: compute the fp64 reference; None does so up to `MAX_ORACLE_PARAMETERS`.
+    - attention: transformers' implementation for the eager side, None for the one the model came with.
+    - whole: the eager model, on the same device; None for the engine's own. An engine that is one of several ranks
+      holds only a part of its model.
     """
     attention = attention or engine.native_attention
-    run = _run_both(engine, prompts, num_tokens, rounds, attention)
+    model: nn.Module = engine.loaded.model if whole is None else whole
+    run = _run_both(engine, model, prompts, num_tokens, rounds, attention)
     verdict, skipped, references, rounding, fault = None, "", None, None, None
     if oracle or (oracle is None and engine.loaded.num_parameters <= MAX_ORACLE_PARAMETERS):
-        model, codes = engine.loaded.model, engine.cache_rounding
+        codes = engine.cache_rounding
         references = plain = fp64_logits(model, prompts, run.eager_tokens, attention)
         if codes is not None:
             references = fp64_logits(model, prompts, run.eager_tokens, attention, codes.caching)
@@ -94,7 +99,7 @@ def compare(
         if fault:
             skipped = "eager, which is the yardstick, is wrong on this device"
         else:
-            verdict, skipped = _judge(engine, run, plain, references, again)
+            verdict, skipped = _judge(engine, model, run, plain, references, again)
     else:
         skipped = f"no fp64 reference for {engine.loaded.num_parameters / 1e9:.1f} billion parameters unless asked for"
     mismatch, allowed = _mismatch(run.tokens, run.eager_tokens, run.logits, references)
@@ -128,9 +133,11 @@ class _Run:
     compiled_s: float
 
 
-def _run_both(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, rounds: int, attention: str) -> _Run:
+def _run_both(
+    engine: Engine, model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, rounds: int, attention: str
+) -> _Run:
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-    model, device = engine.loaded.model, engine.device
+    device = engine.device
     with implementation(model, attention):
         positions = counts_from_zero(model)
     eager_s, compiled_s = [], []
@@ -167,7 +174,12 @@ def _run_both(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int,
 
 
 def _judge(
-    engine: Engine, run: _Run, plain: list[Tensor], references: list[Tensor], again: Callable[[], list[Tensor]]
+    engine: Engine,
+    model: Any,
+    run: _Run,
+    plain: list[Tensor],
+    references: list[Tensor],
+    again: Callable[[], list[Tensor]],
 ) -> tuple[Verdict | None, str]:
     """Judge the logits that follow equal tokens; return None and the reason where that can't be done.
 
@@ -181,8 +193,8 @@ def _judge(
         for side in (run.logits, run.plain_logits, plain, references)
     )
     off = relative_difference(torch.cat(eager), torch.cat(exact))
-    if off <= function_bound(engine.loaded.model):
-        whole = widened(engine.loaded.model, run.plain_logits, plain, again)
+    if off <= function_bound(model):
+        whole = widened(model, run.plain_logits, plain, again)
         eager = [logits[:count] for logits, count in zip(whole, agreed, strict=True)]
         codes = engine.cache_rounding
         if codes is not None:

@@ -19,6 +19,7 @@ from core.engine.paged.groups import CacheNeeds
 from core.engine.paged.model import PagedModel
 from core.engine.paged.sizing import choose_size, no_room
 from core.engine.paged.tables import BlockTables
+from core.engine.parallel.agreement import agree
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError
 
@@ -50,6 +51,7 @@ class Room:
             max_step_tokens=max(each.max_step_tokens for each in models),
         )
         self._size = choose_size(self._needs, device, config, lambda: sum(each.step_bytes() for each in self._models))
+        agree("the cache", lambda: {"blocks of each group": list(self._size.num_blocks)})
         self.tables = BlockTables(
             [BlockPool(count) for count in self._size.num_blocks],
             [group.window for group in groups],

@@ -14,6 +14,8 @@ from core.device import Device
 from core.engine.inspect.attention import NotPageable
 from core.engine.models.loading import LoadedModel
 from core.engine.paged.runner import PagedRunner
+from core.engine.parallel.agreement import agree
+from core.engine.serve.agreeing import after_compiling, before_compiling
 from core.engine.serve.drafting import run_with_draft
 from core.engine.static.runner import StaticRunner
 from core.engine.steps.drafts import Drafter, OwnText
@@ -40,7 +42,8 @@ def make_runner(
     and what drafts for it, by the draft model where there is one.
 
     Raises `UsageError` for a model that an open engine serves, and where a model can't have the paged cache and the
-    configuration asks for what that alone has. sleeper: moves weights and cache before they are captured.
+    configuration asks for what that alone has, or ranks differ in what they compile. sleeper: moves weights and cache
+    before they are captured.
     """
     models = [each.model for each in (loaded, draft) if each is not None]
     taken = next((model for model in models if model in SERVED), None)
@@ -51,8 +54,10 @@ def make_runner(
             remedy="close that one first, or load the model once more",
         )
     with torch.inference_mode(False):  # inference mode would forbid later writes to the cache
+        agree("what to compile", lambda: before_compiling(loaded, device, config, max_model_len=max_model_len))
         how: Any = {"max_model_len": max_model_len, "progress": progress}
         made = _make(loaded, draft, device, config, sleeper, how)
+        agree("what was compiled", lambda: after_compiling(made[0].report()))
     SERVED.update(models)
     return made
 

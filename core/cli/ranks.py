@@ -1,0 +1,112 @@
+"""`--tp`: a command on several ranks. This process starts them and reports; in each of them the command runs again."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from core.engine.parallel.rank import (
+    end_with_launcher,
+    finish,
+    is_launched,
+    num_ranks,
+    own_rank,
+    report,
+)
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from core.engine.models.loading import LoadedModel
+    from core.engine.parallel.rank import Rank
+
+TP: Any = typer.Option(
+    None, "--tp", min=1, help="Processes that share the model, each with a part of it (docs/tensor_parallel.md)."
+)
+TP_TIMEOUT: Any = typer.Option(
+    300.0, "--tp-timeout", min=1, help="With several processes: seconds that each waits for the others."
+)
+"""Defaults of a subcommand's parameters `tp` and `tp_timeout`."""
+
+COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
+"""The arguments of the command that runs, without the program's name."""
+
+
+def run_on_ranks(
+    tp: int | None, timeout_s: float, *, draft_model: Path | str | None = None, drain_timeout_s: float | None = None
+) -> int | None:
+    """Run the command on `tp` ranks of this machine and return its exit code; None where this process shall run it.
+
+    Raises the `CoreError` that names the rank that failed, and `UsageError` for what several ranks can't do.
+    """
+    size = num_ranks()
+    if size > 1 and tp not in (None, size):
+        found = f"a launcher has started this process as one of {size} ranks"
+        raise UsageError(f"--tp {tp}", found=found, remedy=f"leave --tp out, or start {tp} ranks")
+    wanted = max(size, tp or 1)
+    if wanted > 1 and draft_model is not None:
+        found = "a draft model can't be shared by several ranks yet"
+        raise UsageError(f"--draft-model with {wanted} ranks", found=found, remedy="leave --draft-model out")
+    if size > 1 or wanted == 1:
+        return None
+    from core.engine.parallel.launch import run_ranks
+
+    arguments = COMMAND_LINE.get()
+    asked = f"core {next((each for each in arguments if not each.startswith('-')), '')}".strip()
+    return run_ranks(arguments, wanted, asked=asked, timeout_s=timeout_s, drain_timeout_s=drain_timeout_s)
+
+
+def begin() -> None:
+    """Begin a command that a launcher may have started: it ends with its launcher, and rank 0 alone prints."""
+    if is_launched():
+        end_with_launcher()
+    if own_rank():
+        sys.stdout = open("/dev/null", "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+
+
+def end(code: int) -> int:
+    """Tell the launcher that the command is done, and return its exit code."""
+    if is_launched():
+        finish(code)
+    return code
+
+
+def told(error: Exception, *, debug: bool) -> bool:
+    """Tell the launcher an error, and return whether there is one: it prints, and knows what the other ranks say."""
+    if is_launched():
+        report(error)
+        if debug:
+            traceback.print_exception(error)
+    return is_launched()
+
+
+def shard(loaded: LoadedModel, rank: Rank) -> LoadedModel:
+    """Cut the model, in place, into the part of this rank; return it as it was where there is one rank."""
+    if rank.size > 1:
+        from core.engine.models.distributed import shard_model
+
+        shard_model(loaded.model)
+    return loaded
+
+
+def why_not_whole(loaded: LoadedModel, rank: Rank, oracle: bool | None) -> str:
+    """Return why rank 0 does not load the whole model to compare with it, "" where it does or is alone."""
+    from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
+
+    if rank.size == 1 or oracle or loaded.num_parameters <= MAX_ORACLE_PARAMETERS:
+        return ""
+    size = f"{loaded.num_parameters / 1e9:.1f} billion parameters"
+    return f"rank 0 would have to hold the whole model, of {size}; --oracle does so"
+
+
+def whole_of(load: Callable[..., LoadedModel], rank: Rank) -> LoadedModel | None:
+    """Load the whole model beside this rank's part; None where there is one rank. load: called with `rank`."""
+    from core.engine.parallel.rank import Rank
+
+    return None if rank.size == 1 else load(rank=Rank())

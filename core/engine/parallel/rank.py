@@ -1,0 +1,165 @@
+"""This process as one rank of a job: its place, its device, and what it tells whoever started it.
+
+What a rank tells stands in files beside the one that torch.distributed's launchers name in TORCHELASTIC_ERROR_FILE, so
+that it outlives the rank. Environment variables are torchrun's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from core.errors import CoreError, UsageError, error_json, notes_of, one_line
+
+if TYPE_CHECKING:
+    from core.device import Device
+
+LAUNCHED = "core.tp-"
+"""The id of a job that `launch.py` started begins so; the number of the starting process follows."""
+PHASES = ("start", "load", "capture", "serve")
+
+_RUN_ID, _ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
+_PR_SET_PDEATHSIG = 1
+_WAITED = re.compile(
+    r"waits in .* for rank \d+: (?!it called)|did not (?:come|join) within|gloo[/\\]|NCCL|HCCL"
+    r"|Connection (?:closed by peer|reset by peer|refused)|Broken pipe|Socket Timeout"
+    r"|Timed out waiting|wait timeout|Watchdog caught collective",
+)
+"""What collectives and stores say when another rank is lost or late: the fault is not this rank's."""
+
+
+def num_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes the job of this process has; 1 where no launcher started it."""
+    return int(environ.get("WORLD_SIZE", "1")) if _RUN_ID in environ else 1
+
+
+def own_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return this process's rank; 0 where no launcher started it."""
+    return int(environ.get("RANK", "0")) if _RUN_ID in environ else 0
+
+
+def is_launched() -> bool:
+    """Tell whether `launch.py` started this process, and reports for it."""
+    return os.environ.get(_RUN_ID, "").startswith(LAUNCHED)
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel to end this process with the one that started it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[_RUN_ID].removeprefix(LAUNCHED)):
+        os._exit(1)
+
+
+def note_phase(phase: str) -> None:
+    """Tell the launcher how far this rank has come: one of `PHASES`."""
+    assert phase in PHASES, phase
+    _write("phase", phase)
+
+
+def report(error: BaseException) -> None:
+    """Tell the launcher why this rank ends; only the first error counts."""
+    folder = _folder()
+    if folder is None or (folder / "outcome").exists():
+        return
+    if isinstance(error, CoreError):
+        fields: dict[str, Any] = error_json(error)
+    else:
+        text = f"{type(error).__name__}: {one_line(str(error))}"
+        fields = {"type": "CoreError", "asked": "", "found": text, "remedy": "", "notes": notes_of(error)}
+    _write("outcome", json.dumps({"error": fields, "waited": has_waited(error), "memory": _short(error)}))
+
+
+def finish(code: int) -> None:
+    """Tell the launcher that this rank's work is done, with the exit code of the command."""
+    folder = _folder()
+    if folder is not None and not (folder / "outcome").exists():
+        _write("outcome", json.dumps({"code": code}))
+
+
+def has_waited(error: BaseException | None) -> bool:
+    """Tell whether an error says that another rank is lost or late."""
+    while error is not None:
+        if _WAITED.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _short(error: BaseException | None) -> bool:
+    """Tell whether memory was short."""
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _folder() -> Path | None:
+    file = os.environ.get(_ERROR_FILE)
+    return Path(file).parent if file else None
+
+
+def _write(name: str, text: str) -> None:
+    folder = _folder()
+    if folder is None:
+        return
+    part = folder / f"{name}.part"
+    with suppress(OSError):  # the launcher has ended, or the disk is full; the rank itself goes on
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """This process among the ranks of its job."""
+
+    index: int = 0
+    size: int = 1
+    #: What was done about cores, as a phrase; "" where nothing was.
+    cores: str = ""
+    started_s: float = 0.0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.index == 0
+
+
+def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
+    """Open this rank's device and join the others of the job; one process alone opens the device that is named.
+
+    Each rank of a machine takes the device of its own number; on the processor each takes a part of the cores.
+    timeout_s: how long a rank waits for the others. Raises `UsageError` for a name with an index.
+    """
+    from core.host.selection import select_device
+
+    device = select_device(name)
+    if num_ranks() == 1:
+        return device, Rank()
+    from torch import distributed
+
+    from core.engine.models.distributed import initialize
+    from core.engine.parallel.cores import pin
+
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    done = ""
+    if ":" in name:
+        found = "each rank takes the device of its own number"
+        raise UsageError(f"--device {name} on {num_ranks()} ranks", found=found, remedy="leave the index out")
+    if cast("Any", device.torch_device).index is None:  # one device for all ranks computes on the machine's cores
+        done = pin(local, int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks()))))
+    elif local:
+        device = select_device(device.name.partition(":")[0], local)
+    backend = distributed.get_default_backend_for_device(device.torch_device)
+    place = initialize(backend, timeout_s=timeout_s)
+    return device, Rank(index=place.rank, size=place.size, cores=done, started_s=time.monotonic())
