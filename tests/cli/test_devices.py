@@ -123,7 +123,7 @@ def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_internal_error_is_one_line_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("some\ndefect")
 
     monkeypatch.setattr("core.host.probing.DeviceScan", fail)
