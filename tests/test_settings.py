@@ -10,6 +10,7 @@ from core.settings import Settings
 
 def test_an_empty_environment_gives_the_defaults() -> None:
     settings = Settings.from_environment({})
+    assert settings.accelerator_graphs == "recorded"
     assert settings == Settings(plugins=None, plugins_disabled=(), probe_timeout_s=5.0, warnings=())
 
 
@@ -50,3 +51,9 @@ def test_a_misspelt_variable_is_warned_about(misspelt: str, meant: str) -> None:
 
 def test_an_unrelated_variable_is_not_warned_about() -> None:
     assert Settings.from_environment({"CORE_DUMP_FOLDER": "x", "HOME": "y"}).warnings == ()
+
+
+def test_how_generic_devices_capture_is_one_of_two() -> None:
+    assert Settings.from_environment({"CORE_ACCELERATOR_GRAPHS": "torch"}).accelerator_graphs == "torch"
+    with pytest.raises(UsageError, match="not recorded or torch"):
+        Settings.from_environment({"CORE_ACCELERATOR_GRAPHS": "Torch"})

@@ -20,7 +20,7 @@ def offered_type() -> str:
 def knows(name: str) -> bool:
     """Return whether torch has a device type of that name, with or without support for it."""
     try:
-        return torch.device(name).type == name
+        return torch.device(name).index is None
     except RuntimeError:
         return False
 

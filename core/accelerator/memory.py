@@ -82,6 +82,16 @@ class AcceleratorMemory:
         return host_bytes, f"the device does not tell how much memory it has ({self.untold}): the host's is taken"
 
 
+_ACCOUNTS: dict[torch.device, AcceleratorMemory] = {}
+
+
+def memory_of(device: torch.device) -> AcceleratorMemory:
+    """Return the one account of a device in this process, which all who open it share."""
+    if device not in _ACCOUNTS:
+        _ACCOUNTS[device] = AcceleratorMemory(device)
+    return _ACCOUNTS[device]
+
+
 def _problem(read: Callable[[], object]) -> str:
     """Return why a counter can't be read, "" where it can."""
     try:

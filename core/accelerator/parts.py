@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from core.accelerator import asked
-from core.accelerator.memory import AcceleratorMemory
+from core.accelerator.memory import memory_of
 from core.common.graphs.streams import capture_lock
 from core.device import Capabilities, DeviceParts, Mode
 from core.errors import DeviceUnavailableError, one_line
@@ -21,16 +20,8 @@ RECORDED_MODES: tuple[Mode, ...] = ("full", "piecewise", "segmented")
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """An opened accelerator: what `core_open_device` returns, and the account that its graph backend needs."""
-
-    parts: DeviceParts
-    memory: AcceleratorMemory
-
-
-def open_accelerator(device_type: str, index: int = 0, *, modes: tuple[Mode, ...] = RECORDED_MODES) -> Opened:
-    """Open a device of the type of accelerator that torch drives.
+def open_accelerator(device_type: str, index: int = 0, *, modes: tuple[Mode, ...] = RECORDED_MODES) -> DeviceParts:
+    """Open a device of the type of accelerator that torch drives; what was tried and failed is in `capabilities.extra`.
 
     Raises `DeviceUnavailableError` where torch has no support for that type, finds no device of it or too few, or can't
     compute there.
@@ -40,7 +31,7 @@ def open_accelerator(device_type: str, index: int = 0, *, modes: tuple[Mode, ...
     refuse_absent(device_type, index)
     device = torch.device(device_type, index)
     dtypes = _working_dtypes(device)
-    memory = AcceleratorMemory(device)
+    memory = memory_of(device)
     streamless = _problem(lambda: _try_stream(device))
     eventless = _problem(lambda: _wait_for_event(device)())
     limits = {"memory": memory.uncounted, "total_memory": memory.untold, "streams": streamless, "events": eventless}
@@ -51,7 +42,7 @@ def open_accelerator(device_type: str, index: int = 0, *, modes: tuple[Mode, ...
         fp64=torch.float64 in dtypes,
         extra={"generic": True, **{f"no {name}": reason for name, reason in limits.items() if reason}},
     )
-    parts = DeviceParts(
+    return DeviceParts(
         torch_device=device,
         capabilities=capabilities,
         memory=memory.read,
@@ -61,7 +52,6 @@ def open_accelerator(device_type: str, index: int = 0, *, modes: tuple[Mode, ...
         side_stream=nullcontext if streamless else partial(_side_stream, device),
         record=None if eventless else partial(_wait_for_event, device),
     )
-    return Opened(parts=parts, memory=memory)
 
 
 def refuse_absent(device_type: str, index: int = 0) -> None:

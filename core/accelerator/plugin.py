@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from core.accelerator.memory import AcceleratorMemory
+from core.accelerator.memory import memory_of
 from core.accelerator.parts import open_accelerator
 from core.common.conformance import ConformanceProfile
 from core.common.graphs.accelerator import AcceleratorGraphs, find_fault
@@ -23,23 +21,19 @@ from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core.settings import Settings
 
-_MEMORY: dict[torch.device, AcceleratorMemory] = {}
-"""The account of each opened device, which its graph backends share."""
-
 
 @hookimpl
 def core_open_device(context: OpenContext) -> DeviceParts:
     """Open the accelerator that torch drives; with CORE_ACCELERATOR_GRAPHS=torch, only if its graphs replay."""
-    opened = open_accelerator(context.plugin.device, context.index)
-    device = opened.parts.torch_device
-    _MEMORY[device] = opened.memory
+    parts = open_accelerator(context.plugin.device, context.index)
+    device = parts.torch_device
     if _torch_graphs() and (fault := find_fault(device)):
         raise DeviceUnavailableError(
             f"device {str(device)!r} with CORE_ACCELERATOR_GRAPHS='torch'",
             found=f"torch.accelerator.Graph can't be used there: {fault}",
             remedy="unset CORE_ACCELERATOR_GRAPHS: graphs are then recorded, which needs nothing of the device",
         )
-    return opened.parts
+    return parts
 
 
 @hookimpl
@@ -54,13 +48,13 @@ def core_graph_backend(context: DeviceContext) -> GraphBackendFactory:
     device = context.parts.torch_device
     if _torch_graphs():
         return lambda: StreamGraphBackend(AcceleratorGraphs(device))
-    return partial(RecordedBackend, device, _MEMORY[device].hold)
+    return partial(RecordedBackend, device, memory_of(device).hold)
 
 
 @hookimpl
 def core_conformance(context: DeviceContext) -> ConformanceProfile:
     """Declare what torch can't tell of the device."""
-    uncounted = _MEMORY[context.parts.torch_device].uncounted
+    uncounted = memory_of(context.parts.torch_device).uncounted
     if not uncounted:
         return ConformanceProfile()
     return ConformanceProfile(not_supported={"host/memory": f"torch counts no memory of this device: {uncounted}"})

@@ -10,19 +10,27 @@ from core.cli.output import print_json
 
 
 def new_plugin(
-    name: str = typer.Argument(help="Device name: what users will write after --device."),
+    name: str = typer.Argument("", help="Device name: what users will write after --device.", show_default=False),
+    torch_device: str = typer.Option(
+        "", help="Start from torch's accelerator of this type, not from a simulation; NAME may be left out then."
+    ),
     into: Path | None = typer.Option(None, help="New or empty folder; default: ./NAME-device."),
     vendor: str = typer.Option("", help="Who makes the device, for metadata and README; default: from NAME."),
     package: str = typer.Option("", help="Import package; default: core_NAME."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON (core.new-plugin/1)."),
 ) -> None:
-    """Write a complete device plugin for a simulated device, to be replaced part by part."""
+    """Write a complete device plugin, for a simulated device or one that torch drives, to be replaced part by part."""
+    from core.errors import UsageError
     from core.host.discovery import discover
     from core.scaffold.names import choose_names
     from core.scaffold.writing import render, write
     from core.settings import Settings
 
-    names = choose_names(name, discover(Settings.from_environment()), package=package, vendor=vendor)
+    if not (name or torch_device):
+        raise UsageError("a new plugin", found="no name for its device", remedy="give NAME, or --torch-device TYPE")
+    installed = discover(Settings.from_environment())
+    device = name or torch_device
+    names = choose_names(device, installed, package=package, vendor=vendor, torch_device=torch_device)
     target = (Path(names.distribution) if into is None else into).absolute()
     files = render(names)
     write(files, target)

@@ -40,12 +40,17 @@ class Names:
     #: The range of `core` versions that the package accepts.
     requires_core: str
     core_version: str = __version__
+    #: The type of torch's accelerator that the plugin opens; "" for a simulation on the processor.
+    torch_device: str = ""
 
 
-def choose_names(device: str, installed: Discovery, *, package: str = "", vendor: str = "") -> Names:
+def choose_names(
+    device: str, installed: Discovery, *, package: str = "", vendor: str = "", torch_device: str = ""
+) -> Names:
     """Return all names for a device name; raise `UsageError` for one that cannot be used, or is taken here.
 
-    package, vendor: where not given, made from the device name.
+    - package, vendor: where not given, made from the device name.
+    - torch_device: a type of torch's accelerator, to start from; whether torch has it here is not asked.
     """
     _check_device(device, installed)
     words = [word for word in re.split(r"[-_]+", device) if word]
@@ -59,7 +64,14 @@ def choose_names(device: str, installed: Discovery, *, package: str = "", vendor
         title=title,
         vendor=vendor.strip() or title,
         requires_core=range_of(__version__),
+        torch_device=torch_device,
     )
+    if torch_device and not torch_device.isidentifier():
+        raise UsageError(
+            f"--torch-device {torch_device!r}",
+            found="not a device type of torch, which is a word of letters, digits and '_'",
+            remedy="name a type without an index, as torch.accelerator.current_accelerator() prints it",
+        )
     _check_package(names.package)
     _check_distribution(names.distribution)
     if not _VENDOR.fullmatch(names.vendor) or not names.vendor.isprintable() or len(names.vendor) > MAX_VENDOR:

@@ -35,6 +35,19 @@ FILES: Mapping[str, str] = {
 }
 """Template (templates/NAME.jinja) -> where its text goes, relative to the new folder."""
 
+_OF_THE_SIMULATION = (
+    "package/plugin.py",
+    "package/probe.py",
+    "package/memory.py",
+    "package/graphs.py",
+    "tests/test_probe.py",
+)
+FILES_ON_TORCH: Mapping[str, str] = {
+    **{name: path for name, path in FILES.items() if name not in _OF_THE_SIMULATION},
+    "package/plugin_of_torch.py": "{package}/plugin.py",
+}
+"""The same for a plugin that starts from an accelerator that torch drives: `core.accelerator` has what is left out."""
+
 
 def render(names: Names) -> dict[str, str]:
     """Return the text of each file by its path; a name that a template uses and `Names` lacks is an error."""
@@ -46,7 +59,7 @@ def render(names: Names) -> dict[str, str]:
     fields = asdict(names)
     return {
         path.format(package=names.package): environment.get_template(f"{name}.jinja").render(fields)
-        for name, path in FILES.items()
+        for name, path in (FILES_ON_TORCH if names.torch_device else FILES).items()
     }
 
 

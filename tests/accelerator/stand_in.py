@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from core.accelerator import memory
+
 
 @dataclass
 class Accelerator:
@@ -65,6 +67,8 @@ class Accelerator:
 def install(monkeypatch: pytest.MonkeyPatch, *, only: tuple[str, ...] = (), **answers: Any) -> Accelerator:
     """Put a stand-in in the place of `torch.accelerator`'s functions, or only of those named."""
     stand_in = Accelerator(**answers)
+    if not only:
+        monkeypatch.setattr(memory, "_ACCOUNTS", {})
     for name in only or dir(Accelerator):
         if not name.startswith("_") and callable(getattr(stand_in, name)):
             monkeypatch.setattr(torch.accelerator, name, getattr(stand_in, name), raising=False)

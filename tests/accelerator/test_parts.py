@@ -25,7 +25,7 @@ class Owner:
 
 def test_it_opens_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = install(monkeypatch)
-    opened = open_accelerator("cpu", 1).parts
+    opened = open_accelerator("cpu", 1)
     abilities = opened.capabilities
     assert opened.torch_device == torch.device("cpu", 1)
     assert abilities.dtypes == {torch.float32, torch.bfloat16, torch.float16, torch.float64} and abilities.fp64
@@ -40,7 +40,7 @@ def test_it_opens_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_streams_and_events_that_fail_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    opened = open_accelerator("cpu").parts
+    opened = open_accelerator("cpu")
     assert opened.capabilities.extra["no streams"] == opened.capabilities.extra["no events"] == "no streams here"
     assert opened.record is None
     with opened.side_stream():
@@ -76,7 +76,7 @@ def test_streams_and_events_of_the_device_are_ordered_with_the_callers(monkeypat
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream("caller"))
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch, "Event", Event)
-    opened = open_accelerator("cpu").parts
+    opened = open_accelerator("cpu")
     assert opened.record is not None
     log.clear()
     with pytest.raises(ZeroDivisionError), opened.side_stream():
@@ -101,7 +101,7 @@ def test_a_dtype_that_computes_wrongly_is_left_out(monkeypatch: pytest.MonkeyPat
         compute(device, dtype)
 
     monkeypatch.setattr(parts, "_compute", planted)
-    abilities = open_accelerator("cpu").parts.capabilities
+    abilities = open_accelerator("cpu").capabilities
     assert wrong not in abilities.dtypes and len(abilities.dtypes) == 3
     assert abilities.fp64 is (wrong != torch.float64)
 
@@ -144,7 +144,7 @@ def test_a_device_that_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_total_that_is_not_told_is_the_hosts_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, total_bytes=None)
-    opened = open_accelerator("cpu").parts
+    opened = open_accelerator("cpu")
     memory = opened.memory()
     assert (memory.used_bytes, memory.peak_bytes, memory.held_bytes) == (64, 128, 256)
     assert memory.total_bytes > 1 << 28

@@ -13,6 +13,7 @@ from tests.house.rules import ROOT, Files, Rule, imports, modules, proofs, sourc
 COMMON_MAY_IMPORT = ("core.common", "core.errors", "core.probe", "core.capabilities", "core._version")
 """What core/common may import of core, `if TYPE_CHECKING` or not."""
 PLUGINS_MAY_IMPORT = (
+    "core.accelerator",
     "core.capabilities",
     "core.common.conformance",
     "core.common.fakes",

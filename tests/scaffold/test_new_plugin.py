@@ -17,7 +17,7 @@ from core.errors import UsageError
 from core.hookspecs import CoreSpec
 from core.host.discovery import discover
 from core.scaffold.names import MAX_NAME, MAX_PACKAGE, MAX_VENDOR, Names, choose_names, range_of
-from core.scaffold.writing import FILES, render, write
+from core.scaffold.writing import FILES, FILES_ON_TORCH, render, write
 from core.settings import Settings
 from core_conformance.rules.expectations import Expectations
 from tests.conftest import InstallVendor
@@ -105,7 +105,9 @@ def test_the_range_of_core_is_that_of_compatible_versions() -> None:
 
 
 def test_every_template_is_written_and_nothing_is_left_open() -> None:
-    assert {path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*.*")} == {f"{n}.jinja" for n in FILES}
+    assert {path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*.*")} == {
+        f"{name}.jinja" for name in (*FILES, *FILES_ON_TORCH)
+    }
     files = render(names("Wave-2", vendor="Wave Computing"))
     assert len(files) == len(FILES)
     for path, text in files.items():
@@ -255,3 +257,35 @@ def test_neither_torch_nor_a_plugin_is_imported(tmp_path: Path) -> None:
     code = f"import sys; from core.cli import main; main(['new-plugin', 'wave', '--into', {str(tmp_path / 'new')!r}]); "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'core_cpu')))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_plugin_may_start_from_an_accelerator_of_torch(tmp_path: Path) -> None:
+    assert main(["new-plugin", "--into", str(tmp_path / "none")]) == 2
+    assert main(["new-plugin", "--torch-device", "wave", "--into", str(tmp_path / "same")]) == 0
+    assert main(["new-plugin", "Wave-2", "--torch-device", "wave", "--into", str(tmp_path / "other")]) == 0
+    for folder, device in (("same", "wave"), ("other", "Wave-2")):
+        made = tmp_path / folder
+        project = tomllib.loads((made / "pyproject.toml").read_text())["project"]
+        assert (
+            list(project["entry-points"]["core.plugins"]) == [device] and "core.probes" not in project["entry-points"]
+        )
+        (plugin,) = made.glob("core_*/plugin.py")
+        text = plugin.read_text()
+        assert 'open_accelerator("wave", context.index)' in text
+        hooks = [name for name in vars(CoreSpec) if name.startswith("core_")]
+        assert all(f"def {hook}(" in text for hook in hooks)
+        assert not [
+            path for path in made.rglob("*") if path.name in ("probe.py", "memory.py", "graphs.py", "test_probe.py")
+        ]
+        for path in made.rglob("*.*"):
+            assert path.is_dir() or ("{%" not in path.read_text() and "simulat" not in path.read_text()), path
+        for arguments in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+            command = [sys.executable, "-m", "ruff", *arguments]
+            done = subprocess.run(command, cwd=made, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("device", "phrase"), [("wave:1", "a word of letters"), ("my wave", "a word of letters")])
+def test_a_torch_device_that_is_no_type_is_refused(device: str, phrase: str) -> None:
+    with refused(UsageError, phrase):
+        names("wave", torch_device=device)
