@@ -30,7 +30,12 @@ IPEX_VENV ?= .venv-ipex
 IPEX_BIN := $(abspath $(IPEX_VENV))/bin
 IPEX_STAMP := $(IPEX_VENV)/.installed
 
-.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install reports test-gpu test-npu-sim test-triton36 test-ipex clean
+# The site's generator and what it brings, which nothing else needs; it stands on $(VENV).
+DOCS_VENV ?= .venv-docs
+DOCS_BIN := $(abspath $(DOCS_VENV))/bin
+DOCS_STAMP := $(DOCS_VENV)/.installed
+
+.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs reports test-gpu test-npu-sim test-triton36 test-ipex clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +49,7 @@ help:
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make check-install  install every extra from public wheels, on each tested Python that is here (tens of minutes;"
 	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; .ci/run calls it when the requirements changed)"
+	@echo "make docs      the site of the documentation, in build/site; a warning or a broken link is an error"
 	@echo "make reports   the reports below docs/ that this machine can write: conformance, planted faults, coverage,"
 	@echo "               architectures (hours; ARGS=cpu writes one; ARGS=--pages renders conformance's pages, running nothing)"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
@@ -51,7 +57,7 @@ help:
 	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
 	@echo "make test-triton36  the tests of the CUDA kernels with Triton 3.6, in Triton's interpreter"
 	@echo "make test-ipex  the tests marked ipex: intel-extension-for-pytorch and torch 2.8 (7 GB the first time)"
-	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), caches and build results"
+	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), $(DOCS_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ ! -x "$(BIN)/python" ]; then python="$$(sh tools/choose_python.sh "$(NAMED)")" || exit 1; \
@@ -150,6 +156,18 @@ test-npu-sim: $(NPU_STAMP)
 	@OMP_NUM_THREADS=1 "$(NPU_BIN)/python" plugins/npu/simulator/launch.py -- "$(NPU_BIN)/python" -m pytest -m npu_sim \
 		--numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 --dist loadfile $(NPU_TESTS) $(ARGS)
 
+$(DOCS_STAMP): $(STAMP) requirements-docs.txt
+	@echo "== installing mkdocs and its theme into $(DOCS_VENV), which stands on $(VENV)"
+	$(call stand_on_venv,$(DOCS_VENV))
+	@"$(DOCS_BIN)/python" -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --requirement requirements-docs.txt
+	@touch "$@"
+
+# Its theme warns of a later mkdocs, which the pins keep out.
+docs: $(DOCS_STAMP)
+	@echo "== mkdocs build --strict, into build/site"
+	@NO_MKDOCS_2_WARNING=1 "$(DOCS_BIN)/python" -m mkdocs build --strict --quiet
+
 $(IPEX_STAMP): pyproject.toml
 	@echo "== installing core[ipex,conformance] into $(IPEX_VENV), with a torch of its own: 7 GB"
 	@python="$$(sh tools/choose_python.sh "$(NAMED)")" && "$$python" -m venv "$(IPEX_VENV)"
@@ -164,7 +182,7 @@ test-ipex: $(IPEX_STAMP)
 		--deselect tests/compilation/test_program.py::test_the_report_counts_traces_and_captures $(ARGS)
 
 clean:
-	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), caches and build results"
-	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), $(DOCS_VENV), caches and build results"
+	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" "$(DOCS_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

@@ -39,5 +39,5 @@ def cell(text: str, limit: int = 400) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text with what Markdown's tables and HTML take for marks escaped."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """Return text with what Markdown's tables, links and HTML take for marks escaped."""
+    return text.replace("|", "\\|").replace("](", "]\\(").replace("<", "&lt;")

@@ -29,7 +29,8 @@ from tests.dynamo_backend import with_backend
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/passes.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
+PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))]
+TUTORIALS = [path.relative_to(ROOT / "docs").as_posix()[:-3] for path in sorted(ROOT.glob("docs/tutorials/*.md"))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,8 @@ def blocks(text: str) -> Iterator[Block]:
         start = None
 
 
-COMMANDS_SHOWN = [block for text in (PAGE, README) for block in blocks(text) if block.kind == "console"]
+SHOWING = [PAGE, README, *((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in TUTORIALS)]
+COMMANDS_SHOWN = [block for text in SHOWING for block in blocks(text) if block.kind == "console"]
 
 
 def matches(shown: str, printed: str) -> bool:
@@ -80,14 +82,14 @@ def run(block: Block, names: dict[str, Any], page: str = "docs/passes.md") -> st
     return printed.getvalue()
 
 
-def run_all(chosen: list[Block], names: dict[str, Any]) -> None:
+def run_all(chosen: list[Block], names: dict[str, Any], page: str = "docs/passes.md") -> None:
     """Run the Python among the blocks and compare what each prints with the text that is shown after it."""
     for block, after in zip(chosen, [*chosen[1:], None], strict=True):
         if block.kind == "python":
-            printed = run(block, names)
+            printed = run(block, names, page)
             shown = after.text if after is not None and after.kind == "text" else ""
             if not matches(shown, printed):
-                pytest.fail(f"docs/passes.md, line {block.line}, prints:\n{printed}")
+                pytest.fail(f"{page}, line {block.line}, prints:\n{printed}")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,27 @@ def test_each_program_of_a_page_runs(
     printed = run(block, vars(module), f"docs/{page}.md")
     if shown is not None and not matches(shown, printed):
         pytest.fail(f"docs/{page}.md, line {block.line}, prints:\n{printed}")
+
+
+def code(page: str) -> list[Block]:
+    """Return the Python of a page and what is shown of its output."""
+    found = with_output((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
+    return [block for block in found if block.kind in ("python", "text")]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if any(block.slow for block in code(page)) else ())
+        for page in TUTORIALS
+        if code(page)
+    ],
+)
+def test_each_tutorial_runs_from_start_to_end(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType(f"docs_{page.replace('/', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    run_all(code(page), vars(module), f"docs/{page}.md")
 
 
 @pytest.mark.slow
