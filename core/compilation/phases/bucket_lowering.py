@@ -64,7 +64,7 @@ class BucketLowering:
         begin = self._device.lowerings.begins.get(self._name)
         if begin is not None and key not in self._begun and not graph.breaks:
             with self._explained(key):
-                self._begun[key] = UnderWay(begin(self._lowering_request(graph, key, values)))
+                self._begun[key] = UnderWay(begin(self._lowering_request(graph, key, values, lazy=True)))
 
     def abandon(self) -> None:
         """End the compilers of all that was begun and not asked for."""
@@ -107,12 +107,16 @@ class BucketLowering:
             return lower_pieces(copy, values, self._stages.pieces)
         return self._lowering(self._lowering_request(graph, key, values))
 
-    def _lowering_request(self, graph: CachedGraph, key: GraphKey, values: tuple[Any, ...]) -> LoweringRequest:
+    def _lowering_request(
+        self, graph: CachedGraph, key: GraphKey, values: tuple[Any, ...], *, lazy: bool = False
+    ) -> LoweringRequest:
+        """Return a request with a copy of the graph. lazy: its Python is written if it is called; a compiler that
+        finds its work done reads the nodes alone."""
         chosen = _chosen(key, graph.report.measured)
-        copy = copy_graph(graph.traced.module)
+        copy = copy_graph(graph.traced.module, lazy=lazy)
         self._place(copy, chosen)
         # Files are kept by the graph as it is now: the lowering changes its own copy.
-        kept = self._artifacts(copy_graph(copy) if chosen else graph.traced.module, values)
+        kept = self._artifacts(copy_graph(copy, lazy=True) if chosen else graph.traced.module, values)
         note = self._stages.account.note
         return LoweringRequest(graph=copy, example_inputs=values, artifacts=kept, note=note)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from core import InputSpec, Program
 from core.common.graphs.backend import CallBackend
@@ -60,6 +60,26 @@ class Compiler:
 def two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pipeline, "_NUM_AHEAD", 2)
     yield
+
+
+def test_a_graph_that_is_begun_is_written_as_python_once_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written, given = fx.Graph.python_code, list[fx.Graph](), list[fx.Graph]()
+
+    def noted(graph: fx.Graph, *arguments: Any, **options: Any) -> Any:
+        written.append(graph)
+        return write(graph, *arguments, **options)
+
+    class Reader(Compiler):
+        def begin(self, request: LoweringRequest) -> Steps[FlatCallable]:
+            request.graph.recompile()  # as after each change
+            given.append(request.graph.graph)
+            assert not any(graph is given[0] for graph in written)
+            return (yield from super().begin(request))
+
+    monkeypatch.setattr(fx.Graph, "python_code", noted)
+    program = Reader().start([3])
+    assert torch.equal(program(x=X), model(X))
+    assert sum(graph is given[0] for graph in written) == 1
 
 
 @pytest.mark.usefixtures("two_at_a_time")
