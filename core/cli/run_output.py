@@ -30,6 +30,7 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
         ("chosen", engine.device.reason),
         *([] if rank.size == 1 else [("ranks", ", ".join(filter(None, (str(rank.size), rank.cores))))]),
         ("model", f"{type(loaded.model).__name__}, {loaded.num_parameters / 1e6:.1f} M parameters, {loaded.dtype}"),
+        *([] if loaded.weights_read is None else [("read by rank 0", str(loaded.weights_read))]),
         *([] if quantized is None else [("quantised", quantized.summary())]),
         ("cache", f"{engine.route}: {engine.route_reason}"),
         ("programs", f"{modes}; {made}"),
@@ -135,7 +136,11 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             "reason": engine.device.reason,
         },
         torch=torch.__version__,
-        ranks={"size": rank.size, "cores": rank.cores},
+        ranks={
+            "size": rank.size,
+            "cores": rank.cores,
+            "weights_read": None if loaded.weights_read is None else asdict(loaded.weights_read),
+        },
         model={
             "class": type(loaded.model).__name__,
             "path": str(loaded.path),

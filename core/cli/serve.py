@@ -26,7 +26,7 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import status
-from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks
 from core.common.collector import paused
 from core.errors import UsageError
 
@@ -195,7 +195,8 @@ def _engine(
     device.parts.prepare()
     kind = parse_dtype(dtype, device)
     with status("loading", quiet=False) as say:
-        loaded = shard(load_model(model or embedded_model(), torch_device=device.torch_device, dtype=kind), rank)
+        where: dict[str, Any] = {"torch_device": device.torch_device, "sharded": rank.size > 1}
+        loaded = load_model(model or embedded_model(), dtype=kind, **where)
         if scheme is not None:
             say("quantising")
             loaded = scheme.apply(loaded)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from core.common.ops.collective.collectives import group_size, local_shard
+from core.common.ops.collective.collectives import group_size, local_shard, shared_group
 from core.errors import UsageError
 
-__all__ = ["Processes", "initialize", "shard_model"]
+__all__ = ["Processes", "cut_parameters", "initialize", "plan_of", "shard_model"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +76,7 @@ def shard_model(model: nn.Module, plan: Mapping[str, str] | None = None, *, grou
     `nn.Linear`, or sizes that the number of processes does not divide; the model is unchanged then.
     """
     asked = f"sharding {type(model).__name__} for tensor parallelism"
-    plan = getattr(model, "tp_plan", None) if plan is None else plan
-    if not plan:
-        raise UsageError(
-            asked, found="it has no plan of its own", remedy="pass one: {'layers.*.up_proj': 'colwise', …}"
-        )
+    plan = plan_of(model) if plan is None else plan
     num_processes = group_size(group)
     todo = [
         (module, f"{name} ({style})", _STYLES[style])
@@ -98,6 +94,36 @@ def shard_model(model: nn.Module, plan: Mapping[str, str] | None = None, *, grou
             if style is not None:
                 style.apply(module, group)
     return model
+
+
+def plan_of(model: nn.Module) -> Mapping[str, str]:
+    """Return transformers' own plan for a model; raise `UsageError` where it has none."""
+    plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
+    if not plan:
+        raise UsageError(
+            f"sharding {type(model).__name__} for tensor parallelism",
+            found="it has no plan of its own",
+            remedy="pass one: {'layers.*.up_proj': 'colwise', …}",
+        )
+    return plan
+
+
+def cut_parameters(model: nn.Module, plan: Mapping[str, str]) -> dict[str, int | None]:
+    """Return which parameters `shard_model` cuts, by name, with the dimension; None for those of rank 0 alone.
+
+    Raises `UsageError` as it does for unknown styles and names.
+    """
+    asked = f"sharding {type(model).__name__} for tensor parallelism"
+    found: dict[str, int | None] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    for pattern, kind in plan.items():
+        style = _STYLES.get(kind)
+        for _, module in _named(asked, model, pattern, kind):
+            for each, _ in module.named_parameters(recurse=False) if style is not None else ():
+                assert style is not None
+                dim = style.dim if each == "weight" else (0 if style.dim == 0 else None)
+                found[f"{names[id(module)]}.{each}"] = dim
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +153,12 @@ def _part(tensor: Any, group: str, dim: int) -> nn.Parameter:
 
 def _on_first(bias: nn.Parameter, group: str) -> nn.Parameter:
     """Return the bias that a process adds before the sum: all of it on the first process, none elsewhere."""
-    ranks = local_shard(torch.arange(group_size(group)), group)
-    return bias if int(ranks) == 0 else nn.Parameter(torch.zeros_like(bias), requires_grad=bias.requires_grad)
+    found = shared_group(group)
+    return (
+        bias
+        if found is None or found.rank() == 0
+        else nn.Parameter(torch.zeros_like(bias), requires_grad=bias.requires_grad)
+    )
 
 
 def _reduced(result: Tensor, group: str) -> Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from core.engine.models.architecture import (
 )
 from core.engine.models.bounds import check_checkpoint_size, check_finite, check_memory
 from core.engine.models.checkpoint import Progress, asked_for, inspect_checkpoint, read_json
+from core.engine.models.distributed import shard_model
 from core.engine.models.hf import driven, import_transformers
+from core.engine.models.part import PartReader, WeightsRead
 from core.engine.models.quantized import QuantizedCheckpoint
 from core.engine.models.reading import (
     described,
@@ -68,6 +70,8 @@ class LoadedModel:
     #: Warnings of the loading, one line each.
     warnings: tuple[str, ...] = ()
     tokenizer_error: ModelError | None = field(default=None, repr=False)
+    #: What this process read of the weight files of a sharded model; None for a whole one.
+    weights_read: WeightsRead | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -87,14 +91,20 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | Path, *, torch_device: torch.device, dtype: torch.dtype | None = None, progress: Progress | None = None
+    path: str | Path,
+    *,
+    torch_device: torch.device,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    sharded: bool = False,
 ) -> LoadedModel:
     """Load a causal language model from a local folder onto `torch_device`.
 
     dtype: of the weights; None means what the configuration states, else fp32. progress is called with a stage, done
     and total: "check files" counts files, "load weights" tensors, "move to device" 0 and 1 of 1 (left out where the
-    weights are in place). The weights pass through host memory. Raises ModelError for a folder that cannot be used and
-    UsageError for a dtype that is not floating.
+    weights are in place). The weights pass through host memory. sharded: cut the model among the processes of the
+    default group as `shard_model` does, and read this process's part alone where the files allow it. Raises ModelError
+    for a folder that cannot be used and UsageError for a dtype that is not floating, and as `shard_model` does.
     """
     _check_dtype(dtype)
     import_transformers()  # the import of the library is no part of the load time
@@ -109,14 +119,20 @@ def load_model(
         dtype = dtype or config_dtype(config)
         encoded = bool(checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"))
         check_checkpoint_size(asked, config, checkpoint.contents, quantized=encoded)
-        stated = stated_config(checkpoint.config)
+        stated, part = stated_config(checkpoint.config), None
         if stated is None:
-            read = partial(read_folder, checkpoint.path, config, dtype)
+            read: Callable[..., Any] = partial(read_folder, checkpoint.path, config, dtype)
+            if sharded:
+                files = checkpoint.weight_files
+                part = PartReader(path=checkpoint.path, files=files, config=config, dtype=dtype, read_whole=read)
+                read = part
             model, unexpected = read_weights(asked, read, logged, other_format(checkpoint.config))
         else:
             quantized = QuantizedCheckpoint(asked, checkpoint, stated, config, dtype)
             model, unexpected = read_weights(asked, quantized.load, logged)
             warnings += quantized.warnings
+            if sharded:
+                shard_model(model)
         tokenizer, tokenizer_error = load_tokenizer(checkpoint)
     refuse_codes(asked, unexpected)
     check_finite(asked, model)
@@ -125,7 +141,7 @@ def load_model(
         warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {few(unexpected)}")
     if tokenizer_error is not None:
         warnings.append(f"no tokenizer: {tokenizer_error.found}")
-    return loaded_model(
+    loaded = loaded_model(
         model,
         dtype=dtype,
         path=checkpoint.path,
@@ -135,6 +151,7 @@ def load_model(
         warnings=warnings,
         load_time_s=time.perf_counter() - start_s,
     )
+    return loaded if part is None else replace(loaded, num_parameters=part.num_parameters, weights_read=part.read)
 
 
 def build_model(

@@ -1,0 +1,196 @@
+"""Reads only this process's part of a model's weights: what `shard_model` would cut is cut while it is read.
+
+transformers builds the model without memory, and copies each tensor of the files into it. Here the model is sharded in
+between, and the files give the parts that then fit. All else (names, dtypes, tied weights, buffers) stays its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from core.common.ops.collective.collectives import shared_group
+from core.engine.models.distributed import cut_parameters, plan_of, shard_model
+from core.engine.models.hf import import_transformers
+from core.quantization.layers import num_weights
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsRead:
+    """What a process read of a model's weight files."""
+
+    #: Bytes of tensors that were read.
+    num_bytes: int = 0
+    #: Bytes of all tensors of the files.
+    total_bytes: int = 0
+    #: Why all were read although the model is sharded; "" where only a part was.
+    whole: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.num_bytes / 2**20:.1f} of {self.total_bytes / 2**20:.1f} MiB"
+        return f"{text}: {self.whole}" if self.whole else text
+
+
+@dataclass(kw_only=True, slots=True)
+class PartReader:
+    """Reads a sharded model; call it as `read_folder`'s result is called."""
+
+    path: Path
+    files: tuple[Path, ...]
+    config: Any
+    dtype: torch.dtype
+    #: Called with options as `read_folder`, for a model that can't be read in parts.
+    read_whole: Callable[..., Any]
+    read: WeightsRead = field(default_factory=WeightsRead)
+    #: Weights of the whole model.
+    num_parameters: int = 0
+
+    def __call__(self, **options: Any) -> Any:
+        """Return the sharded model with transformers' account of its weights; `UsageError` as `shard_model` does."""
+        with torch.device("meta"):
+            probe = import_transformers().AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        self.num_parameters = num_weights(probe)
+        early, late = _plans(probe)
+        cuts = cut_parameters(probe, early)
+        shapes = {name: tuple(tensor.shape) for name, tensor in probe.state_dict().items()}
+        self.read.whole = _why_whole(self.files, cuts, shapes)
+        self.read.total_bytes = sum(_bytes_of(file) for file in self.files)
+        if self.read.whole:
+            self.read.num_bytes = self.read.total_bytes
+            model, account = self.read_whole(**options)
+            return shard_model(model), account
+        with _parts_only(cuts, self.read):
+            model, account = _sharding(type(probe), early).from_pretrained(
+                self.path,
+                config=self.config,
+                dtype=self.dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+        model.__class__ = type(probe)
+        return (shard_model(model, late) if late else model), account
+
+
+def _plans(probe: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what is cut before the weights are read, and what after: a weight that two modules share is tied then."""
+    owners: dict[int, int] = {}
+    for _, parameter in probe.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    shared = {name for name, each in probe.named_parameters(remove_duplicate=False) if owners[id(each)] > 1}
+    plan = plan_of(probe)
+    late = {each: style for each, style in plan.items() if f"{each}.weight" in shared}
+    return {each: style for each, style in plan.items() if each not in late}, late
+
+
+def _why_whole(files: tuple[Path, ...], cuts: Mapping[str, int | None], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why the files can't be read in parts: they hold the cut weights under other names, or merged."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    for name in cuts:
+        if found.get(name) != shapes[name]:
+            return f"the files do not hold {name} as the model does"
+    if not hasattr(import_transformers().modeling_utils, "safe_open"):
+        return "this version of transformers opens files in another way"
+    return ""
+
+
+def _bytes_of(file: Path) -> int:
+    with file.open("rb") as stream:
+        header = int.from_bytes(stream.read(8), "little")
+    return file.stat().st_size - 8 - header
+
+
+def _sharding(kind: type[nn.Module], plan: Mapping[str, str]) -> Any:
+    """Return the class of a model whose layers are cut as soon as they are made, without memory yet."""
+
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        kind.__init__(self, *args, **named)
+        if plan:
+            shard_model(self, plan)
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+@contextmanager
+def _parts_only(cuts: Mapping[str, int | None], read: WeightsRead) -> Iterator[None]:
+    """Let transformers read the parts of cut parameters alone, and count what it reads."""
+    library: Any = import_transformers().modeling_utils
+    group = shared_group("")
+    place = (0, 1) if group is None else (group.rank(), group.size())
+
+    class Opened:
+        """A file of whose tensors parts are seen."""
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            self._file: Any = cast("Any", safe_open)(*args, **named)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def __enter__(self) -> Opened:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_slice(self, name: str) -> _Part:
+            return _Part(self._file.get_slice(name), name in cuts, cuts.get(name), place, read)
+
+    before = library.safe_open
+    library.safe_open = Opened
+    try:
+        yield
+    finally:
+        library.safe_open = before
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a file, of which this process sees its part; with the interface of a slice of safetensors."""
+
+    whole: Any
+    is_cut: bool
+    #: The dimension that is cut; None for what rank 0 alone has and is zero elsewhere.
+    dim: int | None
+    place: tuple[int, int]
+    read: WeightsRead
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rank, count = self.place
+        if not self.is_cut or (self.dim is None and rank == 0):
+            found: Tensor = self.whole[index]
+        elif self.dim is None:
+            like: Tensor = self.whole[:0]
+            return torch.zeros(self.whole.get_shape(), dtype=like.dtype)[index]
+        else:
+            size = self.whole.get_shape()[self.dim] // count
+            rows = slice(rank * size, (rank + 1) * size)
+            part: Tensor = self.whole[rows] if self.dim == 0 else self.whole[:, rows]
+            self.read.num_bytes += part.nbytes
+            return part[index]
+        self.read.num_bytes += found.nbytes
+        return found
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the part."""
+        shape: list[int] = list(self.whole.get_shape())
+        if self.is_cut and self.dim is not None:
+            shape[self.dim] //= self.place[1]
+        return shape
+
+    def get_dtype(self) -> str:
+        """Return the dtype as safetensors names it."""
+        return str(self.whole.get_dtype())
