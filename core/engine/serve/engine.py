@@ -53,7 +53,7 @@ class Engine(Resting):
     def __init__(
         self,
         loaded: LoadedModel,
-        device: str | Device = "auto",
+        device: str | Device,
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
