@@ -52,18 +52,6 @@ def alone(engine: Engine) -> list[Completion]:
     return [engine.generate([text], GREEDY, collect_logits=True)[0] for text in TEXTS]
 
 
-def test_a_text_is_a_list_of_one(engine: Engine) -> None:
-    (completion,) = engine.generate(TEXTS[0], GREEDY)
-    assert completion.token_ids == engine.generate(TEXTS[:1], GREEDY)[0].token_ids
-
-
-@pytest.mark.slow
-def test_an_engine_takes_the_name_of_a_device() -> None:
-    with Engine(load_model(embedded_model(), torch_device=CPU), "cpu", SMALL) as engine:
-        assert engine.device.name == "cpu"
-        assert len(engine.generate("This", SamplingParams(max_new_tokens=2, ignore_eos=True))[0].token_ids) == 2
-
-
 @pytest.mark.slow
 def test_the_texts_differ_in_length_and_continuation(alone: list[Completion]) -> None:
     assert len({len(c.prompt_token_ids) for c in alone}) >= 3
