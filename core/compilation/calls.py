@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey, KeyGuards
     from core.compilation.request import CompileRequest
 
+INDEPENDENT = "batch"
+"""The name of a bucket dimension whose entries never depend on each other."""
 FEWER_GRAPHS = "declare fewer buckets, or free other programs of the process; every graph takes streams of the device"
 
 
@@ -39,8 +41,25 @@ class Calls:
         self.captured = dict(captured)
         self._modes = dict(modes)
         self._strict = request.options.strict
-        self._oversized = request.options.oversized
-        self._cuts = split_dimensions(self.table, self.inputs) if self._oversized == "split" else {}
+        self._oversized, self._cuts = _when_oversized(request)
+        #: Whether splitting was asked for by name, so that what can't be split is refused.
+        self._must_split = request.options.oversized == "split"
+
+    def by_name(
+        self, phase: object, values: tuple[object, ...], inputs: Mapping[str, Tensor]
+    ) -> tuple[str | None, dict[str, Tensor]]:
+        """Return phase and inputs of a call whose inputs were given by place, in the order of their declaration."""
+        given = values if phase is None or isinstance(phase, str) else (phase, *values)
+        names = [name for name in self.inputs if name not in self.bound]
+        twice = sorted(inputs.keys() & set(names[: len(given)]))
+        if len(given) > len(names) or twice:
+            raise UsageError(
+                f"calling a program with {len(given)} inputs by place",
+                found=f"{twice[0]!r} is given by name too" if twice else f"it declares {', '.join(names) or 'none'}",
+                remedy=f"call it like program({', '.join(names)}), or by name",
+            )
+        named: dict[str, Any] = dict(zip(names, given, strict=False))
+        return (phase if isinstance(phase, str) else None), {**named, **inputs}
 
     def plan(self, phase: str, guards: Mapping[str, Hashable], inputs: Mapping[str, Tensor]) -> Plan | Split | Eager:
         """Return what a call does: a replay, several, or an eager run where the mode says so or no graph may serve."""
@@ -50,12 +69,12 @@ class Calls:
             return Eager()
         wanted = self.table.find(phase, sizes, values)
         largest = self._largest(phase, values) if wanted is None else None
-        if largest is not None and self._oversized == "split":
-            return self._split(largest, sizes, inputs)
         try:
+            if largest is not None and self._oversized == "split":
+                return self._split(largest, sizes, inputs)
             return self._captured_plan(phase, values, sizes, inputs, copied=False)
         except CaptureError as error:
-            if self._strict or (largest is not None and self._oversized == "error"):
+            if self._strict or (largest is not None and (self._oversized == "error" or self._must_split)):
                 raise
             # The error text holds sizes, of which there may be many.
             return Eager(f"{phase}: {error.found}", oversized=largest is not None)
@@ -189,6 +208,19 @@ class Calls:
             remedy="compile with a larger bucket, or let calls be split: "
             "options=core.CompileOptions(oversized='split')",
         )
+
+
+def _when_oversized(request: CompileRequest) -> tuple[str, Mapping[str, int]]:
+    """Return what becomes of calls that no bucket holds, and the dimension of each input that is cut."""
+    asked, table, inputs = request.options.oversized, request.table, dict(request.inputs)
+    if asked == "split":
+        return asked, split_dimensions(table, inputs)
+    if asked is None and table.dims == (INDEPENDENT,):
+        try:
+            return "split", split_dimensions(table, inputs)
+        except UsageError:
+            return "eager", {}
+    return asked or "eager", {}
 
 
 def wrong_dtype(name: str, found: object, wanted: torch.dtype) -> UsageError:

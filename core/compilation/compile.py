@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.fakes import apply_late
 from core.compilation.capture.inputs import Buckets, InputSpec
+from core.compilation.declared import Declared, Dynamic, ExampleInputs, declare
 from core.compilation.options import CompileOptions, Verify, options_of
 from core.compilation.pipeline import make_program
 from core.compilation.program import Program
@@ -39,7 +40,9 @@ def compile(
     model: Models,
     device: str | Device = "auto",
     *,
-    inputs: Mapping[str, InputSpec],
+    inputs: Declared | None = None,
+    example_inputs: ExampleInputs | None = None,
+    dynamic: Dynamic | None = None,
     buckets: Buckets | None = None,
     mode: ModeChoice | Mapping[str, ModeChoice] | None = None,
     lowering: str | None = None,
@@ -52,9 +55,13 @@ def compile(
 
     - model: a module (an `fx.GraphModule` too) or function called with the declared inputs by name, its tensors already
       on the device; or one per phase.
-    - inputs: an `InputSpec` by name. A named dimension is padded: `InputSpec` says what that assumes. A dimension named
-      "tokens" tells passes with a token range how many tokens a graph serves.
-    - buckets: sizes of the named dimensions to capture, as a list, or a list per phase; None for inputs of fixed shape.
+    - example_inputs: tensors by name, or in the order of the model's parameters, whose shapes and dtypes are declared.
+    - dynamic: names for dimensions of these, `{"x": {0: "batch"}}`, as torch.export's `dynamic_shapes`.
+    - inputs: instead of the two, an `InputSpec` by name; or a list, as for example_inputs. A named dimension is padded:
+      `InputSpec` says what that assumes. A dimension named "tokens" tells passes with a token range how many tokens a
+      graph serves; calls larger than all buckets are split along one named "batch".
+    - buckets: sizes of the named dimensions to capture, as a list, or a list per phase. None stands for the sizes of
+      example_inputs, and for inputs of fixed shape.
     - lowering: "inductor" takes minutes for whole models, where "inline" takes seconds.
     - options: everything else; mode, lowering, passes, strict and verify may be given there instead.
 
@@ -73,7 +80,10 @@ def compile(
     options = options_of(options, mode=mode, lowering=lowering, passes=passes, strict=strict, verify=verify)
     device = _device(device)
     apply_late(device.fakes)  # a library may have been loaded since the device was selected
-    return make_program(CompileRequest.of(model, device, inputs, buckets, options))
+    declared = declare(model, inputs, example_inputs, dynamic, buckets)
+    if declared.examples and options.verify != "off":
+        options = options.with_defaults(examples=[declared.examples])
+    return make_program(CompileRequest.of(model, device, declared.inputs, declared.buckets, options))
 
 
 def capture(

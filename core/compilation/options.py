@@ -65,8 +65,9 @@ class CompileOptions:
     threads: Threads = "refuse"
     #: A call larger than the largest bucket: "eager" runs the model as it is (strict: an error), "error" refuses,
     #: "split" makes several calls and joins their outputs. Choosing "split" states that the entries of the one bucket
-    #: dimension do not depend on each other at all.
-    oversized: Oversized = "eager"
+    #: dimension do not depend on each other at all. Naming that dimension "batch" states it too: None splits there if
+    #: the outputs can be joined, and stands for "eager" elsewhere.
+    oversized: Oversized | None = None
     #: Check at each replay that nothing the graphs read has moved.
     debug: bool = False
     #: Judge each pass on `examples` against an fp64 run; "sample" takes one input set and a third of the sites.
@@ -105,7 +106,7 @@ class CompileOptions:
                 )
         for name, known in (("verify", Verify), ("threads", Threads), ("oversized", Oversized)):
             value = getattr(self, name)
-            if value not in get_args(known):
+            if value not in get_args(known) and not (name == "oversized" and value is None):
                 raise UsageError(
                     f"{name}={value!r}",
                     found="no level of that name" if name == "verify" else "no choice of that name",

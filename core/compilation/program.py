@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from core.compilation.report import ProgramReport
     from core.compilation.request import CompileRequest
 
+_PHASE = (str, type(None))
 MAX_PLANS = 4096
 """Plans kept, one per combination of input shapes; beyond that all are dropped and made anew as they are needed."""
 
@@ -117,14 +118,14 @@ class Program:
     def staging(self, *, mirrors: int = 1) -> Staging:
         """Return host memory laid out like the static buffers, for engines that prepare inputs on the host.
 
-        One copy moves all inputs of a step to the device, where `program(**inputs)` makes one for each. Inputs are
-        given at bucket size, padding included, and outputs come back uncut, as from `replay`. Belongs to the program
-        and ends with it; pinned where the device copies while the host goes on.
+        One copy moves all inputs of a step, where `program(**inputs)` makes one for each. Inputs are given at bucket
+        size, padding included, and outputs come back uncut, as from `replay`. Ends with the program; pinned where the
+        device copies while the host goes on.
         """
         check_mirrors(mirrors)
         if self._turns.waits:
             raise self._turns.refused_part()
-        if self._closed or self._buffers is None:
+        if self._buffers is None:
             found = "it was closed" if self._closed else "no phase of it is captured"
             raise CaptureError("staging inputs", found=found, remedy="compile with a mode other than 'off'")
         pinned = self.device.capabilities.asynchronous
@@ -166,30 +167,29 @@ class Program:
 
     def __call__(
         self,
-        phase: str | None = None,
+        phase: str | Tensor | None = None,
         /,
-        *,
+        *values: Tensor,
         guards: Mapping[str, Hashable] | None = None,
         step: Mapping[str, Any] | None = None,
         **inputs: Tensor,
     ) -> Any:
-        """Run the model on `inputs`: copy them into the smallest bucket that fits, replay, slice the padding off.
+        """Run the model: copy inputs into the smallest bucket that fits, replay, slice the padding off.
 
-        Padding is right where the model treats the entries of a bucket dimension independently or masks them itself;
-        declaring the dimension states that.
+        values, inputs: as declared, in that order or by name. phase: may be left out where the program has only one.
+        guards: the phase's, by name. step: host-side arguments, as for `replay`; inputs that are given on the host need
+        not be repeated in it.
 
-        - phase: may be left out where the program has only one.
-        - guards: the phase's guards by name.
-        - step: host-side arguments, as for `replay`; inputs that are given on the host need not be repeated in it.
-
-        Where no captured graph may serve the call, the model runs eagerly, which is logged once per reason and counted
-        in `report().fallbacks`; a strict program raises `CaptureError` instead. `CompileOptions(oversized=…)` says what
+        Where no captured graph may serve the call, the model runs eagerly, logged once per reason and counted in
+        `report().fallbacks`; a strict program raises `CaptureError` instead. `CompileOptions(oversized=…)` says what
         happens with a call larger than the largest bucket. Raises `UsageError` for inputs that differ from their
         declaration, while another call runs, and where the model would run eagerly in training mode.
         """
         turns, before = self._turns, self._turns.begun
         if turns.busy():
             raise turns.refused()
+        if values or phase.__class__ not in _PHASE:
+            phase, inputs = self._calls.by_name(phase, values, inputs)
         with turns.lock:
             turns.begin(before)
             try:

@@ -94,8 +94,8 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
     raise UsageError(
         f"torch.compile(mode={mode!r}, backend='core')",
         found="this mode names settings of Inductor" if tunes else "no mode of that name",
-        remedy="leave the mode out, which chooses the device's kernels and lowering; options={'capture': False} captures "
-        "nothing"
+        remedy="leave the mode out: the device's kernels and lowering are chosen anyway; options={'capture': False} "
+        "captures nothing"
         if tunes
         else "choose 'default' or 'reduce-overhead'",
     )

@@ -46,8 +46,8 @@ class SamplingParams:
     top_p: float = 1.0
     #: The same seed gives the same tokens for the same logits; None draws a fresh one.
     seed: int | None = None
-    #: Strings that end the text and are not part of it.
-    stop: tuple[str, ...] = ()
+    #: Strings that end the text and are not part of it; a single string, or a list, becomes a tuple.
+    stop: str | list[str] | tuple[str, ...] = ()
     #: Ids that end the sequence besides the model's own.
     stop_token_ids: tuple[int, ...] = ()
     #: Do not end at the model's own stop ids.
@@ -75,6 +75,9 @@ class SamplingParams:
     regex: str | None = None
 
     def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if isinstance(self.stop, list) else ()
+        if stop and all(isinstance(text, str) and text for text in stop):
+            object.__setattr__(self, "stop", stop)
         heat, ids = self.temperature, self.stop_token_ids
         rules: dict[str, tuple[bool, str]] = {
             "max_new_tokens": (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an int >= 1"),
@@ -88,10 +91,9 @@ class SamplingParams:
                 self.seed is None or (_is_int(self.seed) and _MIN_SEED <= self.seed <= _MAX_SEED),
                 "None or an int of at most 64 bits",
             ),
-            # A bare string is a sequence of strings too, and would stop at each of its letters.
             "stop": (
                 isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
-                "a tuple of non-empty strings",
+                "a non-empty string, or a tuple of such",
             ),
             "stop_token_ids": (
                 isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),

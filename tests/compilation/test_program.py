@@ -363,8 +363,8 @@ def test_mode_off_checks_inputs_and_needs_no_grad() -> None:
 
 def test_what_is_no_tensor_by_name_is_said_in_our_words() -> None:
     program = compiled(double, [4])
-    with refused(UsageError, "inputs go by name", "program(x=…)"):
-        program(rows(4))
+    with refused(UsageError, "2 inputs by place", "it declares x", "program(x)"):
+        program(rows(4), rows(4))
     with refused(UsageError, "input 'x'", "a list", "pass a torch tensor"):
         program(x=[[1.0, 2.0]])
     with refused(UsageError, "a ndarray", "pass a torch tensor of torch.float32"):

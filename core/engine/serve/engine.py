@@ -53,14 +53,14 @@ class Engine(Resting):
     def __init__(
         self,
         loaded: LoadedModel,
-        device: Device,
+        device: str | Device,
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
     ) -> None:
         """Choose the route (paged cache, else transformers' static cache, with the reason) and compile."""
         self.loaded = loaded
-        self.device = device
+        self.device = device = device if isinstance(device, Device) else select_device(device)
         self.config = config or EngineConfig()
         self.max_model_len = self.config.context_length(loaded.max_position)
         self.native_attention: str = loaded.config._attn_implementation
@@ -142,20 +142,21 @@ class Engine(Resting):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_text: OnText | None = None,
         collect_logits: bool = False,
     ) -> list[Completion]:
-        """Generate for all prompts and return one completion for each, in their order.
+        """Generate for all prompts (a text is a list of one) and return one completion for each, in their order.
 
         params: one for all, or one each. on_text may call `step`, `abort` and `close`: what they end has the finish
         reason "abort". Prompts beyond `max_num_seqs` wait until a sequence leaves. Raises `ModelError` for an empty
         prompt or one longer than the context, before anything runs, and `UsageError` while requests of `add_request`
         are unfinished: their outputs would be lost.
         """
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         encoded = encode_prompts(prompts, self.loaded, each, max_context=self.max_model_len)
         if self.has_unfinished:
             raise UsageError(
@@ -284,8 +285,7 @@ class Engine(Resting):
         self._settle(sequence, part.end + accepted)
         if accepted:
             self._counts.accepted[self.drafter.kind] += accepted
-        completion = request.completion()
-        if completion is not None:
+        if (completion := request.completion()) is not None:
             self._leave(request, completion)
         return request.output(num_generated, text, completion)
 

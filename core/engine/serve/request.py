@@ -91,7 +91,7 @@ class Request:
         self._detokenizer: Detokenizer | None = None
         if loaded.tokenizer is not None:
             context = sequence.prompt[-1:]
-            self._detokenizer = Detokenizer(loaded.tokenizer, stop=params.stop, context=context)
+            self._detokenizer = Detokenizer(loaded.tokenizer, stop=tuple(params.stop), context=context)
         self._text: list[str] = []
         self._logits: list[Tensor] = []
         self._logprobs: list[TokenLogprobs] = []
