@@ -35,7 +35,7 @@ DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(abspath $(DOCS_VENV))/bin
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs reports test-gpu test-npu-sim test-triton36 test-ipex clean
+.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs reports test-gpu test-npu-sim test-triton36 test-ipex test-openreg clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
 	@echo "make test-triton36  the tests of the CUDA kernels with Triton 3.6, in Triton's interpreter"
 	@echo "make test-ipex  the tests marked ipex: intel-extension-for-pytorch and torch 2.8 (7 GB the first time)"
+	@echo "make test-openreg  the tests marked openreg, in the python at hand (PYTHON=$(PYTHON)), which has torch_openreg of PyTorch's sources"
 	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), $(DOCS_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -180,6 +181,13 @@ test-ipex: $(IPEX_STAMP)
 	@OMP_NUM_THREADS=1 "$(IPEX_BIN)/python" -m pytest -m "ipex or not (slow or exhaustive)" \
 		plugins/cpu/tests/test_ipex.py tests/compilation/test_program.py \
 		--deselect tests/compilation/test_program.py::test_the_report_counts_traces_and_captures $(ARGS)
+
+# torch_openreg is no package of an index: whoever has built it from PyTorch's sources names a python that has it.
+test-openreg:
+	@if "$(PYTHON)" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch_openreg") is None)'; then \
+		echo "== pytest -m openreg: PyTorch's example accelerator, with $$("$(PYTHON)" -c 'import sys; print(sys.executable)')"; \
+		"$(PYTHON)" -m pytest -m openreg tests/accelerator $(ARGS); \
+	else echo "skipped: the tests on torch_openreg (make test-openreg PYTHON=...); $(PYTHON) has no torch_openreg"; fi
 
 clean:
 	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), $(DOCS_VENV), caches and build results"

@@ -6,6 +6,7 @@ named here; torch is asked.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 
 import torch
@@ -20,7 +21,8 @@ def offered_type() -> str:
 def knows(name: str) -> bool:
     """Return whether torch has a device type of that name, with or without support for it."""
     try:
-        return torch.device(name).index is None
+        with warnings.catch_warnings(action="ignore"):  # torch warns of types that it means to give up
+            return torch.device(name).index is None
     except RuntimeError:
         return False
 

@@ -193,4 +193,4 @@ def test_the_product_is_named_by_the_module_of_the_device(monkeypatch: pytest.Mo
 
 
 def test_torch_knows_types_that_it_cannot_drive() -> None:
-    assert asked.knows("meta") and not asked.knows("wave") and not asked.knows("cpu:0")
+    assert asked.knows("meta") and asked.knows("mkldnn") and not asked.knows("wave") and not asked.knows("cpu:0")
