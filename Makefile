@@ -167,7 +167,7 @@ $(DOCS_STAMP): $(STAMP) requirements-docs.txt
 # Its theme warns of a later mkdocs, which the pins keep out.
 docs: $(DOCS_STAMP)
 	@echo "== mkdocs build --strict, into build/site"
-	@NO_MKDOCS_2_WARNING=1 "$(DOCS_BIN)/python" -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 "$(DOCS_BIN)/python" -m mkdocs build --strict
 
 $(IPEX_STAMP): pyproject.toml
 	@echo "== installing core[ipex,conformance] into $(IPEX_VENV), with a torch of its own: 7 GB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -81,3 +82,12 @@ def test_the_contract_names_what_hooks_take_and_return() -> None:
     reference = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     missing = [name for name in sorted(types) if not re.search(rf"^::: \S+\.{name}$", reference, re.M)]
     assert missing == ["GraphBackendFactory"]  # a function that returns a GraphBackend, which is there
+
+
+def test_the_readme_dates_the_proof_of_each_device_as_its_report_does() -> None:
+    (row,) = re.findall(r"^\| level of 3, and when \|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    for cell in row.split(" | "):
+        found = re.search(r"(\d), (\d{4}-\d\d-\d\d).*docs/(conformance/\w+)\.md", cell)
+        assert found is not None, cell
+        report = json.loads((DOCS / f"{found[3]}.json").read_text(encoding="utf-8"))
+        assert (str(report["level"]), report["started"][:10]) == (found[1], found[2]), cell
