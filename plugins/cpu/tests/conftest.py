@@ -25,11 +25,14 @@ def kernels() -> None:
 @pytest.fixture
 def plant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, str, CanonicalOp], AbstractContextManager[Any]]:
-    """Build the kernels with one place of their source changed, and give them as ops of a namespace of their own."""
+) -> Callable[..., AbstractContextManager[Any]]:
+    """Build the kernels with one place of their source changed, and give them as ops of a namespace of their own.
+
+    fewer: a text of the source and what it becomes besides, so that less is compiled.
+    """
 
     @contextmanager
-    def planted(right: str, wrong: str, op: CanonicalOp) -> Iterator[Any]:
+    def planted(right: str, wrong: str, op: CanonicalOp, fewer: tuple[str, str] = ("", "")) -> Iterator[Any]:
         # A library stays loaded, and so each has another namespace.
         name = f"core_cpu_{uuid4().hex}"
         sources = Path(shutil.copytree(extension.SOURCES, tmp_path / "csrc"))
@@ -37,7 +40,8 @@ def plant(
         for path in sources.iterdir():
             text = path.read_text()
             changed += text.count(right)
-            path.write_text(text.replace(right, wrong).replace("(core_cpu,", f"({name},"))
+            text = text.replace(right, wrong).replace("(core_cpu,", f"({name},")
+            path.write_text(text.replace(*fewer) if fewer[0] else text)
         assert changed == 1
         with torch.library._scoped_library(name, "DEF") as library:
             library.define(op.schema)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from core.common.lowering import LoweringRequest
 from core.common.ops.attention.paged import ATTENTION
-from core_cpu import ahead_of_time, direct_calls, extension
+from core_cpu import ahead_of_time, extension
 from core_cpu.ahead_of_time import inductor
 from core_cpu.attention import attention
 from core_cpu.collectives import all_reduce
@@ -128,7 +128,8 @@ def test_attention_writes_the_cache_and_says_which_slot_is_wrong(
         return [value.clone() for value in tensors.values()]
 
     def function(*values: Tensor) -> Tensor:
-        return attention(**dict(zip(tensors, values, strict=True)), **others)
+        result: Tensor = attention(**dict(zip(tensors, values, strict=True)), **others)
+        return result
 
     graph = fx.Graph()
     inputs = [graph.placeholder(name) for name in tensors]
@@ -146,7 +147,7 @@ def test_attention_writes_the_cache_and_says_which_slot_is_wrong(
 
 @pytest.mark.slow
 def test_a_graph_of_another_build_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_calls.extension, "_loaded", {"linear": "another-build"})
+    monkeypatch.setattr(extension, "_loaded", {"linear": "another-build"})
     _, found = lowered(linears, [X, WEIGHT, BIAS], monkeypatch)
     (note,) = found["notes"]
     assert "core_cpu_linear_another_build" in note
