@@ -23,9 +23,7 @@ def kernels() -> None:
 
 
 @pytest.fixture
-def plant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., AbstractContextManager[Any]]:
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[Any]]:
     """Build the kernels with one place of their source changed, and give them as ops of a namespace of their own.
 
     fewer: a text of the source and what it becomes besides, so that less is compiled.
