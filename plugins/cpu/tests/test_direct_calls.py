@@ -36,9 +36,9 @@ def linears(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
 
 
 def products(codes: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    zero = codes[:, :1]
-    one = quantized_linear(codes, scale, weight, scale, None, torch.bfloat16)
-    return one, quantized_linear(codes, scale, weight, scale, scale.view(-1), torch.float32, zero, None)
+    one = quantized_linear(codes, scale, weight, scale, None, out_dtype=torch.bfloat16)
+    bias, zero = scale.view(-1), codes[:, :1]
+    return one, quantized_linear(codes, scale, weight, scale, bias, out_dtype=torch.float32, x_zero_point=zero)
 
 
 def weight_only(x: Tensor, codes: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
