@@ -70,6 +70,16 @@ def claims(device: str, discovery: Discovery, settings: Settings) -> tuple[Plugi
     return (entry_of(device, settings),) if offered and device == offered else ()
 
 
+def left_to_name(discovery: Discovery) -> str:
+    """Return which device of torch a choice among plugins has left out, and why; "" for none. Imports torch."""
+    offered, _ = _asked()
+    if not offered or discovery.claiming(offered):
+        return ""
+    from core.accelerator.asked import count_devices
+
+    return f"{offered} (generic, not proven: opened only if asked for by name)" if count_devices() else ""
+
+
 def said_by_torch(device: str, discovery: Discovery) -> tuple[str, str]:
     """Return what torch says of a name that neither a plugin has nor torch drives, and what to do; "" for nothing."""
     offered, problem = _asked()

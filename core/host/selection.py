@@ -193,14 +193,16 @@ def _select_auto(index: int, settings: Settings) -> Device:
         if len(accelerators) < len(statuses):
             lost.append(f"{FALLBACK_DEVICE} (an accelerator is preferred)")
         return _chosen(device, f"auto chose {device.name}: {status.reason}", lost)
-    return _open_fallback(statuses, index, lost)
+    return _open_fallback(statuses, index, lost, scan.discovery)
 
 
-def _open_fallback(statuses: tuple[DeviceStatus, ...], index: int, lost: list[str]) -> Device:
+def _open_fallback(statuses: tuple[DeviceStatus, ...], index: int, lost: list[str], discovery: Discovery) -> Device:
     fallback = [status for status in statuses if status.plugin.device == FALLBACK_DEVICE]
     for status in fallback:
         if status.state == "available":
             device = _open(status.plugin, index, reason="")
+            generic = accelerators.left_to_name(discovery)
+            lost += [generic] if generic else []
             return _chosen(device, f"auto chose {device.name}: no accelerator can be used", lost)
     reasons = [*lost, *(f"{s.plugin.device} ({s.state}: {s.reason})" for s in fallback)]
     raise DeviceUnavailableError(

@@ -232,6 +232,16 @@ def test_it_is_listed_after_the_plugins(
         assert len(quick.statuses()) == 1, "--device auto never takes it"
 
 
+def test_auto_says_that_it_left_a_generic_device_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORE_PLUGINS_DISABLE", "core:cuda,core:npu")
+    install(monkeypatch, type=FOREIGN)
+    device = select_device("auto")
+    assert device.name == "cpu"
+    assert f"{FOREIGN} (generic, not proven: opened only if asked for by name)" in device.reason
+    install(monkeypatch, type=FOREIGN, count=0)
+    assert FOREIGN not in select_device("auto").reason.split("not chosen: ")[-1].split()
+
+
 def test_the_worker_says_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from core.host.accelerator_worker import answer
 
