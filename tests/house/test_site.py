@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import core
-import site_pages
+from documentation import site_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
