@@ -25,9 +25,9 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import phase_lines, print_core_error
+from core.cli.own_process import importing
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, whole_of, why_not_whole
-from core.common.collector import paused
 from core.engine.models.resolve import parse_dtype
 from core.engine.parallel.rank import own_rank
 from core.errors import DeviceUnavailableError, ModelError
@@ -104,7 +104,7 @@ def run(
     if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model)) is not None:
         return code
     with _progress(quiet=as_json or own_rank() > 0) as progress:
-        with paused():  # modules live on: the collector would walk all of them at many imports
+        with importing():
             from core.engine.models.quantizing import Quantize
             from core.engine.parallel.rank import open_device
             from core.engine.serve.leading import FollowingEngine, Orders
@@ -154,13 +154,15 @@ def _engine(
     progress: Progress,
 ) -> Engine:
     """Load the model, and compile for just these prompts: one bucket for prefill, one for decode."""
-    with paused():  # as in run
+    with importing():
         from core.compilation.cache.store import Store
+        from core.engine.models.hf import import_transformers
         from core.engine.parallel.rank import note_phase
         from core.engine.serve.leading import make_engine
         from core.engine.serve.prompts import encode_prompts
         from core.settings import Settings
 
+        import_transformers()
     note_phase("load")
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)

@@ -26,8 +26,8 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import status
+from core.cli.own_process import importing
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks
-from core.common.collector import paused
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _serve(
         raise UsageError(
             "core serve", found=f"the module {error.name!r} is not installed", remedy="pip install 'core[hf,serve]'"
         ) from None
-    with paused():  # as in _engine
+    with importing():
         from core.engine.models.quantizing import Quantize
         from core.engine.parallel.rank import own_rank
         from core.engine.serve.leading import FollowingEngine, LeadingEngine, Orders
@@ -178,7 +178,7 @@ def _serve(
 def _engine(
     name: str, model: Path | None, dtype: str, config: EngineConfig, scheme: Quantize | None, tp_timeout: float
 ) -> Engine:
-    with paused():  # modules live on: the collector would walk all of them at many imports
+    with importing():
         from core.compilation.cache.store import Store
         from core.engine.models.assets import embedded_model
         from core.engine.models.loading import load_model

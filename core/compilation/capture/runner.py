@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from core.common.collector import frozen
-from core.common.graphs.backend import BoundCallable, GraphBackend, GraphKey, SegmentBackend, UpdateBackend
+from core.common.graphs.backend import (
+    BoundCallable,
+    CallBackend,
+    GraphBackend,
+    GraphKey,
+    SegmentBackend,
+    UpdateBackend,
+)
 from core.compilation.capture.bucket_report import BucketReport
 from core.compilation.capture.host_reads import is_host_read
 from core.compilation.capture.segments import CapturedParts, capture_parts
@@ -87,7 +94,9 @@ class GraphRunner:
                 found="the program is serving: a capture now would stall its requests and use its buffers",
                 remedy="capture before serving(), or leave it first",
             )
-        with torch.no_grad(), frozen(), self._backend.capture_session():
+        # Calls capture nothing that a finaliser could end up in.
+        undisturbed = nullcontext() if type(self._backend) is CallBackend else frozen()
+        with torch.no_grad(), undisturbed, self._backend.capture_session():
             yield
         for entry in self._entries.values():
             entry.num_replays = 0  # compiles of the captures and their checks do not count

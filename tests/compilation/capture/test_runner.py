@@ -11,7 +11,7 @@ import torch
 from core_acme.runner import RecordingBackend
 from torch import Tensor
 
-from core.common.collector import is_frozen
+from core.common.collector import is_frozen, paused
 from core.common.graphs.backend import CallBackend, GraphBackend, GraphKey
 from core.compilation.capture.breaks import eager_break
 from core.compilation.capture.runner import GraphRunner
@@ -190,6 +190,24 @@ def test_a_capture_while_serving_is_refused() -> None:
         assert subject.replay(KEY)[0].tolist() == [2] * 4
     capture(subject, OTHER)
     assert subject.keys == (KEY, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("backend", "collects"), [(CallBackend(), False), (Updating(), True), (RecordingBackend(), True)]
+)
+def test_only_captures_of_graphs_begin_with_a_collection(backend: GraphBackend, collects: bool) -> None:
+    subject, seen = runner(backend), list[int]()
+
+    def note(phase: str, info: Mapping[str, int]) -> None:
+        seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with paused():  # no collection but those that are asked for
+            capture(subject)
+    finally:
+        gc.callbacks.remove(note)
+    assert (2 in seen) is collects
 
 
 def test_serving_ends_with_an_error_too() -> None:
