@@ -103,6 +103,11 @@ def _environment_as_before() -> Iterator[None]:
     os.environ.update(before)
 
 
+def pytest_configure() -> None:
+    """Let tables be as wide in every process of a run: readline, which pytest imports, sets COLUMNS for workers."""
+    os.environ.pop("COLUMNS", None)
+
+
 def _named_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(("CORE_", "ACME_"))}
 

@@ -61,10 +61,10 @@ def installed_claims(device: str) -> tuple[PluginEntry, ...]:
 def claims(device: str, discovery: Discovery, settings: Settings) -> tuple[PluginEntry, ...]:
     """Return the plugins that claim a device name; where there are none, the generic device if torch drives that type.
 
-    Imports torch for a name that no plugin has.
+    Imports torch for a name that no plugin has and torch may know.
     """
     entries = discovery.claiming(device)
-    if entries:
+    if entries or not _may_know(device, discovery):
         return entries
     offered, _ = _asked()
     return (entry_of(device, settings),) if offered and device == offered else ()
@@ -82,6 +82,8 @@ def left_to_name(discovery: Discovery) -> str:
 
 def said_by_torch(device: str, discovery: Discovery) -> tuple[str, str]:
     """Return what torch says of a name that neither a plugin has nor torch drives, and what to do; "" for nothing."""
+    if not _may_know(device, discovery):
+        return "", ""
     offered, problem = _asked()
     if problem:
         return f"torch could not be asked for its accelerators: {problem}", ""
@@ -113,17 +115,31 @@ def may_offer(discovery: Discovery) -> bool:
     return sys.platform != "linux" or bool(_built_for() - claimed)
 
 
+def _may_know(device: str, discovery: Discovery) -> bool:
+    """Return whether torch may have a device type of that name, importing nothing.
+
+    Each type that torch brings itself has a package in torch; an extension of torch may bring any.
+    """
+    folder = _torch_folder()
+    return bool(discovery.extensions) or (folder is not None and (folder / device / "__init__.py").is_file())
+
+
+def _torch_folder() -> Path | None:
+    spec = find_spec("torch")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 def _switched_off() -> bool:
     return os.environ.get(_AUTOLOAD) == "0"
 
 
 def _built_for() -> set[str]:
     """Return what the installed torch was built for besides processors, as the assignments in its version.py tell."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
+    folder = _torch_folder()
+    if folder is None:
         return set()
     try:
-        tree = ast.parse((Path(spec.origin).parent / "version.py").read_text(encoding="utf-8"))
+        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return set()
     return {

@@ -293,8 +293,8 @@ def test_wrong_arguments_are_refused_before_tracing() -> None:
         core.compile(model, cpu(), inputs={"y": inputs["x"]}, buckets=[4])
     with refused(UsageError, "it can't be called"):
         core.compile("model", cpu(), inputs=inputs, buckets=[4])  # type: ignore[arg-type]
-    with refused(UsageError, "input 'x'", "declared by a Tensor"):
-        core.compile(model, cpu(), inputs={"x": X}, buckets=[4])  # type: ignore[dict-item]
+    with refused(UsageError, "bucket 4", "bucket dimensions are: none", "leave `buckets` out"):
+        core.compile(model, cpu(), inputs={"x": X}, buckets=[4])
     with refused(UsageError, "compiling without buckets", "buckets=[{'n': 8}]"):
         core.compile(model, cpu(), inputs=inputs)
     with refused(UsageError, "a dtype a torch.dtype"):

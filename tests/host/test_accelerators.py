@@ -22,8 +22,8 @@ from core.settings import Settings
 from tests.accelerator.stand_in import install
 
 NOBODY = Discovery(entries=())
-# Of torch's device types, one that no plugin has and that this torch can't drive.
-FOREIGN = "ve"
+# Of the device types that have a package in torch, one that no plugin has and that this torch can't drive.
+FOREIGN = "mtia"
 
 
 @pytest.fixture
@@ -131,7 +131,15 @@ def test_a_name_that_nobody_knows_is_refused_with_what_is_there(monkeypatch: pyt
     with pytest.raises(UnknownDeviceError) as caught:
         select_device("cpuu")
     assert "did you mean 'cpu'?" in caught.value.found and "torch" not in caught.value.found
+
+
+def test_torch_is_asked_only_for_a_name_that_it_may_know(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, type="meta")
+    with pytest.raises(UnknownDeviceError) as caught:
+        select_device("cpuu")
+    assert "meta" not in caught.value.found
+    # An extension of torch may bring any type.
+    monkeypatch.setattr(selection, "discover", lambda settings: Discovery(entries=(entry("cpu"),), extensions=("torch_wave",)))
     with pytest.raises(UnknownDeviceError, match="torch's accelerator here is 'meta'"):
         select_device("cpuu")
 
@@ -142,7 +150,7 @@ def test_a_torch_that_cannot_be_asked_is_said_to_be_so(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", fails)
     with pytest.raises(UnknownDeviceError, match=r"could not be asked for its accelerators: RuntimeError: libwave\.so"):
-        select_device("wave")
+        select_device(FOREIGN)
 
 
 def test_extensions_that_are_switched_off_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
