@@ -48,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 for success, 1 for a failure that a command found or an internal error, 2 for a `CoreError` or a wrong usage.
     argv: arguments without the program's name (default: the process's own).
     """
-    from core.cli import own_process, ranks
+    from core.cli import ranks
     from core.cli.values import check_text
+    from core.common.collector import own_process
     from core.errors import CoreError
 
     ranks.begin()
-    own_process.begin(own=argv is None)
+    own_process(own=argv is None)
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug, arguments = _take_debug(arguments)
     as_json = _wants_json(arguments)

@@ -25,9 +25,9 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import phase_lines, print_core_error
-from core.cli.own_process import importing
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, whole_of, why_not_whole
+from core.common.collector import importing
 from core.engine.models.resolve import parse_dtype
 from core.engine.parallel.rank import own_rank
 from core.errors import DeviceUnavailableError, ModelError

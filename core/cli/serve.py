@@ -26,8 +26,8 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import status
-from core.cli.own_process import importing
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks
+from core.common.collector import importing
 from core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""core/cli/own_process.py: modules leave the collector's sight in a command's own process, and in no other."""
+"""core/common/collector.py: modules leave the collector's sight in a command's own process, and in no other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from core.cli import main
-from core.cli.own_process import importing
+from core.common.collector import importing
 
 FRESH = """
 import gc, sys
 from core.cli import main
-from core.cli.own_process import importing
+from core.common.collector import importing
 sys.argv = ["core", "--help"]
 code = main(ARGUMENTS)
 before = gc.get_freeze_count()
