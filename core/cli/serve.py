@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,7 @@ def _engine(
     check_device(config, device)  # refuse options that the device lacks before the model is loaded
     device.parts.prepare()
     kind = parse_dtype(dtype, device)
-    with status("loading", quiet=False) as say:
+    with status("loading", quiet=not sys.stderr.isatty()) as say:
         where: dict[str, Any] = {"torch_device": device.torch_device, "sharded": rank.size > 1}
         loaded = load_model(model or embedded_model(), dtype=kind, **where)
         if scheme is not None:
