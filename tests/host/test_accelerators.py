@@ -139,7 +139,9 @@ def test_torch_is_asked_only_for_a_name_that_it_may_know(monkeypatch: pytest.Mon
         select_device("cpuu")
     assert "meta" not in caught.value.found
     # An extension of torch may bring any type.
-    monkeypatch.setattr(selection, "discover", lambda settings: Discovery(entries=(entry("cpu"),), extensions=("torch_wave",)))
+    monkeypatch.setattr(
+        selection, "discover", lambda settings: Discovery(entries=(entry("cpu"),), extensions=("torch_wave",))
+    )
     with pytest.raises(UnknownDeviceError, match="torch's accelerator here is 'meta'"):
         select_device("cpuu")
 
