@@ -180,7 +180,7 @@ def test_a_run_may_leave_the_cache_out(monkeypatch: pytest.MonkeyPatch, cache_fo
         assert config.options.cache is wanted
         raise Stopped
 
-    monkeypatch.setattr("core.engine.serve.engine.Engine", stop)
+    monkeypatch.setattr("core.engine.serve.leading.Engine", stop)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     for wanted, arguments in ((False, ["--no-cache"]), (True, [])):
