@@ -13,13 +13,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from core.engine.parallel.failures import RankState, failure, has_culprit
-from core.engine.parallel.rank import LAUNCHED
+from core.engine.parallel.rank import HANDLED, LAUNCHED
 from core.errors import UsageError
 
 _HOST = "127.0.0.1"
@@ -33,7 +34,6 @@ _CLOSE_S = 20.0
 _TERM_S = 3
 """How long ranks may take to end after SIGTERM, before they are killed."""
 _LAST_BYTES = 2000
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_ranks(
@@ -46,10 +46,10 @@ def run_ranks(
     for so long after a signal; None ends all at once. All ranks and what they started have ended when this returns.
     Raises the `CoreError` that names the rank that failed. For the main thread.
     """
-    with tempfile.TemporaryDirectory(prefix="core-ranks-") as folder, _handlers_kept():
+    with tempfile.TemporaryDirectory(prefix="core-ranks-") as folder, _handlers_kept(), _held_back() as allow:
         job = _Job(arguments, size, Path(folder), asked, timeout_s)
         try:
-            return job.watch(drain_timeout_s)
+            return job.watch(drain_timeout_s, allow)
         finally:
             job.close()
 
@@ -85,13 +85,17 @@ class _Job:
         self._context = started
         self._processes = {rank: each.proc for rank, each in vars(started)["subprocess_handlers"].items()}
 
-    def watch(self, drain_timeout_s: float | None) -> int:
-        """Wait until the ranks have ended; return the exit code of rank 0, or raise the error that names who failed."""
+    def watch(self, drain_timeout_s: float | None, allow: Callable[[], object]) -> int:
+        """Wait until the ranks have ended; return the exit code of rank 0, or raise the error that names who failed.
+
+        allow: lets signals come.
+        """
         from torch.distributed.elastic.multiprocessing import SignalException
 
         drained_by = 0.0
         while True:
             try:
+                allow()
                 return self._wait(drained_by)
             except SignalException as received:
                 if drain_timeout_s is None or drained_by:
@@ -140,7 +144,7 @@ class _Job:
     def close(self) -> None:
         """End all ranks and everything that they started, and give the port back."""
         # A second signal must not interrupt this.
-        for number in _HANDLED:
+        for number in HANDLED:
             signal.signal(number, signal.SIG_IGN)
         self._context.close(signal.SIGTERM, timeout=_TERM_S)
         for process in self._processes.values():
@@ -182,12 +186,23 @@ class _Job:
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
     """Give this process its own handling of signals back: torch's launcher takes it over."""
-    before = {number: signal.getsignal(number) for number in _HANDLED}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _held_back() -> Iterator[Callable[[], object]]:
+    """Let no signal come before the function that is yielded was called: ranks would be left that nobody knows yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    allow = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    try:
+        yield allow
+    finally:
+        allow()
 
 
 def _text(file: Path, last_bytes: int = 0) -> str:

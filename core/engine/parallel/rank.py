@@ -27,6 +27,8 @@ LAUNCHED = "core.tp-"
 """The id of a job that `launch.py` started begins so; the number of the starting process follows."""
 PHASES = ("start", "load", "capture", "serve")
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that end a job; its launcher starts the ranks with these held back."""
 _RUN_ID, _ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
 _WAITED = re.compile(
@@ -53,11 +55,12 @@ def is_launched() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Ask the kernel to end this process with the one that started it."""
+    """Ask the kernel to end this process with the one that started it, and let the signals come that end a job."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[_RUN_ID].removeprefix(LAUNCHED)):
         os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 def note_phase(phase: str) -> None:
