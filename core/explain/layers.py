@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from core.common.number_runs import runs_text
 from core.compilation.rewrite.pass_report import PassReport
 from core.explain.nodes import NodeRecord
 
@@ -29,17 +30,7 @@ def compact(names: Iterable[str]) -> str:
         match = _NUMBER.search(name)
         key = (name[: match.start()], name[match.end() :]) if match else (name, "")
         families.setdefault(key, []).extend([int(match[0])] if match else [])
-    return ", ".join(f"{head}{_ranges(numbers)}{tail}" for (head, tail), numbers in families.items())
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(f"{head}{runs_text(numbers)}{tail}" for (head, tail), numbers in families.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

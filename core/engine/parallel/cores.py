@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from core.common.number_runs import runs_text
+
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology"
 
 
@@ -52,15 +54,4 @@ def pin(index: int, count: int) -> str:
     os.sched_setaffinity(0, mine)
     num_threads = min(torch.get_num_threads(), sum(set(core) <= set(mine) for core in cores))
     torch.set_num_threads(num_threads)
-    return f"pinned to processors {_ranges(mine)}, {num_threads} threads"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as runs: 0-3,8."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"pinned to processors {runs_text(mine)}, {num_threads} threads"
