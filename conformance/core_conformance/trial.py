@@ -95,9 +95,13 @@ class Trial:
         )
         self.require(not reason, f"{name}: {reason}")
 
-    def judge(self, name: str, result: Any, eager: Any, reference: Any) -> None:
-        """Judge a result by T0 and T1. eager: what the yardstick gave; reference: the fp64 value, for floats."""
-        outcome = compare(result, eager, lambda: reference)
+    def judge(self, name: str, result: Any, eager: Any, reference: Any, *, slack: float = 1.0) -> None:
+        """Judge a result by T0 and T1.
+
+        eager: what the yardstick gave; reference: the fp64 value, for floats; slack: multiplies the yardstick's errors
+        in every bound.
+        """
+        outcome = compare(result, eager, lambda: reference, slack=slack)
         reason, ratio = outcome if outcome is not None else ("there is no fp64 reference to judge it by", float("inf"))
         exact = not isinstance(eager, Tensor) or not eager.dtype.is_floating_point
         like = result if isinstance(result, Tensor) else None

@@ -74,8 +74,8 @@ def choose_implementations(
 
 
 def implemented_ops(implementations: Sequence[OpImplementation]) -> frozenset[str]:
-    """Return the canonical ops that have an implementation whose library is here."""
-    return frozenset(each.op for each in implementations if not each.missing)
+    """Return the canonical ops that have an implementation whose library is here, and which nobody has to ask for."""
+    return frozenset(each.op for each in implementations if not each.missing and each.slack <= 1)
 
 
 def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
@@ -101,6 +101,7 @@ def _choose(
 ) -> tuple[OpChoice, list[fx.Node]]:
     """Choose for one call; return what it became, and the original nodes if it became these."""
     call = bound_call(node, op)
+    candidates = [each for each in candidates if each.slack <= 1 or each.name == wanted]
     refused: list[tuple[str, str]] = []
     taking: list[OpImplementation] = []
     for candidate in sorted(candidates, key=lambda each: each.name != wanted):  # stable

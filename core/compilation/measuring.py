@@ -1,8 +1,9 @@
 """Which of several implementations a call of a canonical op gets: that which is fastest at the sizes of its bucket.
 
 Each is timed on the device, once for calls that are alike, when a program is made: in a graph where the device captures
-them, since a step has no launches then. What was timed is kept on disk with what lowerings keep, and is found again
-for the same device, versions and implementations.
+them, since a step has no launches then. Short calls are timed one behind the other as a step makes them, each with the
+weights and caches of its own layer: the same weights again and again would lie in the device's caches. What was timed
+is kept on disk with what lowerings keep, and is found again for the same device, versions and implementations.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from core.common.graphs.backend import GraphKey
 from core.common.lowering import Artifacts
 from core.common.ops.declaration import declared_ops
 from core.compilation.implementations import OpChoice, bound_call
+from core.compilation.timed_calls import AlikeCalls, Arguments, Values, graph_of, in_bucket, own_tensors
 from core.errors import one_line
 
 if TYPE_CHECKING:
-    from core.common.ops.declaration import CanonicalOp
     from core.common.ops.implementation import OpImplementation
     from core.device import Device
 
@@ -38,11 +39,8 @@ _BATCH_S = 0.002
 _MARGIN = 0.95
 """Of the time of the preferred implementation, what another may take at most to be chosen: clocks are noisy."""
 _TIMES = "times.json"
-_STD = 0.1
-"""Standard deviation of the random numbers that floating tensors hold."""
 Keep = Callable[[fx.GraphModule, tuple[Any, ...]], Artifacts]
 """Returns where to keep what is made of a graph with these values."""
-Values = Mapping[fx.Node, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,26 +54,6 @@ class MeasuredChoice:
     implementation: str
     #: Microseconds of a call by implementation, the preferred one first; those that failed are left out.
     times_us: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
-    """What a tensor is without its content."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def make(self, device: torch.device) -> Tensor:
-        """Return a tensor of this form: random numbers, or zeros where it holds integers."""
-        size = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
-        if not self.dtype.is_floating_point:
-            memory = torch.zeros(size, dtype=self.dtype, device=device)
-        else:
-            generator = torch.Generator(device).manual_seed(0)
-            memory = torch.empty(size, dtype=torch.float32, device=device).normal_(std=_STD, generator=generator)
-            memory = memory.to(self.dtype)
-        return memory.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,70 +91,64 @@ class Measurer:
         pending = [(choice, nodes[choice.node]) for choice in timed]
         found = []
         for bucket, given in buckets.items() if pending else ():
-            alike: dict[str, list[OpChoice]] = {}
-            arguments: dict[str, dict[str, Any]] = {}
+            alike: dict[str, AlikeCalls] = {}
             for choice, node in pending:
-                fixed = _fixed(bound_call(node, declared_ops()[choice.op]).args, given.sizes)
+                op = declared_ops()[choice.op]
+                fixed = in_bucket(bound_call(node, op).args, given.sizes)
                 if fixed is not None:
                     key = f"{choice.op} {choice.implementation} {choice.others} {fixed}"
-                    alike.setdefault(key, []).append(choice)
-                    arguments.setdefault(key, fixed | _own(node, declared_ops()[choice.op], given.values))
-            for key, calls in alike.items():
-                times = self._times(calls[0], arguments[key])
+                    alike.setdefault(key, AlikeCalls(fixed)).add(choice, own_tensors(node, op, given.values))
+            for calls in alike.values():
+                times = self._times(calls)
                 if times:
-                    found.append(_fastest(bucket, calls, times))
+                    found.append(_fastest(bucket, calls.choices, times))
         return tuple(found)
 
-    def _times(self, choice: OpChoice, arguments: Mapping[str, Any]) -> dict[str, float]:
-        """Return microseconds by implementation, from disk where they are known; nothing where time is up."""
-        op, names = declared_ops()[choice.op], (choice.implementation, *choice.others)
+    def _times(self, calls: AlikeCalls) -> dict[str, float]:
+        """Return microseconds by implementation, from disk where they are known; nothing where none is to be timed."""
+        choice = calls.choices[0]
+        op, by_name = declared_ops()[choice.op], {i.name: i for i in self._device.ops if i.op == choice.op}
+        others = [name for name in choice.others if by_name[name].timed(calls.described(op)) is None]
+        if not others:
+            return {}
         if self._left_s <= 0:
             self._note(f"{choice.op} takes the preferred implementation: timing others took {MAX_SECONDS:.0f} s before")
             return {}
-        by_name = {each.name: each for each in self._device.ops if each.op == choice.op}
-        device = self._device.torch_device
-        real = {n: v.make(device) if isinstance(v, _Form) else v for n, v in arguments.items()}
-        if op.indices is not None:
-            real |= op.indices(real)
-        kept = self._keep(_graph_of(op, real), tuple(v for v in real.values() if isinstance(v, Tensor)))
-        factors = {"timed": " ".join(names), "threads": str(torch.get_num_threads())}
+        names, real = (choice.implementation, *others), calls.made(op, self._device.torch_device)
+        kept = self._keep(graph_of(op, real[0]), tuple(v for v in real[0].values() if isinstance(v, Tensor)))
+        factors = {"timed": " ".join(names), "alike": str(len(real)), "threads": str(torch.get_num_threads())}
         found = kept.use(factors, partial(self._time, [by_name[name] for name in names], real), _read)
         for name, reason in found["failed"].items():
             self._note(f"{name} of {choice.op} is not used: it failed when it was timed: {reason}")
         return dict(found["us"])
 
-    def _time(self, candidates: Sequence[OpImplementation], arguments: Mapping[str, Any], folder: Path) -> None:
+    def _time(self, candidates: Sequence[OpImplementation], calls: Sequence[Arguments], folder: Path) -> None:
         start = time.perf_counter()
         runs: dict[str, Callable[[], object]] = {}
         failed: dict[str, str] = {}
         with ExitStack() as graphs:
             for each in candidates:
                 try:
-                    runs[each.name] = self._ready(each, arguments, graphs)
+                    _made(each, calls[:1])()  # whatever it compiles
+                    calls = calls if runs else calls[: self._num_short(_made(each, calls[:1]))]
+                    runs[each.name] = self._ready(_made(each, calls), graphs)
                 except Exception as error:  # of code that a library brings
                     failed[each.name] = f"{type(error).__name__}: {one_line(str(error))}"
             counts = {name: max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7))) for name, run in runs.items()}
             best: dict[str, float] = dict.fromkeys(runs, float("inf"))
             for _ in range(_ROUNDS):  # in turns, as the clock of a device changes
                 for name, run in runs.items():
-                    best[name] = min(best[name], self._seconds(run, counts[name]) * 1e6)
+                    best[name] = min(best[name], self._seconds(run, counts[name]) * 1e6 / len(calls))
         self.num_measured += 1
         self._left_s -= time.perf_counter() - start
         (folder / _TIMES).write_text(json.dumps({"us": best, "failed": failed}), encoding="utf-8")
 
-    def _ready(
-        self, implementation: OpImplementation, arguments: Mapping[str, Any], graphs: ExitStack
-    ) -> Callable[[], object]:
-        """Return what makes the call, warm: as a graph where the device captures them, which ends with `graphs`."""
-        op = declared_ops()[implementation.op]
-        args = [arguments[name] for name in op.positional]
-        kwargs = {name: value for name, value in arguments.items() if name not in op.positional}
+    def _num_short(self, run: Callable[[], object]) -> int:
+        """Return how many such calls make up what is timed in one go."""
+        return max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7)))
 
-        def run() -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                result = implementation.fn(*args, **kwargs)
-            return result if isinstance(result, tuple) else (result,)
-
+    def _ready(self, run: Callable[[], tuple[Tensor, ...]], graphs: ExitStack) -> Callable[[], object]:
+        """Return what makes the calls, warm: as a graph where the device captures them, which ends with `graphs`."""
         run()
         if "full" not in self._device.capabilities.modes:
             return run
@@ -195,35 +167,19 @@ class Measurer:
         return (time.perf_counter() - start) / count
 
 
-def _fixed(arguments: Mapping[str, Any], sizes: Mapping[Any, int]) -> dict[str, Any] | None:
-    """Return arguments with the sizes of a bucket, tensors as forms; None where a size is not known."""
+def _made(implementation: OpImplementation, calls: Sequence[Arguments]) -> Callable[[], tuple[Tensor, ...]]:
+    """Return a function that makes calls one behind the other, and returns the results of the last."""
+    positional = declared_ops()[implementation.op].positional
+    args = [[each[name] for name in positional] for each in calls]
+    kwargs = [{name: value for name, value in each.items() if name not in positional} for each in calls]
 
-    def size(value: Any) -> int:
-        return int(value.node.expr.xreplace(dict(sizes))) if isinstance(value, torch.SymInt) else int(value)
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            for mine, named in zip(args, kwargs, strict=True):
+                result = implementation.fn(*mine, **named)
+        return result if isinstance(result, tuple) else (result,)
 
-    found: dict[str, Any] = {}
-    try:
-        for name, value in arguments.items():
-            if isinstance(value, Tensor):
-                found[name] = _Form(
-                    dtype=value.dtype, shape=tuple(map(size, value.shape)), stride=tuple(map(size, value.stride()))
-                )
-            else:
-                found[name] = size(value) if isinstance(value, torch.SymInt) else value
-    except TypeError:  # a symbol that no input has
-        return None
-    return found
-
-
-def _own(node: fx.Node, op: CanonicalOp, values: Values) -> dict[str, Tensor]:
-    """Return the arguments that are tensors of the program, such as weights and caches: these are not made anew.
-
-    What the op writes is one of them only where its `indices` say where it writes to.
-    """
-    named = (*zip(op.positional, node.args, strict=False), *node.kwargs.items())
-    found = {name: values.get(arg) for name, arg in named if isinstance(arg, fx.Node)}
-    spared = () if op.indices is not None else op.mutates
-    return {name: value for name, value in found.items() if isinstance(value, Tensor) and name not in spared}
+    return run
 
 
 def _fastest(bucket: GraphKey, calls: Sequence[OpChoice], times: Mapping[str, float]) -> MeasuredChoice:
@@ -237,15 +193,6 @@ def _fastest(bucket: GraphKey, calls: Sequence[OpChoice], times: Mapping[str, fl
         implementation=preferred if keeps else best,
         times_us=tuple(times.items()),
     )
-
-
-def _graph_of(op: CanonicalOp, arguments: Mapping[str, Any]) -> fx.GraphModule:
-    """Return a graph of this one call, by which its times are kept."""
-    graph = fx.Graph()
-    nodes = {n: graph.placeholder(n) if isinstance(v, Tensor) else v for n, v in arguments.items()}
-    args = tuple(nodes.pop(name) for name in op.positional)
-    graph.output(graph.call_function(op.overload, args, nodes))
-    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _read(folder: Path) -> dict[str, dict[str, Any]]:

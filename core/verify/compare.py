@@ -46,18 +46,20 @@ class Comparison:
         olds: Sequence[Any],
         exact: Callable[[], Sequence[Any]],
         codes: Collection[int] = (),
+        slack: float = 1.0,
     ) -> list[tuple[str, str, float]]:
         """Judge results by their expected values; return name, reason and ratio of each that fails.
 
         - exact: gives all fp64 values; called at most once, and only if something differs in a bit.
         - codes: which of the results are codes of a quantisation.
+        - slack: multiplies the errors of the expected values in every bound.
         """
         if len(results) != len(olds):
             return [self.fail("the results", f"{len(results)} instead of {len(olds)}")]
         reference = _Reference(exact)
         failed = []
         for index, (name, result, old) in enumerate(zip(names, results, olds, strict=True)):
-            outcome = compare(result, old, partial(reference.value, index), codes=index in codes)
+            outcome = compare(result, old, partial(reference.value, index), codes=index in codes, slack=slack)
             if outcome is None:
                 continue
             reason, ratio = outcome
@@ -93,12 +95,15 @@ class _Reference:
         return None if self._values is None else self._values[index]
 
 
-def compare(result: Any, old: Any, reference: Callable[[], Any], *, codes: bool = False) -> tuple[str, float] | None:
+def compare(
+    result: Any, old: Any, reference: Callable[[], Any], *, codes: bool = False, slack: float = 1.0
+) -> tuple[str, float] | None:
     """Judge a result by T0 and T1; return the reason why it fails ("" if it does not) and its error over the bound.
 
     - reference: gives the fp64 value; asked only where floats or codes differ in a bit. Where it gives None, floats
       that differ are not judged, and None is returned; codes must be equal.
     - codes: int8 results are codes of a quantisation, which a rounding may move.
+    - slack: multiplies the errors of the expected value in every bound of floats.
     """
     if not isinstance(old, Tensor) or not isinstance(result, Tensor):
         return ("", 0.0) if type(result) is type(old) and result == old else (f"{result!r} instead of {old!r}", _INF)
@@ -119,8 +124,8 @@ def compare(result: Any, old: Any, reference: Callable[[], Any], *, codes: bool 
     if exact.shape != old.shape:
         return f"{tuple(old.shape)}, where the fp64 run has {tuple(exact.shape)}", _INF
     if old.numel() < MIN_ELEMENTS:
-        return _few(result, old, exact)
-    verdict = judge(result, old, exact)
+        return _few(result, old, exact, slack)
+    verdict = judge(result, old, exact, slack=slack)
     return verdict.reason, max(verdict.rms_ratio, verdict.max_ratio)
 
 
@@ -134,14 +139,16 @@ def strides_problem(result: Any, wanted: Any) -> str:
     return "" if same else f"strides {tuple(result.stride())} instead of {tuple(wanted.stride())}"
 
 
-def _few(result: Tensor, old: Tensor, reference: Tensor) -> tuple[str, float]:
+def _few(result: Tensor, old: Tensor, reference: Tensor, slack: float) -> tuple[str, float]:
     """Judge a value too small for T1 by its largest error, with a floor of four roundings of its size."""
     g, e, r = (t.detach().to("cpu", torch.float64) for t in (result, old, reference))
     if not torch.equal(g.isfinite(), r.isfinite()):
         return "NaN or infinity where the reference has none, or the reverse", _INF
     keep = r.isfinite() & e.isfinite()
     errors = [float((t - r)[keep].abs().max()) if keep.any() else 0.0 for t in (g, e)]
-    bound = 3 * errors[1] + 4 * torch.finfo(old.dtype).eps * (float(r[keep].pow(2).mean().sqrt()) if keep.any() else 0)
+    bound = 3 * slack * errors[1] + 4 * torch.finfo(old.dtype).eps * (
+        float(r[keep].pow(2).mean().sqrt()) if keep.any() else 0
+    )
     ratio = errors[0] / bound if bound else (_INF if errors[0] else 0.0)
     return (f"error over bound: max {ratio:.3g} (1 passes)" if ratio > 1 else ""), ratio
 

@@ -14,7 +14,7 @@ from core import InputSpec
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.declaration import declared_ops
-from core.common.ops.implementation import OpImplementation
+from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.norm.norms import rms_norm
 from core.compilation import measuring
 from core.compilation.program import Program
@@ -68,10 +68,11 @@ class Norms(nn.Module):
 
 
 class Others(Norms):
-    """Another model, of which one call is like those of `Norms`."""
+    """Another model, whose calls are like those of `Norms`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.core.rms_norm(x.abs(), self.weight, 1e-5)
+        once = torch.ops.core.rms_norm(x.abs(), self.weight, 1e-5)
+        return torch.ops.core.rms_norm(once, self.weight, 1e-5)
 
 
 def compiled(device: Device, model: nn.Module | None = None, **options: Any) -> Program:
@@ -140,6 +141,66 @@ def test_one_that_fails_is_not_used_and_the_report_says_so(ops: Any) -> None:
     program = compiled(cpu(ops=ops))
     assert any("failing" in note and "no such kernel" in note for note in program.report().notes)
     assert served(program, 2) == {"steady"}
+
+
+class Layers(nn.Module):
+    """Norms alike, each with a weight of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        made = (nn.Parameter(torch.linspace(0.5, 1.5, 64) + layer, requires_grad=False) for layer in range(count))
+        self.weights = nn.ParameterList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.ops.core.rms_norm(x, weight, 1e-5)
+        return x
+
+
+def test_short_calls_are_timed_with_the_weights_of_all_layers() -> None:
+    """With one weight again and again, each call but the first would find it in the device's caches."""
+    weights: list[int] = []
+
+    def seen(*args: Any, **kwargs: Any) -> Tensor:
+        weights.append(args[1].data_ptr())
+        return rms_norm(*args, **kwargs)
+
+    model = Layers(5)
+    compiled(acme(ops=(OpImplementation(op=OP, name="seen", fn=seen), STEADY)), model)
+    own = [weight.data_ptr() for weight in model.weights]
+    assert any(weights[start : start + 5] == own for start in range(len(weights)))
+
+
+def test_long_calls_are_timed_one_at_a_time() -> None:
+    program = compiled(cpu(ops=(STEADY, implementation(growing))), Layers(5))
+    assert program.report().num_measured == 2
+    for rows in (2, 32):  # besides the program's own warm-up, which is one call of each layer
+        assert ran.count(("steady", rows)) <= measuring._ROUNDS + 3 + 2 * 5
+
+
+def test_what_an_implementation_says_not_to_time_is_not_timed() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def few_rows(call: OpCall) -> str | None:
+        asked.append(tuple(call.args["x"].shape))
+        return None if call.args["x"].shape[0] <= 4 else "it is for few rows"
+
+    program = compiled(cpu(ops=(STEADY, implementation(growing, timed=few_rows))))
+    (measured,) = trace_of(program).measured
+    assert measured.bucket.dims == (2,) and measured.implementation == "growing"
+    assert set(asked) == {(2, 64), (32, 64)} and program.report().num_measured == 1
+    assert served(program, 30) == {"steady"}
+
+
+def test_what_gives_accuracy_up_runs_only_where_it_is_asked_for() -> None:
+    loose = implementation(growing, slack=4.0)
+    device = cpu(ops=(loose, STEADY))
+    program = compiled(device)
+    assert program.report().num_measured == 0 and served(program, 2) == {"steady"}
+    named = compiled(device, providers={OP: "growing"})
+    assert named.report().num_measured == 0 and served(named, 2) == {"growing"}
+    alone = compiled(cpu(ops=(loose,)))
+    assert {choice.implementation for choice in trace_of(alone).ops} == {"reference"} and served(alone, 2) == set()
 
 
 def test_times_are_kept_on_disk(cache_folder: Path) -> None:

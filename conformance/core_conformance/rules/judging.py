@@ -48,9 +48,11 @@ def each_value(trial: Trial, judged: Judged) -> None:
         judged.judge(trial, f"{judged.name}, result {index}", result, eager, lambda i=index: judged.references[i])  # type: ignore[misc]
 
 
-def by_t1(trial: Trial, name: str, result: Any, eager: Any, reference: Callable[[], Any]) -> None:
-    """Judge one value of a device by T0 and T1 against eager on the same device."""
-    trial.judge(name, result, eager, None if _equal(result, eager) else reference())
+def by_t1(
+    trial: Trial, name: str, result: Any, eager: Any, reference: Callable[[], Any], *, slack: float = 1.0
+) -> None:
+    """Judge one value of a device by T0 and T1 against eager on the same device; slack: as for `Trial.judge`."""
+    trial.judge(name, result, eager, None if _equal(result, eager) else reference(), slack=slack)
 
 
 def by_t2(trial: Trial, name: str, result: Any, host: Any, reference: Callable[[], Any]) -> None:

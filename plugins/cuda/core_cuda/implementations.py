@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from core.common.ops.implementation import Condition, OpImplementation
+from core.common.ops.implementation import Condition, OpImplementation, always
 from core_cuda.ops import activation, quantize
 from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
@@ -18,6 +18,7 @@ from core_cuda.ops.linear import quantized as quantized_linear
 from core_cuda.ops.moe import grouped_mlp
 from core_cuda.ops.moe import route as moe_route
 from core_cuda.ops.norm import norms as norm
+from core_cuda.ops.registration import OP_OF
 from core_cuda.ops.rotary import rotation as rotary
 from core_cuda.ops.rotary import table as rotary_table
 from core_cuda.ops.sampling import argmax
@@ -38,7 +39,9 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     attention.rotary_attention_quantize: attention.quantize_condition(attention.rotary_attention_condition),
     rotary_table.rotary_table: rotary_table.why_not,
     linear.linear: linear.why_not,
+    linear.linear_other: linear.why_not,
     linear.gated_linear: linear.why_not,
+    linear.gated_linear_other: linear.why_not,
     moe_route.moe_route: moe_route.route_condition,
     grouped_mlp.grouped_mlp: grouped_mlp.grouped_mlp_condition,
     sampling.sample: dtypes,
@@ -48,11 +51,31 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     norm.add_rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x", "residual")),
     activation.gated_activation_quantize: all_of(dtypes, code_dtype, code_regions),
     quantized_linear.quantized_linear: quantized_linear.why_not,
+    quantized_linear.quantized_linear_skinny: quantized_linear.why_not,
+    quantized_linear.quantized_linear_library: quantized_linear.why_not,
+    quantized_linear.quantized_linear_fast: quantized_linear.why_not_fast,
 }
-"""Kernels, each named as the canonical op that it implements, and the calls that each one takes."""
+"""Kernels, the preferred one of an op first, and the calls that each one takes."""
+
+_TIMED: Mapping[torch._ops.OpOverload, Condition] = {
+    linear.linear_other: linear.other_timed,
+    linear.gated_linear_other: linear.other_timed,
+    quantized_linear.quantized_linear_skinny: quantized_linear.skinny_timed,
+    quantized_linear.quantized_linear_library: quantized_linear.library_timed,
+}
+"""Which calls further kernels of an op are timed for."""
+
+_SLACK = {quantized_linear.quantized_linear_fast: quantized_linear.FAST_SLACK}
+"""Kernels that give accuracy up, and how wide the bounds are by which they are judged."""
 
 IMPLEMENTATIONS = tuple(
-    OpImplementation(op=f"core::{name}", name=f"cuda_{name}", fn=kernel, condition=condition)
+    OpImplementation(
+        op=OP_OF[kernel],
+        name=f"cuda_{kernel._opname}",
+        fn=kernel,
+        condition=condition,
+        timed=_TIMED.get(kernel, always),
+        slack=_SLACK.get(kernel, 1.0),
+    )
     for kernel, condition in _CONDITIONS.items()
-    for name in (kernel._opname,)
 )

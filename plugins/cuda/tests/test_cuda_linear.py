@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="needs triton")
 from core_cuda import tuned
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.linear.products import gated_linear, linear, why_not
+from core_cuda.ops.linear.products import gated_linear, gated_linear_other, linear, linear_other, other_timed, why_not
 from core_cuda.ops.linear.skinny import skinny_linear
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, candidates, default_config
 from core_cuda.ops.workspace import counters
@@ -50,7 +50,16 @@ def judged(result: torch.Tensor, op: CanonicalOp, call: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize(("op", "kernel"), [(LINEAR, linear), (GATED_LINEAR, gated_linear)], ids=["linear", "gated"])
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [
+        (LINEAR, linear),
+        (LINEAR, linear_other),
+        (GATED_LINEAR, gated_linear),
+        (GATED_LINEAR, gated_linear_other),
+    ],
+    ids=["linear", "linear, other", "gated", "gated, other"],
+)
 def test_samples(op: CanonicalOp, kernel: Any, dtype: torch.dtype, kernel_device: torch.device) -> None:
     check(op, kernel, [sample.kwargs for sample in op.samples(dtype, CPU)], kernel_device)
 
@@ -139,6 +148,35 @@ def test_many_rows_and_other_dtypes_are_for_cublas(
         assert not launched
     linear(**moved(operands(3, 32, 64, torch.bfloat16), kernel_device))
     assert launched == ["_tile_kernel"]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
+def test_the_other_kernel_is_timed_where_nobody_measured(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own kernels and cuBLAS are timed against each other, up to the rows that the own ones take."""
+    which = (gated_linear, gated_linear_other) if gated else (linear, linear_other)
+    launched: list[str] = []
+    real = launching.launch
+
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.__name__)
+        real(kernel, *args, **options)
+
+    monkeypatch.setattr(launching, "launch", launch)
+    gate: dict[str, Any] = {"kind": "silu", "interleaved": False} if gated else {}
+    own = {}
+    for rows in (3, 40, 200):
+        call = operands(rows, 64, 64, torch.bfloat16) | gate
+        for kernel in which:
+            launched.clear()
+            kernel(**call)
+            own[rows, kernel] = launched == ["_tile_kernel"]
+        timed = other_timed(OpCall(op="core::linear", args=call)) is None
+        assert timed == (rows <= 128) == (own[rows, which[0]] != own[rows, which[1]])
+    assert own[3, which[0]] and not own[40, which[0]]
+    alternating = OpCall(op="core::gated_linear", args=call | {"kind": "silu", "interleaved": True})
+    assert "alternating" in str(other_timed(alternating))
+    monkeypatch.setattr("core_cuda.ops.linear.products.winner", lambda *_, **__: (True, None))
+    assert "is known" in str(other_timed(OpCall(op="core::linear", args=operands(3, 64, 64, torch.bfloat16) | gate)))
 
 
 def test_calls_that_no_kernel_takes() -> None:

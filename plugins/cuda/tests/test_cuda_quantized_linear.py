@@ -14,7 +14,21 @@ from tests.kernel_cases import CPU, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 
-from core_cuda.ops.linear.quantized import candidates, multiply, quantized_linear, why_not
+from core_cuda.ops import launching
+from core_cuda.ops.linear import quantized
+from core_cuda.ops.linear.quantized import (
+    FAST_SLACK,
+    candidates,
+    library_timed,
+    multiply,
+    quantized_linear,
+    quantized_linear_fast,
+    quantized_linear_library,
+    quantized_linear_skinny,
+    skinny_timed,
+    why_not,
+    why_not_fast,
+)
 from core_cuda.ops.linear.scaled import WAYS
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig
 
@@ -43,16 +57,16 @@ def exact(args: dict[str, Any]) -> torch.Tensor:
     return QUANTIZED_LINEAR.reference(**wide | {"out_dtype": torch.float64})
 
 
-def judged(found: torch.Tensor, args: dict[str, Any]) -> bool:
+def judged(found: torch.Tensor, args: dict[str, Any], slack: float = 1.0) -> bool:
     reference = QUANTIZED_LINEAR.reference(**args)
     assert found.dtype == reference.dtype and found.shape == reference.shape and found.stride() == reference.stride()
-    return bool(judge(found.cpu(), reference, exact(args)).passed)
+    return bool(judge(found.cpu(), reference, exact(args), slack=slack).passed)
 
 
-def run(args: dict[str, Any], device: torch.device) -> torch.Tensor:
+def run(args: dict[str, Any], device: torch.device, kernel: Any = quantized_linear) -> torch.Tensor:
     there = moved(args, device)
     operands = [there.pop(name) for name in ("x_codes", "x_scale", "w_codes", "w_scale", "bias")]
-    result: torch.Tensor = quantized_linear(*operands, **there)
+    result: torch.Tensor = kernel(*operands, **there)
     return result
 
 
@@ -65,6 +79,44 @@ def test_any_number_of_rows(rows: int, out_dtype: torch.dtype, kernel_device: to
     for changes in ({}, {"bias": bias}, {"x_scale": torch.tensor(0.01)}, {"w_scale": torch.tensor([[0.02]])}):
         args = call(rows, out_dtype=out_dtype, **changes)
         assert judged(run(args, kernel_device), args), changes
+
+
+@pytest.mark.parametrize(
+    "kernel", [quantized_linear_skinny, quantized_linear_library, quantized_linear_fast], ids=lambda k: k._opname
+)
+def test_the_other_kernels(kernel: Any, kernel_device: torch.device) -> None:
+    own = kernel == quantized_linear_skinny
+    slack = FAST_SLACK if kernel == quantized_linear_fast else 1.0
+    for rows in ROWS if kernel_device != CPU else (1, 5, 40) if own else ():
+        for columns, depth in ((96, 256), (64, 4096)):
+            args = call(rows, columns, depth)
+            found = run(args, kernel_device, kernel)
+            assert judged(found, args, slack), (rows, columns, depth)
+            assert not judged(found * 1.02, args, slack)
+
+
+def test_what_is_timed_depends_on_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 multiprocessors: up to 4 tiles of 128 columns and rows leave half of them idle."""
+
+    def timed(rows: int, columns: int) -> tuple[bool, bool]:
+        of = OpCall(op="core::quantized_linear", args=call(rows, columns))
+        return skinny_timed(of) is None, library_timed(of) is None
+
+    monkeypatch.setattr(launching, "num_multiprocessors", lambda: 8)
+    assert timed(5, 512) == (False, True)  # the plugin's own kernel is the default
+    assert timed(40, 512) == timed(128, 1024) == (True, True)
+    assert timed(130, 512) == timed(512, 512) == (False, True)
+    assert timed(513, 512) == (False, False)
+    assert [quantized._choose(rows, 512, 256).kernel for rows in (5, 100, 200)] == ["tile", "tensor", "rowwise"]
+    assert quantized._other_library(100, 512, 256).kernel == "rowwise"
+    monkeypatch.setattr(quantized, "winner", lambda *_, **__: (True, {"kernel": "rowwise", "block_n": 0, "block_k": 0}))
+    assert timed(40, 512) == (False, False)
+
+
+def test_fast_sums_are_for_bfloat16() -> None:
+    of = OpCall(op="core::quantized_linear", args=call(5, out_dtype=torch.float16))
+    assert why_not(of) is None and "exact enough for bfloat16 only" in str(why_not_fast(of))
+    assert why_not_fast(OpCall(op="core::quantized_linear", args=call(5))) is None
 
 
 @pytest.mark.parametrize("way", WAYS)

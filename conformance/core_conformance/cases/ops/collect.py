@@ -99,7 +99,9 @@ def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation,
             refused.setdefault(reason, []).append(sample.name)
             continue
         admitted += 1
-        judge_call(trial, op, sample, of.fn)
+        judge_call(trial, op, sample, of.fn, slack=of.slack)
+    if of.slack != 1:
+        trial.note(f"it gives accuracy up and says so: judged with {of.slack:g} times eager's errors in each bound")
     for reason, names in refused.items():
         trial.note(f"{len(names)} calls refused: {reason} ({names[0]}{', …' if names[1:] else ''})")
     if admitted or trial.failures:
@@ -126,9 +128,16 @@ def judge_reference(trial: Trial, *, op: CanonicalOp, dtype: torch.dtype) -> Non
 
 
 def judge_call(
-    trial: Trial, op: CanonicalOp, sample: Sample, function: Callable[..., Any], *, host: bool = False
+    trial: Trial,
+    op: CanonicalOp,
+    sample: Sample,
+    function: Callable[..., Any],
+    *,
+    host: bool = False,
+    slack: float = 1.0,
 ) -> None:
-    """Judge one call against the reference on the device (T1), or in the host's memory (T2)."""
+    """Judge one call against the reference on the device (T1, with the slack of an implementation), or in the host's
+    memory (T2)."""
     name = sample.name
     args = oracle.own(sample.kwargs)
     try:
@@ -144,7 +153,7 @@ def judge_call(
     eager_args = (oracle.on_host if host else oracle.own)(sample.kwargs)
     with torch.no_grad():
         eager = leaves(op.reference(**eager_args))
-    judge: Judge = by_t2 if host else by_t1
+    judge: Judge = by_t2 if host else partial(by_t1, slack=slack)
     exact = cache(lambda: oracle.exact(op.reference, sample.kwargs))
     judged = Judged(name, sample.kwargs, results, eager, lambda: leaves(exact()[0]), judge)
     RULES.get(op.name, each_value)(trial, judged)

@@ -55,8 +55,8 @@ def _fuzz(trial: Trial, *, op: CanonicalOp, of: OpImplementation | None, dtype: 
         if reason is not None:
             refused[reason] += 1
             pass_over()
-        function = op.reference if of is None else of.fn
-        judge_call(own, op, Sample(name="the call", kwargs=kwargs), function, host=of is None)
+        function, slack = (op.reference, 1.0) if of is None else (of.fn, of.slack)
+        judge_call(own, op, Sample(name="the call", kwargs=kwargs), function, host=of is None, slack=slack)
 
     count = run_examples(trial, example)
     trial.note(*(f"{times} calls refused: {reason}" for reason, times in refused.most_common(_MAX_REASONS)))

@@ -12,10 +12,14 @@ from core.common.ops.declaration import CanonicalOp
 
 NAMESPACE = "core_cuda"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+OP_OF: dict[torch._ops.OpOverload, str] = {}
+"""The canonical op, as `core::attention`, of each kernel that was registered."""
 
 
-def kernel_of(op: CanonicalOp) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
+def kernel_of(op: CanonicalOp, variant: str = "") -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Return the decorator that registers a function as the kernel `core_cuda::name` of a canonical op.
+
+    variant: ends the name, where an op has several kernels.
 
     The function gets every argument of the schema by name, defaults filled in. The GPU of the first argument is
     current, since Triton launches on its stream. The function writes and returns what the canonical op does. In a graph
@@ -32,10 +36,12 @@ def kernel_of(op: CanonicalOp) -> Callable[[Callable[..., Any]], torch._ops.OpOv
 
         # Define the op as core declares its own, without the Python wrapper of torch.library.custom_op around each
         # call.
-        _LIBRARY.define(op.schema)
-        _LIBRARY.impl(op.name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=_LIBRARY)
-        overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
+        name = f"{op.name}_{variant}" if variant else op.name
+        _LIBRARY.define(op.schema.replace(op.name, name, 1))
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_LIBRARY)
+        overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OP_OF[overload] = op.qualified_name
         return overload
 
     return register

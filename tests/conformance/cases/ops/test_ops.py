@@ -131,6 +131,22 @@ def test_a_planted_mistake_is_rejected(name: str, dtype: torch.dtype) -> None:
     assert failures
 
 
+def test_slack_widens_the_bounds_of_what_gives_accuracy_up_and_no_further() -> None:
+    """An error of 6 times eager's: rejected without slack and with 2, accepted with 4, and the report says so."""
+
+    def off(x: Any, *args: Any, **kwargs: Any) -> Any:
+        wide = RMS_NORM.reference(x.double(), *args, **kwargs)
+        return wide.add(RMS_NORM.reference(x, *args, **kwargs).double().sub(wide), alpha=6).to(x.dtype)
+
+    def failures(slack: float) -> Trial:
+        device = cpu(ops=(OpImplementation(op="core::rms_norm", name="loose", fn=off, slack=slack),))
+        return trial_of(device, "rms_norm/loose/float32")
+
+    assert failures(1.0).failures and failures(2.0).failures
+    accepted = failures(4.0)
+    assert not accepted.failures and any("gives accuracy up" in note for note in accepted.notes)
+
+
 def test_what_runs_between_graphs_is_judged_too() -> None:
     assert not trial_of(cpu(), "attention/eager/bfloat16").failures
 

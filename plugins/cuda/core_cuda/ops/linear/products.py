@@ -1,11 +1,13 @@
 """`core::linear` and `core::gated_linear`: the plugin's own kernels for few rows, cuBLAS for many.
 
 Which one is decided call by call from the real sizes, and so once per captured graph: by what was measured on this GPU
-(`core_cuda.tuned`), and for sizes nobody measured by the number of rows.
+(`core_cuda.tuned`). For sizes nobody measured the number of rows decides, and the other kernel is an implementation of
+its own, which is timed when a program is made.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,21 +30,41 @@ _MAX_UNMEASURED_ROWS = 16
 @kernel_of(LINEAR)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by the skinny kernels or by cuBLAS, as `core_cuda.tuned` says for these sizes."""
-    config = _choose(x, weight, gated=False)
+    return _multiply(x, weight, bias, _choose(x, weight, gated=False)[1])
+
+
+@kernel_of(LINEAR, "other")
+def linear_other(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by what `linear` does not take for these sizes."""
+    return _multiply(x, weight, bias, _other(x, weight, gated=False)[1])
+
+
+@kernel_of(GATED_LINEAR)
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) -> Tensor:
+    """Multiply and gate in one kernel for few rows, else in two."""
+    return _multiply_and_gate(x, weight, bias, Gate(**gate), _choose(x, weight, gated=True)[1])
+
+
+@kernel_of(GATED_LINEAR, "other")
+def gated_linear_other(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) -> Tensor:
+    """Do what `gated_linear` does not do for these sizes."""
+    return _multiply_and_gate(x, weight, bias, Gate(**gate), _other(x, weight, gated=True)[1])
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig | None) -> Tensor:
     if config is None:
         return functional.linear(x, weight, bias)
     out: Tensor = skinny_linear(_as_rows(x), weight, bias, config=config)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-@kernel_of(GATED_LINEAR)
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) -> Tensor:
-    """Multiply and gate in one kernel for few rows, else in two."""
-    config = None if gate["interleaved"] else _choose(x, weight, gated=True)
-    if config is None:
-        gated: Tensor = gated_activation_fused(functional.linear(x, weight, bias), **gate)
+def _multiply_and_gate(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate, config: SkinnyConfig | None
+) -> Tensor:
+    if config is None or gate.interleaved:
+        gated: Tensor = gated_activation_fused(functional.linear(x, weight, bias), **asdict(gate))
         return gated
-    out: Tensor = skinny_linear(_as_rows(x), weight, bias, gate=Gate(**gate), config=config)
+    out: Tensor = skinny_linear(_as_rows(x), weight, bias, gate=gate, config=config)
     return out.view(*x.shape[:-1], weight.shape[0] // 2)
 
 
@@ -56,18 +78,38 @@ def why_not(call: OpCall) -> str | None:
     return None
 
 
-def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> SkinnyConfig | None:
-    """Return the configuration of the plugin's kernel for this product, or None for cuBLAS."""
-    depth = weight.shape[1]
-    rows = x.numel() // depth if depth else 0
-    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+def other_timed(call: OpCall) -> str | None:
+    """Return why the other kernel of either op is not worth timing at the sizes of a call, or None."""
+    x, weight = call.args["x"], call.args["weight"]
+    if call.args.get("interleaved"):
+        return "the plugin's kernels take no alternating gates"
+    return _other(x, weight, gated="kind" in call.args)[0]
+
+
+def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> tuple[bool, SkinnyConfig | None]:
+    """Return whether this product was measured, and the configuration of the plugin's kernel, None for cuBLAS."""
+    rows, columns, depth = _sizes(x, weight, gated=gated)
     if not 0 < rows <= MAX_ROWS or columns == 0 or x.dtype not in _DTYPES:
-        return None
+        return True, None
     shape = {"rows": rows, "columns": columns, "depth": depth, "gated": gated}
     known, config = winner("linear", shape, ranged=("rows",))
     if known or rows > _MAX_UNMEASURED_ROWS:
-        return SkinnyConfig(**config) if config else None
-    return default_config(rows, columns, depth, gated=gated)
+        return known, SkinnyConfig(**config) if config else None
+    return False, default_config(rows, columns, depth, gated=gated)
+
+
+def _other(x: Tensor, weight: Tensor, *, gated: bool) -> tuple[str | None, SkinnyConfig | None]:
+    """Return why the kernel that `_choose` does not choose is not worth timing, or None; and its configuration."""
+    known, config = _choose(x, weight, gated=gated)
+    if known:
+        return "cuBLAS takes more rows, and what was measured on this GPU is known", config
+    return None, None if config else default_config(*_sizes(x, weight, gated=gated), gated=gated)
+
+
+def _sizes(x: Tensor, weight: Tensor, *, gated: bool) -> tuple[int, int, int]:
+    """Return the rows of x, the columns of the result, and what they are summed over."""
+    depth = weight.shape[1]
+    return x.numel() // depth if depth else 0, weight.shape[0] // (2 if gated else 1), depth
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """`core::quantized_linear` of fp8 codes: the plugin's own kernels for few rows, torch's for many.
 
-Which one is decided call by call from the real sizes, as for `core::linear`.
+Which one is decided call by call from the real sizes, as for `core::linear`; for sizes that nobody measured the others
+are implementations of their own, which are timed when a program is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-from core.common.ops.implementation import OpCall
+from core.common.ops.implementation import Condition, OpCall
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
+from core_cuda.ops import launching
 from core_cuda.ops.linear import skinny_configs
 from core_cuda.ops.linear.scaled import ALIGNED, WAYS, scaled_linear
 from core_cuda.ops.linear.skinny import skinny_linear
@@ -26,28 +29,39 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 _BITS = 8
 _MAX_UNMEASURED_ROWS = 32
 """Rows up to which the kernels here serve sizes that nobody measured."""
+_MAX_LIBRARY_ROWS = 512
+"""Rows beyond which both ways of the library fill the GPU, and the one that writes its result twice loses."""
+_LIBRARY = (SkinnyConfig("rowwise", 0, 0), SkinnyConfig("tensor", 0, 0))
+_TILE = 128
+"""Rows and columns of a tile of the result in the library's kernels for many rows."""
+FAST_SLACK = 2.0
+"""By how much the bounds of the numeric criterion have to be wider for sums in the narrower way."""
 _TOGETHER = ("x_codes", "x_scale", "w_codes", "w_scale", "bias", "out_dtype")
 
 
-@kernel_of(QUANTIZED_LINEAR)
-def quantized_linear(
-    x_codes: Tensor,
-    x_scale: Tensor,
-    w_codes: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    **_: Any,
-) -> Tensor:
-    """Multiply by the skinny kernels or torch's, as `core_cuda.tuned` says for these sizes, and scale once."""
-    columns, depth = w_codes.shape
-    x = x_codes.reshape(-1, depth)
-    if x.shape[0] == 0:
-        return x.new_empty((*x_codes.shape[:-1], columns), dtype=out_dtype)
-    scales = (x_scale.reshape(-1), w_scale.reshape(-1))
-    found = _choose(x.shape[0], columns, depth)
-    return multiply(x, w_codes, scales, bias, out_dtype, found).view(*x_codes.shape[:-1], columns)
+def _product(choose: Callable[[int, int, int], SkinnyConfig], *, fast: bool = False) -> Callable[..., Tensor]:
+    """Return a kernel of the op. choose: takes rows, columns and depth; fast: as for `scaled_linear`."""
+
+    def product(
+        x_codes: Tensor,
+        x_scale: Tensor,
+        w_codes: Tensor,
+        w_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        out_dtype: torch.dtype,
+        **_: Any,
+    ) -> Tensor:
+        columns, depth = w_codes.shape
+        x = x_codes.reshape(-1, depth)
+        if x.shape[0] == 0:
+            return x.new_empty((*x_codes.shape[:-1], columns), dtype=out_dtype)
+        scales = (x_scale.reshape(-1), w_scale.reshape(-1))
+        config = choose(x.shape[0], columns, depth)
+        out = multiply(x, w_codes, scales, bias, out_dtype, config, fast=fast)
+        return out.view(*x_codes.shape[:-1], columns)
+
+    return product
 
 
 def multiply(
@@ -57,20 +71,22 @@ def multiply(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     config: SkinnyConfig,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     """Return `x @ weight.T * scales + bias` (M, N) as config says; its kernel may be one of `scaled_linear.WAYS` too.
 
     x (M, K) and weight (N, K) of fp8; scales: (M,) or (1,), and (N,) or (1,), fp32; bias (N,). Where the named kernel
-    cannot give out_dtype, its sibling does.
+    cannot give out_dtype, its sibling does. fast: as for `scaled_linear`; the plugin's own kernels sum in fp32 all the
+    same.
     """
     if config.kernel not in WAYS:
         x = x if x.stride(1) == 1 else x.contiguous()
         out: Tensor = skinny_linear(x, weight, bias, scales=scales, out_dtype=out_dtype, config=config)
         return out
     narrow = out_dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    return scaled_linear(
-        x.contiguous(), weight.contiguous(), scales, bias, out_dtype, config.kernel if narrow else "tensor"
-    )
+    way = config.kernel if narrow else "tensor"
+    return scaled_linear(x.contiguous(), weight.contiguous(), scales, bias, out_dtype, way, fast=fast)
 
 
 def candidates(rows: int, columns: int, depth: int) -> Iterator[SkinnyConfig]:
@@ -82,12 +98,55 @@ def candidates(rows: int, columns: int, depth: int) -> Iterator[SkinnyConfig]:
 
 
 def _choose(rows: int, columns: int, depth: int) -> SkinnyConfig:
-    known, config = winner("quantized_linear", {"rows": rows, "columns": columns, "depth": depth}, ranged=("rows",))
+    """Return what was measured on this GPU, else what the sizes suggest."""
+    known, config = _measured(rows, columns, depth)
     if known and config is not None:
         return SkinnyConfig(**config)
     if rows <= _MAX_UNMEASURED_ROWS:
         return skinny_configs.default_config(rows, columns, depth, bits=_BITS)
-    return SkinnyConfig("tensor" if rows <= MAX_ROWS else "rowwise", 0, 0)
+    return _LIBRARY[_few_tiles(rows, columns)]
+
+
+def _other_library(rows: int, columns: int, depth: int) -> SkinnyConfig:
+    return _LIBRARY[not _few_tiles(rows, columns)]
+
+
+def _skinny(rows: int, columns: int, depth: int) -> SkinnyConfig:
+    if rows > MAX_ROWS:
+        return _choose(rows, columns, depth)
+    return skinny_configs.default_config(rows, columns, depth, bits=_BITS)
+
+
+def _measured(rows: int, columns: int, depth: int) -> tuple[bool, Mapping[str, Any] | None]:
+    return winner("quantized_linear", {"rows": rows, "columns": columns, "depth": depth}, ranged=("rows",))
+
+
+def _few_tiles(rows: int, columns: int) -> bool:
+    """Tell whether tiles of the result leave half of the GPU idle, where the sum over K is not shared out."""
+    return bool(2 * triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE) <= launching.num_multiprocessors())
+
+
+def _worth_timing(choose: Callable[[int, int, int], SkinnyConfig], most: int) -> Condition:
+    """Return the condition under which a kernel is timed. choose: what it takes; most: rows beyond which it loses."""
+
+    def refusal(call: OpCall) -> str | None:
+        columns, depth = call.args["w_codes"].shape
+        rows = call.args["x_codes"].numel() // max(depth, 1)
+        if not 0 < rows <= most:
+            return f"it has {rows} rows, and is no faster beyond {most}"
+        if _measured(rows, columns, depth)[0]:
+            return "what was measured on this GPU is known"
+        return "it is what runs already" if choose(rows, columns, depth) == _choose(rows, columns, depth) else None
+
+    return refusal
+
+
+quantized_linear = kernel_of(QUANTIZED_LINEAR)(_product(_choose))
+quantized_linear_skinny = kernel_of(QUANTIZED_LINEAR, "skinny")(_product(_skinny))
+quantized_linear_library = kernel_of(QUANTIZED_LINEAR, "library")(_product(_other_library))
+quantized_linear_fast = kernel_of(QUANTIZED_LINEAR, "fast")(_product(_choose, fast=True))
+skinny_timed = _worth_timing(_skinny, MAX_ROWS)
+library_timed = _worth_timing(_other_library, _MAX_LIBRARY_ROWS)
 
 
 def why_not(call: OpCall) -> str | None:
@@ -115,3 +174,10 @@ def why_not(call: OpCall) -> str | None:
         given = ", ".join(map(str, OUT_DTYPES))
         return f"out_dtype is {args['out_dtype']}, and products of codes are summed exactly enough for {given} only"
     return None
+
+
+def why_not_fast(call: OpCall) -> str | None:
+    """Return why the kernel that sums in the narrower way cannot take a call, or None."""
+    if call.args["out_dtype"] != torch.bfloat16:
+        return f"out_dtype is {call.args['out_dtype']}, and sums in the narrower way are exact enough for bfloat16 only"
+    return why_not(call)
