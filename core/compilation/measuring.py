@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from core.common.graphs.backend import GraphKey
+from core.common.graphs.backend import GraphBackend, GraphKey
 from core.common.lowering import Artifacts
 from core.common.ops.declaration import declared_ops
 from core.compilation.implementations import OpChoice, bound_call
@@ -36,6 +35,8 @@ MAX_SECONDS = 10.0
 _ROUNDS = 5
 _BATCH_S = 0.002
 """What is timed in one go, at least: so many calls in a row."""
+_FAR = 1.3
+"""Times the least time so far, beyond which an implementation is not timed again."""
 _MARGIN = 0.95
 """Of the time of the preferred implementation, what another may take at most to be chosen: clocks are noisy."""
 _TIMES = "times.json"
@@ -75,6 +76,7 @@ class Measurer:
         self._keep = keep
         self._note = note
         self._left_s = MAX_SECONDS
+        self._graphs: GraphBackend | None = None
         #: Calls that were timed; those whose times were found on disk are not counted.
         self.num_measured = 0
 
@@ -90,18 +92,16 @@ class Measurer:
         timed = [each for each in choices if each.others and not declared_ops()[each.op].is_collective]
         pending = [(choice, nodes[choice.node]) for choice in timed]
         found = []
-        for bucket, given in buckets.items() if pending else ():
-            alike: dict[str, AlikeCalls] = {}
-            for choice, node in pending:
-                op = declared_ops()[choice.op]
-                fixed = in_bucket(bound_call(node, op).args, given.sizes)
-                if fixed is not None:
-                    key = f"{choice.op} {choice.implementation} {choice.others} {fixed}"
-                    alike.setdefault(key, AlikeCalls(fixed)).add(choice, own_tensors(node, op, given.values))
-            for calls in alike.values():
-                times = self._times(calls)
-                if times:
-                    found.append(_fastest(bucket, calls.choices, times))
+        try:
+            for bucket, given in buckets.items() if pending else ():
+                for calls in _alike(pending, given):
+                    times = self._times(calls)
+                    if times:
+                        found.append(_fastest(bucket, calls.choices, times))
+        finally:
+            if self._graphs is not None:
+                self._graphs.cleanup()
+                self._graphs = None
         return tuple(found)
 
     def _times(self, calls: AlikeCalls) -> dict[str, float]:
@@ -126,37 +126,45 @@ class Measurer:
         start = time.perf_counter()
         runs: dict[str, Callable[[], object]] = {}
         failed: dict[str, str] = {}
-        with ExitStack() as graphs:
-            for each in candidates:
-                try:
-                    _made(each, calls[:1])()  # whatever it compiles
-                    calls = calls if runs else calls[: self._num_short(_made(each, calls[:1]))]
-                    runs[each.name] = self._ready(_made(each, calls), graphs)
-                except Exception as error:  # of code that a library brings
-                    failed[each.name] = f"{type(error).__name__}: {one_line(str(error))}"
-            counts = {name: max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7))) for name, run in runs.items()}
-            best: dict[str, float] = dict.fromkeys(runs, float("inf"))
-            for _ in range(_ROUNDS):  # in turns, as the clock of a device changes
-                for name, run in runs.items():
-                    best[name] = min(best[name], self._seconds(run, counts[name]) * 1e6 / len(calls))
+        for each in candidates:
+            try:
+                _made(each, calls[:1])()  # whatever it compiles
+                calls = calls if runs else calls[: self._num_short(_made(each, calls[:1]))]
+                runs[each.name] = self._ready(_made(each, calls), len(runs))
+            except Exception as error:  # of code that a library brings
+                failed[each.name] = f"{type(error).__name__}: {one_line(str(error))}"
+        times = {name: each / len(calls) * 1e6 for name, each in self._least(runs).items()}
         self.num_measured += 1
         self._left_s -= time.perf_counter() - start
-        (folder / _TIMES).write_text(json.dumps({"us": best, "failed": failed}), encoding="utf-8")
+        (folder / _TIMES).write_text(json.dumps({"us": times, "failed": failed}), encoding="utf-8")
+
+    def _least(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Return the least seconds of each run; those that are far slower than another one take one round only."""
+        counts = {name: max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7))) for name, run in runs.items()}
+        best: dict[str, float] = dict.fromkeys(runs, float("inf"))
+        for _ in range(_ROUNDS):  # in turns, as the clock of a device changes
+            near = [name for name in runs if best[name] <= _FAR * min(best.values())]
+            for name in near if len(near) > 1 else ():
+                best[name] = min(best[name], self._seconds(runs[name], counts[name]))
+        if len(runs) == 1:  # the others failed
+            best = {name: self._seconds(run, counts[name]) for name, run in runs.items()}
+        return best
 
     def _num_short(self, run: Callable[[], object]) -> int:
         """Return how many such calls make up what is timed in one go."""
         return max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7)))
 
-    def _ready(self, run: Callable[[], tuple[Tensor, ...]], graphs: ExitStack) -> Callable[[], object]:
-        """Return what makes the calls, warm: as a graph where the device captures them, which ends with `graphs`."""
+    def _ready(self, run: Callable[[], tuple[Tensor, ...]], place: int) -> Callable[[], object]:
+        """Return what makes the calls, warm: as a graph where the device captures them, until the next of that
+        place."""
         run()
         if "full" not in self._device.capabilities.modes:
             return run
-        backend, key = self._device.graph_backend(), GraphKey("timed", ())
-        graphs.callback(backend.cleanup)
-        with backend.capture_session():
-            backend.capture_one(key, run, {}, self._device.synchronize)
-        return partial(backend.replay, key)
+        self._graphs = self._graphs or self._device.graph_backend()
+        key = GraphKey("timed", (place,))
+        with self._graphs.capture_session():
+            self._graphs.capture_one(key, run, {}, self._device.synchronize)
+        return partial(self._graphs.replay, key)
 
     def _seconds(self, run: Callable[[], object], count: int) -> float:
         self._device.synchronize()
@@ -165,6 +173,18 @@ class Measurer:
             run()
         self._device.synchronize()
         return (time.perf_counter() - start) / count
+
+
+def _alike(pending: Sequence[tuple[OpChoice, fx.Node]], given: BucketValues) -> Iterable[AlikeCalls]:
+    """Return these calls by what they are in a bucket; those are left out whose sizes are not known there."""
+    alike: dict[str, AlikeCalls] = {}
+    for choice, node in pending:
+        op = declared_ops()[choice.op]
+        fixed = in_bucket(bound_call(node, op).args, given.sizes)
+        if fixed is not None:
+            key = f"{choice.op} {choice.implementation} {choice.others} {fixed}"
+            alike.setdefault(key, AlikeCalls(fixed)).add(choice, own_tensors(node, op, given.values))
+    return alike.values()
 
 
 def _made(implementation: OpImplementation, calls: Sequence[Arguments]) -> Callable[[], tuple[Tensor, ...]]:

@@ -51,7 +51,6 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     norm.add_rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x", "residual")),
     activation.gated_activation_quantize: all_of(dtypes, code_dtype, code_regions),
     quantized_linear.quantized_linear: quantized_linear.why_not,
-    quantized_linear.quantized_linear_skinny: quantized_linear.why_not,
     quantized_linear.quantized_linear_library: quantized_linear.why_not,
     quantized_linear.quantized_linear_fast: quantized_linear.why_not_fast,
 }
@@ -60,7 +59,6 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
 _TIMED: Mapping[torch._ops.OpOverload, Condition] = {
     linear.linear_other: linear.other_timed,
     linear.gated_linear_other: linear.other_timed,
-    quantized_linear.quantized_linear_skinny: quantized_linear.skinny_timed,
     quantized_linear.quantized_linear_library: quantized_linear.library_timed,
 }
 """Which calls further kernels of an op are timed for."""

@@ -152,7 +152,7 @@ def test_many_rows_and_other_dtypes_are_for_cublas(
 
 @pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
 def test_the_other_kernel_is_timed_where_nobody_measured(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own kernels and cuBLAS are timed against each other, up to the rows that the own ones take."""
+    """Own kernels and cuBLAS are timed against each other up to a number of rows."""
     which = (gated_linear, gated_linear_other) if gated else (linear, linear_other)
     launched: list[str] = []
     real = launching.launch
@@ -164,15 +164,15 @@ def test_the_other_kernel_is_timed_where_nobody_measured(gated: bool, monkeypatc
     monkeypatch.setattr(launching, "launch", launch)
     gate: dict[str, Any] = {"kind": "silu", "interleaved": False} if gated else {}
     own = {}
-    for rows in (3, 40, 200):
+    for rows in (3, 20, 100, 200):
         call = operands(rows, 64, 64, torch.bfloat16) | gate
         for kernel in which:
             launched.clear()
             kernel(**call)
             own[rows, kernel] = launched == ["_tile_kernel"]
-        timed = other_timed(OpCall(op="core::linear", args=call)) is None
-        assert timed == (rows <= 128) == (own[rows, which[0]] != own[rows, which[1]])
-    assert own[3, which[0]] and not own[40, which[0]]
+        assert (other_timed(OpCall(op="core::linear", args=call)) is None) == (rows <= 32)
+        assert (own[rows, which[0]] != own[rows, which[1]]) == (rows <= 128)
+    assert own[3, which[0]] and not own[20, which[0]]
     alternating = OpCall(op="core::gated_linear", args=call | {"kind": "silu", "interleaved": True})
     assert "alternating" in str(other_timed(alternating))
     monkeypatch.setattr("core_cuda.ops.linear.products.winner", lambda *_, **__: (True, None))

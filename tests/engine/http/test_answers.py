@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+
 from core.engine.http.protocol import CompletionRequest
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from core.common.ops.implementation import Condition, OpCall
+from core.common.ops.implementation import OpCall
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core_cuda.ops import launching
 from core_cuda.ops.linear import skinny_configs
@@ -29,8 +29,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 _BITS = 8
 _MAX_UNMEASURED_ROWS = 32
 """Rows up to which the kernels here serve sizes that nobody measured."""
-_MAX_LIBRARY_ROWS = 512
-"""Rows beyond which both ways of the library fill the GPU, and the one that writes its result twice loses."""
+_MAX_TIMED_ROWS = 512
+"""Rows up to which the library's other way is timed; beyond, the one that writes its result twice always loses."""
 _LIBRARY = (SkinnyConfig("rowwise", 0, 0), SkinnyConfig("tensor", 0, 0))
 _TILE = 128
 """Rows and columns of a tile of the result in the library's kernels for many rows."""
@@ -108,13 +108,10 @@ def _choose(rows: int, columns: int, depth: int) -> SkinnyConfig:
 
 
 def _other_library(rows: int, columns: int, depth: int) -> SkinnyConfig:
+    """Return what `_choose` does not choose of the library where nobody measured."""
+    if rows <= _MAX_UNMEASURED_ROWS:
+        return _LIBRARY[_few_tiles(rows, columns)]
     return _LIBRARY[not _few_tiles(rows, columns)]
-
-
-def _skinny(rows: int, columns: int, depth: int) -> SkinnyConfig:
-    if rows > MAX_ROWS:
-        return _choose(rows, columns, depth)
-    return skinny_configs.default_config(rows, columns, depth, bits=_BITS)
 
 
 def _measured(rows: int, columns: int, depth: int) -> tuple[bool, Mapping[str, Any] | None]:
@@ -126,27 +123,18 @@ def _few_tiles(rows: int, columns: int) -> bool:
     return bool(2 * triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE) <= launching.num_multiprocessors())
 
 
-def _worth_timing(choose: Callable[[int, int, int], SkinnyConfig], most: int) -> Condition:
-    """Return the condition under which a kernel is timed. choose: what it takes; most: rows beyond which it loses."""
-
-    def refusal(call: OpCall) -> str | None:
-        columns, depth = call.args["w_codes"].shape
-        rows = call.args["x_codes"].numel() // max(depth, 1)
-        if not 0 < rows <= most:
-            return f"it has {rows} rows, and is no faster beyond {most}"
-        if _measured(rows, columns, depth)[0]:
-            return "what was measured on this GPU is known"
-        return "it is what runs already" if choose(rows, columns, depth) == _choose(rows, columns, depth) else None
-
-    return refusal
+def library_timed(call: OpCall) -> str | None:
+    """Return why the library's other way is not worth timing at the sizes of a call, or None."""
+    columns, depth = call.args["w_codes"].shape
+    rows = call.args["x_codes"].numel() // max(depth, 1)
+    if not 0 < rows <= _MAX_TIMED_ROWS:
+        return f"it has {rows} rows, and both ways of the library fill the GPU beyond {_MAX_TIMED_ROWS}"
+    return "what was measured on this GPU is known" if _measured(rows, columns, depth)[0] else None
 
 
 quantized_linear = kernel_of(QUANTIZED_LINEAR)(_product(_choose))
-quantized_linear_skinny = kernel_of(QUANTIZED_LINEAR, "skinny")(_product(_skinny))
 quantized_linear_library = kernel_of(QUANTIZED_LINEAR, "library")(_product(_other_library))
 quantized_linear_fast = kernel_of(QUANTIZED_LINEAR, "fast")(_product(_choose, fast=True))
-skinny_timed = _worth_timing(_skinny, MAX_ROWS)
-library_timed = _worth_timing(_other_library, _MAX_LIBRARY_ROWS)
 
 
 def why_not(call: OpCall) -> str | None:
