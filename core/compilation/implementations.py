@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from core.common.node_meta import value_of
 from core.common.ops.declaration import CanonicalOp, find_op
-from core.common.ops.implementation import OpCall, OpImplementation
+from core.common.ops.implementation import Condition, OpCall, OpImplementation
 from core.common.passes.original import restore
 from core.errors import LoweringError
 
@@ -73,17 +73,25 @@ def choose_implementations(
     return tuple(choices)
 
 
-def implemented_ops(implementations: Sequence[OpImplementation]) -> frozenset[str]:
-    """Return the canonical ops that have an implementation whose library is here, and which nobody has to ask for."""
-    return frozenset(each.op for each in implementations if not each.missing and each.slack <= 1)
+def implemented_ops(
+    implementations: Sequence[OpImplementation], providers: Mapping[str, str] = MappingProxyType({})
+) -> frozenset[str]:
+    """Return the canonical ops that have an implementation whose library is here.
 
-
-def put_back_unimplemented(graph: fx.GraphModule, implementations: Sequence[OpImplementation]) -> int:
-    """Put back the original nodes of lifted calls without an implementation; return how many calls were put back.
-
-    Passes of later stages then see these nodes as the model wrote them.
+    providers: those that the user wants; what gives accuracy up counts only where it is one of them.
     """
-    known = implemented_ops(implementations)
+    return frozenset(
+        each.op
+        for each in implementations
+        if not each.missing and (each.slack <= 1 or each.name == providers.get(each.op))
+    )
+
+
+def put_back_unimplemented(graph: fx.GraphModule, known: Collection[str]) -> int:
+    """Put back the original nodes of lifted calls of ops that are not known; return how many calls were put back.
+
+    known: as `implemented_ops` gives them. Passes of later stages then see these nodes as the model wrote them.
+    """
     pending, count = list(graph.graph.nodes), 0
     while pending:
         node = pending.pop()
@@ -107,7 +115,7 @@ def _choose(
     for candidate in sorted(candidates, key=lambda each: each.name != wanted):  # stable
         if wanted and (taking or wanted == REFERENCE):
             break
-        reason = candidate.missing or _ask(candidate, call)
+        reason = candidate.missing or asked(candidate, "condition", call)
         if not reason:
             taking.append(candidate)
         elif candidate.missing or not taking:
@@ -148,14 +156,16 @@ def bound_call(node: fx.Node, op: CanonicalOp) -> OpCall:
     return op.bind(*fx.map_arg((node.args, dict(node.kwargs)), _example))
 
 
-def _ask(candidate: OpImplementation, call: OpCall) -> str | None:
+def asked(candidate: OpImplementation, name: Literal["condition", "timed"], call: OpCall) -> str | None:
+    """Return what an implementation says about a call; raise `LoweringError` where it raises."""
+    condition: Condition = getattr(candidate, name)
     try:
-        return candidate.condition(call)
+        return condition(call)
     except Exception as error:
         raise LoweringError(
-            f"asking implementation {candidate.name!r} whether it takes {candidate.op}",
-            found=f"its condition raised {type(error).__name__}: {error}",
-            remedy="mend the condition: it must return None or a reason",
+            f"asking implementation {candidate.name!r} about a call of {candidate.op}",
+            found=f"its {name!r} raised {type(error).__name__}: {error}",
+            remedy=f"mend {name!r}: it must return None or a reason",
         ) from error
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from core.common.graphs.backend import GraphBackend, GraphKey
 from core.common.lowering import Artifacts
 from core.common.ops.declaration import declared_ops
-from core.compilation.implementations import OpChoice, bound_call
+from core.compilation.implementations import OpChoice, asked, bound_call
 from core.compilation.timed_calls import AlikeCalls, Arguments, Values, graph_of, in_bucket, own_tensors
 from core.errors import one_line
 
@@ -35,8 +35,10 @@ MAX_SECONDS = 10.0
 _ROUNDS = 5
 _BATCH_S = 0.002
 """What is timed in one go, at least: so many calls in a row."""
-_FAR = 1.3
+_FAR = 1.5
 """Times the least time so far, beyond which an implementation is not timed again."""
+_MAX_BYTES = 2**26
+"""Of results of the calls that are made one behind the other: a device's graphs may keep them all."""
 _MARGIN = 0.95
 """Of the time of the preferred implementation, what another may take at most to be chosen: clocks are noisy."""
 _TIMES = "times.json"
@@ -92,23 +94,24 @@ class Measurer:
         timed = [each for each in choices if each.others and not declared_ops()[each.op].is_collective]
         pending = [(choice, nodes[choice.node]) for choice in timed]
         found = []
-        try:
-            for bucket, given in buckets.items() if pending else ():
+        for bucket, given in buckets.items() if pending else ():
+            try:
                 for calls in _alike(pending, given):
                     times = self._times(calls)
                     if times:
                         found.append(_fastest(bucket, calls.choices, times))
-        finally:
-            if self._graphs is not None:
-                self._graphs.cleanup()
-                self._graphs = None
+            finally:  # the next bucket's graphs may need the memory
+                if self._graphs is not None:
+                    self._graphs.cleanup()
+                    self._graphs = None
         return tuple(found)
 
     def _times(self, calls: AlikeCalls) -> dict[str, float]:
         """Return microseconds by implementation, from disk where they are known; nothing where none is to be timed."""
         choice = calls.choices[0]
         op, by_name = declared_ops()[choice.op], {i.name: i for i in self._device.ops if i.op == choice.op}
-        others = [name for name in choice.others if by_name[name].timed(calls.described(op)) is None]
+        described = calls.described(op, self._device.torch_device)
+        others = [name for name in choice.others if not asked(by_name[name], "timed", described)]
         if not others:
             return {}
         if self._left_s <= 0:
@@ -128,8 +131,10 @@ class Measurer:
         failed: dict[str, str] = {}
         for each in candidates:
             try:
-                _made(each, calls[:1])()  # whatever it compiles
-                calls = calls if runs else calls[: self._num_short(_made(each, calls[:1]))]
+                one = _made(each, calls[:1])
+                results = one()  # with whatever it compiles
+                calls = calls if runs else calls[: self._num_short(one, sum(map(_num_bytes, results)))]
+                del results
                 runs[each.name] = self._ready(_made(each, calls), len(runs))
             except Exception as error:  # of code that a library brings
                 failed[each.name] = f"{type(error).__name__}: {one_line(str(error))}"
@@ -139,20 +144,20 @@ class Measurer:
         (folder / _TIMES).write_text(json.dumps({"us": times, "failed": failed}), encoding="utf-8")
 
     def _least(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Return the least seconds of each run; those that are far slower than another one take one round only."""
+        """Return the least seconds of each run; those far slower than another one after two rounds take no more."""
         counts = {name: max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7))) for name, run in runs.items()}
         best: dict[str, float] = dict.fromkeys(runs, float("inf"))
-        for _ in range(_ROUNDS):  # in turns, as the clock of a device changes
-            near = [name for name in runs if best[name] <= _FAR * min(best.values())]
-            for name in near if len(near) > 1 else ():
+        for done in range(_ROUNDS):  # in turns, as the clock of a device changes
+            near = [name for name in runs if done < 2 or best[name] <= _FAR * min(best.values())]
+            if done >= 2 and len(near) == 1:
+                break
+            for name in near:
                 best[name] = min(best[name], self._seconds(runs[name], counts[name]))
-        if len(runs) == 1:  # the others failed
-            best = {name: self._seconds(run, counts[name]) for name, run in runs.items()}
         return best
 
-    def _num_short(self, run: Callable[[], object]) -> int:
-        """Return how many such calls make up what is timed in one go."""
-        return max(1, int(_BATCH_S / max(self._seconds(run, 1), 1e-7)))
+    def _num_short(self, run: Callable[[], object], num_bytes: int) -> int:
+        """Return how many such calls, which return so many bytes each, are made one behind the other."""
+        return max(1, min(int(_BATCH_S / max(self._seconds(run, 1), 1e-7)), _MAX_BYTES // max(num_bytes, 1)))
 
     def _ready(self, run: Callable[[], tuple[Tensor, ...]], place: int) -> Callable[[], object]:
         """Return what makes the calls, warm: as a graph where the device captures them, until the next of that
@@ -175,6 +180,10 @@ class Measurer:
         return (time.perf_counter() - start) / count
 
 
+def _num_bytes(result: object) -> int:
+    return result.numel() * result.element_size() if isinstance(result, Tensor) else 0
+
+
 def _alike(pending: Sequence[tuple[OpChoice, fx.Node]], given: BucketValues) -> Iterable[AlikeCalls]:
     """Return these calls by what they are in a bucket; those are left out whose sizes are not known there."""
     alike: dict[str, AlikeCalls] = {}
@@ -182,8 +191,9 @@ def _alike(pending: Sequence[tuple[OpChoice, fx.Node]], given: BucketValues) -> 
         op = declared_ops()[choice.op]
         fixed = in_bucket(bound_call(node, op).args, given.sizes)
         if fixed is not None:
-            key = f"{choice.op} {choice.implementation} {choice.others} {fixed}"
-            alike.setdefault(key, AlikeCalls(fixed)).add(choice, own_tensors(node, op, given.values))
+            own = own_tensors(node, op, given.values)
+            key = f"{choice.op} {choice.implementation} {choice.others} {sorted(own)} {fixed}"
+            alike.setdefault(key, AlikeCalls(fixed)).add(choice, own)
     return alike.values()
 
 

@@ -100,7 +100,13 @@ def relocate(options: CompileOptions, phases: Iterable[Phase]) -> None:
 def rewriter_of(request: CompileRequest) -> Rewriter:
     """Return the object that runs the requested passes; raise `UsageError` for unknown names of passes."""
     options = request.options
-    return Rewriter(request.device, options.switches, strict=options.strict, verify=options.verify)
+    return Rewriter(
+        request.device,
+        options.switches,
+        strict=options.strict,
+        verify=options.verify,
+        providers=options.providers,
+    )
 
 
 def make_stages(request: CompileRequest, account: Account, rewriter: Rewriter) -> Stages:

@@ -83,10 +83,14 @@ class Rewriter:
         *,
         strict: bool = False,
         verify: Verify = "off",
+        providers: Mapping[str, str] | None = None,
     ) -> None:
-        """Choose and order the passes; raise `UsageError` for names that no pass has."""
+        """Choose and order the passes; raise `UsageError` for names that no pass has.
+
+        providers: names of the implementations that the user wants, by op.
+        """
         switches = switches or PassSwitches()
-        self._device = device
+        self._implemented = implemented_ops(device.ops, providers or {})
         self._verify = verify
         self.manager = PassManager(
             device_passes(device),
@@ -95,7 +99,7 @@ class Rewriter:
             disable=switches.disable,
             enable=switches.enable,
             capabilities=device.capabilities,
-            implemented=implemented_ops(device.ops),
+            implemented=self._implemented,
         )
 
     def rewrite(
@@ -155,7 +159,7 @@ class Rewriter:
         )
 
     def _prepare(self, module: fx.GraphModule) -> None:
-        put_back_unimplemented(module, self._device.ops)
+        put_back_unimplemented(module, self._implemented)
 
     def _check(self, examples: Sequence[tuple[Any, ...]], constants: Constants) -> Check | None:
         if self._verify == "off":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
@@ -62,20 +63,19 @@ class AlikeCalls:
         if len(self.own) < MAX_ALIKE:
             self.own.append(own)
 
-    def described(self, op: CanonicalOp) -> OpCall:
+    def described(self, op: CanonicalOp, device: torch.device) -> OpCall:
         """Return the call as conditions see it, with the sizes of its bucket."""
-        meta = torch.device("meta")
-        return OpCall(
-            op=op.qualified_name,
-            args={n: v.on(meta) if isinstance(v, Form) else v for n, v in self.fixed.items()},
-        )
+        with FakeTensorMode():
+            args = {n: v.on(device) if isinstance(v, Form) else v for n, v in self.fixed.items()}
+        return OpCall(op=op.qualified_name, args=args)
 
     def made(self, op: CanonicalOp, device: torch.device) -> list[Arguments]:
         """Return the arguments of the calls; what is not the program's own they share."""
         own = self.own if any(self.own) else self.own[:1]
         shared = {n: v.make(device) if isinstance(v, Form) else v for n, v in self.fixed.items() if n not in own[0]}
-        shared |= op.indices(shared | own[0]) if op.indices is not None else {}
-        return [shared | each for each in own]
+        # Of the program's own tensors, too, those that index others get the values of a step.
+        indices = op.indices(shared | own[0]) if op.indices is not None else {}
+        return [shared | each | indices for each in own]
 
 
 def in_bucket(arguments: Mapping[str, Any], sizes: Mapping[Any, int]) -> dict[str, Any] | None:

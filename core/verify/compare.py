@@ -46,20 +46,18 @@ class Comparison:
         olds: Sequence[Any],
         exact: Callable[[], Sequence[Any]],
         codes: Collection[int] = (),
-        slack: float = 1.0,
     ) -> list[tuple[str, str, float]]:
         """Judge results by their expected values; return name, reason and ratio of each that fails.
 
         - exact: gives all fp64 values; called at most once, and only if something differs in a bit.
         - codes: which of the results are codes of a quantisation.
-        - slack: multiplies the errors of the expected values in every bound.
         """
         if len(results) != len(olds):
             return [self.fail("the results", f"{len(results)} instead of {len(olds)}")]
         reference = _Reference(exact)
         failed = []
         for index, (name, result, old) in enumerate(zip(names, results, olds, strict=True)):
-            outcome = compare(result, old, partial(reference.value, index), codes=index in codes, slack=slack)
+            outcome = compare(result, old, partial(reference.value, index), codes=index in codes)
             if outcome is None:
                 continue
             reason, ratio = outcome

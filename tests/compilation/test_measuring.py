@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from core.common.ops.declaration import declared_ops
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.norm.norms import rms_norm
 from core.compilation import measuring
+from core.compilation.measuring import Measurer
 from core.compilation.program import Program
 from core.compilation.report import TraceReport
+from core.compilation.timed_calls import AlikeCalls, Form
 from core.device import Device
-from core.errors import UsageError
+from core.errors import LoweringError, UsageError
 from tests.recording import acme
-from tests.support import compile_with, cpu, refused
+from tests.support import Norm, compile_with, cpu, refused, rewrite
 
 OP = "core::rms_norm"
 SLOW_S = 0.003
@@ -166,9 +169,74 @@ def test_short_calls_are_timed_with_the_weights_of_all_layers() -> None:
         return rms_norm(*args, **kwargs)
 
     model = Layers(5)
-    compiled(acme(ops=(OpImplementation(op=OP, name="seen", fn=seen), STEADY)), model)
     own = [weight.data_ptr() for weight in model.weights]
-    assert any(weights[start : start + 5] == own for start in range(len(weights)))
+    real = Measurer.choose
+
+    def choose(self: Measurer, *args: Any, **kwargs: Any) -> Any:
+        weights.clear()
+        found = real(self, *args, **kwargs)
+        during.extend(weights)
+        return found
+
+    during: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Measurer, "choose", choose)
+        compiled(cpu(ops=(implementation(seen), STEADY)), model)
+    assert any(during[start : start + 5] == own for start in range(len(during)))
+
+
+class Lifted(nn.Module):
+    """A norm that a pass makes an op of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x)
+        return found
+
+
+class Mixed(Layers):
+    """Norms by a weight of the program, and by one that the model computes."""
+
+    def __init__(self, *, computed_first: bool) -> None:
+        super().__init__(2)
+        self.computed_first = computed_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, weight in enumerate(self.weights):
+            computed = (number == 0) == self.computed_first
+            x = torch.ops.core.rms_norm(x, x[0] * 0 + 1 if computed else weight, 1e-5)
+        return x
+
+
+@pytest.mark.parametrize("computed_first", [False, True])
+def test_calls_are_alike_only_where_the_same_arguments_are_the_programs_own(computed_first: bool) -> None:
+    program = compiled(cpu(ops=(STEADY, GROWING)), Mixed(computed_first=computed_first))
+    assert not program.report().notes and program.report().num_measured == 4
+    assert [len(each.nodes) for each in trace_of(program).measured] == [1, 1, 1, 1]
+
+
+def test_one_slow_round_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is faster, but its first round is disturbed."""
+    seconds = {"a": [0.0010] * 9, "b": [0.0008, 0.0030, *[0.0008] * 8]}  # the first of each finds the count
+    monkeypatch.setattr(Measurer, "_seconds", lambda self, run, count: seconds[run].pop(0))
+    measurer = Measurer(cpu(), keep=None, note=None)  # type: ignore[arg-type]
+    runs: Any = {"a": "a", "b": "b"}
+    assert measurer._least(runs) == {"a": 0.0010, "b": 0.0008}
+    seconds |= {"a": [0.0010] * 9, "b": [0.0100] * 9}
+    measurer._least(runs)
+    assert len(seconds["b"]) == 9 - 3  # the count, and two rounds
+
+
+def test_what_the_program_would_index_by_is_stood_in_for() -> None:
+    """Attention by the program's own slots would write into its cache."""
+    calls = AlikeCalls({"slot_mapping": Form(dtype=torch.int64, shape=(3,), stride=(1,))})
+    calls.add(None, {"slot_mapping": torch.full((3,), 7)})  # type: ignore[arg-type]
+    op: Any = SimpleNamespace(indices=lambda call: {"slot_mapping": torch.zeros(3, dtype=torch.int64)})
+    (made,) = calls.made(op, torch.device("cpu"))
+    assert not made["slot_mapping"].any()
 
 
 def test_long_calls_are_timed_one_at_a_time() -> None:
@@ -178,11 +246,28 @@ def test_long_calls_are_timed_one_at_a_time() -> None:
         assert ran.count(("steady", rows)) <= measuring._ROUNDS + 3 + 2 * 5
 
 
+def test_a_timed_that_raises_is_told() -> None:
+    def broken(call: OpCall) -> str | None:
+        raise ValueError("boom")
+
+    with refused(LoweringError, "'growing'", "its 'timed' raised ValueError: boom", "mend 'timed'"):
+        compiled(cpu(ops=(STEADY, implementation(growing, timed=broken))))
+
+
+def test_another_slack_or_another_word_on_timing_is_another_entry_of_the_cache(cache_folder: Path) -> None:
+    def state(**fields: Any) -> str:
+        device = cpu(ops=(implementation(growing, **fields), STEADY))
+        return compiled(device, cache=True, measure=False).report().cache.state
+
+    assert [state(), state(slack=4.0), state(timed=lambda call: "no"), state()] == ["miss", "miss", "miss", "hit"]
+
+
 def test_what_an_implementation_says_not_to_time_is_not_timed() -> None:
     asked: list[tuple[int, ...]] = []
 
     def few_rows(call: OpCall) -> str | None:
         asked.append(tuple(call.args["x"].shape))
+        assert call.args["x"].device.type == "cpu"
         return None if call.args["x"].shape[0] <= 4 else "it is for few rows"
 
     program = compiled(cpu(ops=(STEADY, implementation(growing, timed=few_rows))))
@@ -199,6 +284,10 @@ def test_what_gives_accuracy_up_runs_only_where_it_is_asked_for() -> None:
     assert program.report().num_measured == 0 and served(program, 2) == {"steady"}
     named = compiled(device, providers={OP: "growing"})
     assert named.report().num_measured == 0 and served(named, 2) == {"growing"}
+    nothing = rewrite(lambda module: [], stage="aten")
+    device = cpu(ops=(loose,), passes=(*cpu().passes, nothing))
+    later = compiled(device, Lifted(), providers={OP: "growing"})  # which puts back first what nobody implements
+    assert {choice.implementation for choice in trace_of(later).ops} == {"growing"}
     alone = compiled(cpu(ops=(loose,)))
     assert {choice.implementation for choice in trace_of(alone).ops} == {"reference"} and served(alone, 2) == set()
 

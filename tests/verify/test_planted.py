@@ -18,7 +18,7 @@ from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core.common.ops.rotary.table import ROTARY_TABLE
 from core.common.passes.declaration import Pass
 from core.common.passes.standard import COMMON_PASSES
-from core.compilation.implementations import put_back_unimplemented
+from core.compilation.implementations import implemented_ops, put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
@@ -126,7 +126,9 @@ def verified(graph: PhaseGraph, passes: tuple[Pass, ...], name: str) -> tuple[Pa
 
     manager = PassManager(passes, strict=True, implemented=NAMES, enable=[name])
     manager.run(graph.traced.module, constants=constants, check=check)
-    for staged in later_stages(manager.passes, graph.traced.module, lambda m: put_back_unimplemented(m, device().ops)):
+    for staged in later_stages(
+        manager.passes, graph.traced.module, lambda m: put_back_unimplemented(m, implemented_ops(device().ops))
+    ):
         manager.run(staged.module, staged.stage, constants=constants, check=check)
     return found[name]
 

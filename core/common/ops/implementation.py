@@ -45,8 +45,9 @@ class OpImplementation:
     condition: Condition = always
     #: why it can't be used on this machine, such as a library that is not installed; "" where it can
     missing: str = ""
-    #: says why it is not to be timed against the others, None where it is; asked for each bucket, with its sizes. Only
-    #: for what is known without a timing: starting a program takes longer with each
+    #: says why it is not to be timed against the one before all others, None where it is; asked for each bucket, with
+    #: its sizes, and never of the first, which is what the others are timed against. For what is known without a
+    #: timing: starting a program takes longer with each
     timed: Condition = always
     #: multiplies eager's errors in the bounds by which it is judged (`core.common.numerics.judge`); above 1 for what
     #: gives accuracy up for speed, which runs only where a user asks for it by name

@@ -221,12 +221,13 @@ def _pass(declared: Pass, packages: frozenset[str]) -> str:
 def implementation_factor(implementation: OpImplementation, packages: frozenset[str]) -> str:
     """Return the identity of an op's implementation: its name, and its code unless its package is a factor as a
     whole."""
-    fn, condition = implementation.fn, implementation.condition
+    fn, asked = implementation.fn, (implementation.condition, implementation.timed)
+    rest = f"slack {implementation.slack} {implementation.missing}"
     # Of an op of torch a fingerprint has no more than the name. Its kernels are code of the package that declares it.
     named = isinstance(fn, torch._ops.OpOverload)
-    if (named or _is_plain(fn, packages)) and _is_plain(condition, packages):
-        return f"{implementation.name} {fn if named else name_of(fn)} if {name_of(condition)}"
-    return f"{implementation.name} {fingerprint(fn, condition)}"
+    if (named or _is_plain(fn, packages)) and all(_is_plain(each, packages) for each in asked):
+        return f"{implementation.name} {fn if named else name_of(fn)} if {' '.join(map(name_of, asked))} {rest}"
+    return f"{implementation.name} {fingerprint(fn, *asked)} {rest}"
 
 
 def _is_plain(function: Any, packages: frozenset[str]) -> bool:

@@ -135,7 +135,7 @@ class _Phase:
 
         def prepare(module: fx.GraphModule) -> None:
             self.progress(f"{self.graph.phase}: to ATen ops")
-            put_back_unimplemented(module, self.device.ops)
+            put_back_unimplemented(module, implemented_ops(self.device.ops))
             before.append(Snapshot(module).module())
 
         for staged in later_stages(self.manager.running, self.module, prepare):

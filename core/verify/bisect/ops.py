@@ -177,7 +177,7 @@ class _Watch(Watcher):
             with ReferenceMode():
                 return _call(op, op.reference, arguments, fp64=True)
 
-        failed = tally.compared.add(names, new, old, exact, slack=tally.implementation.slack)
+        failed = tally.compared.add(names, new, old, exact)
         for name, result, wanted in zip(names[:num_outputs], new, old, strict=False):
             if not failed and (problem := strides_problem(result, wanted)):
                 failed = [tally.compared.fail(name, problem)]

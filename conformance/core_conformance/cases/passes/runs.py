@@ -20,7 +20,7 @@ from core.common.passes.constants import Constants
 from core.common.passes.declaration import Pass
 from core.common.passes.pass_guards import Guards
 from core.common.passes.results import PassResult
-from core.compilation.implementations import put_back_unimplemented
+from core.compilation.implementations import implemented_ops, put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
@@ -204,7 +204,9 @@ class Bench:
         try:
             reports = manager.run(module, tokens=tokens, constants=constants, check=check)
             options: dict[str, Any] = {"tokens": tokens, "constants": constants, "check": check}
-            for staged in later_stages(manager.passes, module, lambda m: put_back_unimplemented(m, self.device.ops)):
+            for staged in later_stages(
+                manager.passes, module, lambda m: put_back_unimplemented(m, implemented_ops(self.device.ops))
+            ):
                 options |= {"form": staged.form, "refused": staged.refused}
                 reports += manager.run(staged.module, staged.stage, **options)
         except Exception as error:

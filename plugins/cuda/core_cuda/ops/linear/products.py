@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @kernel_of(LINEAR, "other")
 def linear_other(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by what `linear` does not take for these sizes."""
+    """Multiply by what `linear` does not take for these sizes; where they were measured, by what it takes."""
     return _multiply(x, weight, bias, _other(x, weight, gated=False)[1])
 
 
@@ -50,7 +50,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) ->
 
 @kernel_of(GATED_LINEAR, "other")
 def gated_linear_other(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: Any) -> Tensor:
-    """Do what `gated_linear` does not do for these sizes."""
+    """Do what `gated_linear` does not do for these sizes; where they were measured, what it does."""
     return _multiply_and_gate(x, weight, bias, Gate(**gate), _other(x, weight, gated=True)[1])
 
 

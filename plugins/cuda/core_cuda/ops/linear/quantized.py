@@ -84,8 +84,7 @@ def multiply(
         x = x if x.stride(1) == 1 else x.contiguous()
         out: Tensor = skinny_linear(x, weight, bias, scales=scales, out_dtype=out_dtype, config=config)
         return out
-    narrow = out_dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    way = config.kernel if narrow else "tensor"
+    way = config.kernel if _is_narrow(out_dtype, bias) else "tensor"
     return scaled_linear(x.contiguous(), weight.contiguous(), scales, bias, out_dtype, way, fast=fast)
 
 
@@ -125,11 +124,22 @@ def _few_tiles(rows: int, columns: int) -> bool:
 
 def library_timed(call: OpCall) -> str | None:
     """Return why the library's other way is not worth timing at the sizes of a call, or None."""
-    columns, depth = call.args["w_codes"].shape
-    rows = call.args["x_codes"].numel() // max(depth, 1)
+    args = call.args
+    columns, depth = args["w_codes"].shape
+    rows = args["x_codes"].numel() // max(depth, 1)
     if not 0 < rows <= _MAX_TIMED_ROWS:
-        return f"it has {rows} rows, and both ways of the library fill the GPU beyond {_MAX_TIMED_ROWS}"
-    return "what was measured on this GPU is known" if _measured(rows, columns, depth)[0] else None
+        return f"it has {rows} rows, and is worth timing for 1 to {_MAX_TIMED_ROWS}"
+    if _measured(rows, columns, depth)[0]:
+        return "what was measured on this GPU is known"
+    one_scale = args["x_scale"].numel() == args["w_scale"].numel() == 1 and args["bias"] is None
+    if rows > _MAX_UNMEASURED_ROWS and (one_scale or not _is_narrow(args["out_dtype"], args["bias"])):
+        return "both ways of the library are one for these scales and dtypes"
+    return None
+
+
+def _is_narrow(out_dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Tell whether the library can scale rows and columns itself."""
+    return out_dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
 
 
 quantized_linear = kernel_of(QUANTIZED_LINEAR)(_product(_choose))
