@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core/common/kernel_compilers.py",
         "core/common/lowering.py",
         "core/common/node_meta.py",
+        "core/common/number_runs.py",
         "core/common/passes/effects.py",
         "core/common/peers.py",
     ),
@@ -37,7 +38,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core/compilation/implementations.py",
         "core/compilation/trace",
     ),
-    ("core/compilation/capture", "core/compilation/rewrite", "core/compilation/shared_trace.py"),
+    (
+        "core/compilation/capture",
+        "core/compilation/rewrite",
+        "core/compilation/shared_trace.py",
+        "core/compilation/timed_calls.py",
+    ),
     ("core/compilation/measuring.py", "core/compilation/options.py"),
     (
         "core/compilation/arguments.py",
