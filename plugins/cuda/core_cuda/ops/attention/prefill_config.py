@@ -59,7 +59,9 @@ def _roomy(shape: PrefillShape) -> PrefillConfig:
     if widest > 256:
         return PrefillConfig(block_m=64, block_n=32, pack=pack, num_warps=8, num_stages=2)
     if widest > 128:
-        return PrefillConfig(block_m=128, block_n=32, pack=pack, num_warps=8, num_stages=3)
+        # Units that read registers leave too few of them for 128 rows of a result of 256 features.
+        rows = 128 if launching.has_shared_operands() else 64
+        return PrefillConfig(block_m=rows, block_n=32, pack=pack, num_warps=8, num_stages=3)
     if shape.num_tokens * shape.num_heads < 128 * launching.num_multiprocessors():
         return PrefillConfig(block_m=64, block_n=64, pack=pack, num_warps=4, num_stages=3)
     if widest > 64:
