@@ -118,7 +118,9 @@ def _tile(shape: GroupedShape, block_m: int) -> GroupedConfig:
         stages = 6 if block_m <= 32 else 4
         down = Tile(128 if many else 64, 64, 4, stages)
         return _fitted(GroupedConfig("tile", Tile(64, 64, 4, stages), down, block_m))
-    return _fitted(GroupedConfig("tile", Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), block_m), alone=True)
+    # Units that read registers leave fewer of them for sums.
+    columns = 128 if launching.has_shared_operands() else 64
+    return _fitted(GroupedConfig("tile", Tile(columns, 64, 8, 4), Tile(2 * columns, 64, 8, 4), block_m), alone=True)
 
 
 def _fitted(config: GroupedConfig, *, alone: bool = False) -> GroupedConfig:
