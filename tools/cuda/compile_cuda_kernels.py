@@ -1,10 +1,12 @@
 """Compile the plugin's kernels for a GPU that need not be there, and print what each one takes of it.
 
-    python tools/cuda/compile_cuda_kernels.py [--capability 90] FILE.py [NAME …]
+    python tools/cuda/compile_cuda_kernels.py [--capability 90] FILE.py … [NAME …]
 
-FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose shapes
-and dtypes decide what is compiled; nothing is launched. Prints a JSON line per compiled kernel: call, kernel,
-num_warps, num_stages, shared (bytes per block), registers (per thread), stack (bytes per thread: spilled registers).
+A FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose
+shapes and dtypes decide what is compiled; nothing is launched. NAMEs choose the calls whose names hold one of them.
+Prints a JSON line per compiled kernel: call, kernel, num_warps, num_stages, shared (bytes per block), tensor (columns
+of tensor memory), registers (per thread), stack (bytes per thread: spilled registers). A call that does not compile has
+a line with its error instead, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +27,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
+
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Most shared memory of a block by compute capability (CUDA C++ Programming Guide, table of technical specifications);
+a GPU that is there says it itself."""
 
 
 class AbsentDriver(CudaDriver):
@@ -70,7 +77,13 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
     from core_cuda.ops import launching
 
     triton.runtime.driver.set_active(AbsentDriver(capability))
-    real = {name: getattr(launching, name) for name in ("launch", "can_overlap", "num_multiprocessors")}
+    answers: dict[str, Callable[[], Any]] = {
+        "can_overlap": lambda: capability >= 90,
+        "capability": lambda: divmod(capability, 10),
+        "num_multiprocessors": lambda: 132,
+        "shared_bytes": lambda: SHARED_KIB[capability] * 1024,
+    }
+    real = {name: getattr(launching, name) for name in ("launch", *answers)}
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         if "OVERLAP" in kernel.arg_names:
@@ -82,11 +95,12 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
             registers, stack = resources(made.asm["cubin"])
             told = {"kernel": kernel.__name__, "grid": list(grid), "num_warps": made.metadata.num_warps}
             told |= {"num_stages": made.metadata.num_stages, "shared": made.metadata.shared}
+            told |= {"tensor": getattr(made.metadata, "tmem_size", None) or 0}
             tell(told | {"registers": registers, "stack": stack})
 
     launching.launch = launch
-    launching.can_overlap = lambda: capability >= 90
-    launching.num_multiprocessors = lambda: 132
+    for name, answer in answers.items():
+        setattr(launching, name, answer)
     try:
         yield
     finally:
@@ -94,23 +108,39 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
             setattr(launching, name, function)
 
 
-def main() -> None:
-    """Compile the calls of a file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capability", type=int, default=90)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("calls", options.file)
+def calls_of(file: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the calls that a file defines, with their names."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    current = ""
-    with compile_only(options.capability, lambda told: print(json.dumps({"call": current} | told), flush=True)):
-        for current, call in module.calls():  # the printed lines name it
-            if not options.names or any(name in current for name in options.names):
+    yield from module.calls()
+
+
+def main() -> int:
+    """Compile the calls of files; return 1 where one did not compile, else 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("words", nargs="+", metavar="FILE.py or NAME")
+    options = parser.parse_args()
+    files = [word for word in options.words if word.endswith(".py")]
+    names = [word for word in options.words if word not in files]
+    current, failed = "", 0
+
+    def told(about: dict[str, Any]) -> None:
+        print(json.dumps({"call": current} | about), flush=True)
+
+    with compile_only(options.capability, told):
+        for current, call in (each for file in files for each in calls_of(Path(file))):
+            if names and not any(name in current for name in names):
+                continue
+            try:
                 call()
+            except Exception as error:  # of whatever part of the compiler; the other calls are still of interest
+                told({"error": f"{type(error).__name__}: {error.__cause__ or error}"})
+                failed = 1
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -162,10 +162,9 @@ class Attention:
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
-        from core_cuda.ops.attention import decode as decode_attention
-        from core_cuda.ops.attention import prefill_config
+        from core_cuda.ops.attention import decode_config, prefill_config
 
-        return list((decode_attention if self.new == 1 else prefill_config).candidates(self._shape()))
+        return list((decode_config if self.new == 1 else prefill_config).candidates(self._shape()))
 
     def run(self, data: dict[str, Any], config: Any) -> Tensor:
         """Compute it by the plugin's kernel."""
@@ -186,12 +185,12 @@ class Attention:
         return (self.op, self.heads, self.codes, *{**asdict(config), **splits}.values())
 
     def _shape(self) -> Any:
-        from core_cuda.ops.attention import decode as decode_attention
+        from core_cuda.ops.attention.decode_config import DecodeShape
         from core_cuda.ops.attention.prefill_config import PrefillShape
 
         num_heads, num_kv, size = self.heads
         if self.new == 1:
-            return decode_attention.DecodeShape(
+            return DecodeShape(
                 num_seqs=self.batch, num_kv_heads=num_kv, num_rows=num_heads // num_kv, head_size=size,
                 value_size=size, num_positions=self.context, itemsize=1 if self.codes else DTYPE.itemsize,
             )  # fmt: skip

@@ -20,9 +20,10 @@ from core.errors import CaptureError
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.ops import workspace
 from core_cuda.ops.attention import decode as decode_attention
+from core_cuda.ops.attention import decode_config
 from core_cuda.ops.attention import prefill as prefill_attention
 from core_cuda.ops.attention import rotation as attention_rotation
-from core_cuda.ops.attention.decode import DecodeConfig, DecodeShape
+from core_cuda.ops.attention.decode_config import DecodeConfig, DecodeShape
 from core_cuda.ops.attention.paged import attention_condition, rotary_attention_condition
 from tests.kernel_cases import sample_call
 
@@ -278,7 +279,7 @@ CALL = steps(((3, 40), (1, 30)), heads=(4, 2), page=8)
 def test_each_candidate(kernel_device: torch.device) -> None:
     call = steps(((2, 300),), dtype=torch.bfloat16, sizes=(64, 64), page=16)
     operands = (call[name] for name in ("query", "value", "key_cache", "block_table"))
-    configs = list(decode_attention.candidates(decode_attention.shape_of(*operands, window=0, max_query_len=2)))
+    configs = list(decode_config.candidates(decode_attention.shape_of(*operands, window=0, max_query_len=2)))
     if kernel_device == CPU:  # where warps and stages make no difference
         plain = [dataclasses.replace(config, num_warps=4, num_stages=1, fetch=False) for config in configs]
         configs = list(dict.fromkeys(plain))
@@ -291,8 +292,8 @@ def test_candidates_are_few_and_begin_with_the_chosen_one() -> None:
     for num_seqs, rows, size in itertools.product((1, 8, 64, 512), (1, 4, 16, 64), (64, 128, 192, 256, 512)):
         sizes = {"head_size": size, "value_size": size, "num_positions": 4096, "itemsize": 2}
         shape = DecodeShape(num_seqs=num_seqs, num_kv_heads=8, num_rows=rows, **sizes)
-        configs = list(decode_attention.candidates(shape))
-        assert configs[0] == decode_attention.choose(shape)
+        configs = list(decode_config.candidates(shape))
+        assert configs[0] == decode_config.choose(shape)
         assert len(configs) == len(set(configs)) <= 50
         assert all(config.splits * config.block_n <= 4096 + config.block_n for config in configs)
         # Shared memory of a program is 227 KiB; a tile of keys and one of values per stage but one, and the query's.

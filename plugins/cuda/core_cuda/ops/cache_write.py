@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
+from core_cuda.ops.conditions import no_codes
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes, to_numbers
 
@@ -83,7 +84,10 @@ def head_stride(scale: Tensor | None) -> int:
 
 
 def why_not_dtypes(call: OpCall) -> str | None:
-    """Return why kernels cannot take the dtypes of key, value, caches and scales beside the query's, or None."""
+    """Return why kernels cannot take the dtypes of key, value, caches and scales beside the query's, or None.
+
+    Codes of a dtype that the GPU has no instructions for are among the reasons.
+    """
     args = call.args
     dtype = args["query"].dtype
     for name in ("key", "value", "key_cache", "value_cache"):
@@ -94,7 +98,7 @@ def why_not_dtypes(call: OpCall) -> str | None:
         scale = args.get(name)
         if scale is not None and scale.dtype != torch.float32:
             return f"{name} is {scale.dtype}, and the kernel computes in torch.float32"
-    return None
+    return no_codes(args["key_cache"].dtype)
 
 
 def why_not_cache(name: str, cache: Tensor) -> str | None:

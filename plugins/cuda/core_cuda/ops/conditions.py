@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from core.common.ops.implementation import Condition, OpCall
+from core_cuda.ops import launching
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that kernels over rows read and write; they compute in fp32."""
 
 CODES = (torch.float8_e4m3fn, torch.int8)
 """Dtypes to which they quantise."""
+
+_CODE_CAPABILITY = {torch.float8_e4m3fn: (8, 9)}
+"""The least compute capability with instructions for codes of a dtype, where that is more than the plugin needs."""
 
 
 def all_of(*conditions: Condition) -> Condition:
@@ -25,12 +29,23 @@ def all_of(*conditions: Condition) -> Condition:
     return condition
 
 
+def no_codes(dtype: torch.dtype) -> str | None:
+    """Return why the current GPU has no codes of a dtype, or None where it has, or where they are no codes."""
+    needed, found = _CODE_CAPABILITY.get(dtype, (0, 0)), launching.capability()
+    if found >= needed:
+        return None
+    return f"codes of {dtype} need compute capability {_version(needed)}, and this GPU has {_version(found)}"
+
+
 def dtypes(call: OpCall) -> str | None:
-    """Refuse floating dtypes beyond `DTYPES`, of tensors and of arguments that name one; codes may be of any."""
+    """Refuse floating dtypes beyond `DTYPES`, of tensors and of arguments that name one; codes may be of any that the
+    GPU has."""
     for name, value in call.args.items():
         dtype = value.dtype if isinstance(value, Tensor) else value
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype not in (*DTYPES, *CODES):
             return f"{name} is {dtype}, and the kernel takes {_listed(DTYPES)}"
+        if isinstance(dtype, torch.dtype) and (reason := no_codes(dtype)):
+            return reason
     return None
 
 
@@ -57,7 +72,9 @@ def computes_in_fp32(*tensors: str) -> Condition:
 def code_dtype(call: OpCall) -> str | None:
     """Refuse formats of code that the kernels do not make."""
     dtype = call.args["dtype"]
-    return None if dtype in CODES else f"dtype is {dtype}, and the kernel makes codes of {_listed(CODES)}"
+    if dtype not in CODES:
+        return f"dtype is {dtype}, and the kernel makes codes of {_listed(CODES)}"
+    return no_codes(dtype)
 
 
 def code_regions(call: OpCall) -> str | None:
@@ -70,6 +87,10 @@ def code_regions(call: OpCall) -> str | None:
     if granularity == "group" and size & (size - 1):
         return f"group_size is {size}, and the kernel takes powers of two"
     return None
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _listed(dtypes: Sequence[torch.dtype]) -> str:

@@ -19,7 +19,10 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the host, as the tests of a machine without a GPU have it."""
 
 _OVERLAP_CAPABILITY = (9, 0)
+_DESCRIPTOR_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 8
+_INTERPRETED_CAPABILITY = (9, 0)
+_INTERPRETED_SHARED_BYTES = 227 * 1024  # as at compute capability 9.0
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -41,15 +44,57 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 @functools.cache
 def can_overlap() -> bool:
     """Return whether the current GPU can start a kernel's blocks before the kernel before it has ended."""
-    return not INTERPRETED and torch.cuda.get_device_capability() >= _OVERLAP_CAPABILITY
+    return not INTERPRETED and capability() >= _OVERLAP_CAPABILITY
+
+
+def has_descriptors() -> bool:
+    """Return whether the current GPU loads tiles by tensor descriptors (TMA); the interpreter does."""
+    return capability() >= _DESCRIPTOR_CAPABILITY
+
+
+@functools.cache
+def capability() -> tuple[int, int]:
+    """Return the compute capability of the current GPU, which says what instructions it has; 9.0 if interpreted."""
+    return _INTERPRETED_CAPABILITY if INTERPRETED else torch.cuda.get_device_capability()
 
 
 @functools.cache
 def num_multiprocessors() -> int:
     """Return the number of streaming multiprocessors of the current GPU."""
-    if INTERPRETED:
-        return _INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    return _INTERPRETED_MULTIPROCESSORS if INTERPRETED else int(_properties().multi_processor_count)
+
+
+@functools.cache
+def shared_bytes() -> int:
+    """Return the most shared memory that a program may have on the current GPU, in bytes.
+
+    It differs by more than the generation: 163 KiB at compute capability 8.0, 99 at 8.6 and 8.9, 227 at 9.0 and 10.0,
+    99 at 12.0. So configurations that no table knows are cut to it.
+    """
+    return _INTERPRETED_SHARED_BYTES if INTERPRETED else int(_properties().shared_memory_per_block_optin)
+
+
+def shared_bytes_of_two() -> int:
+    """Return the most shared memory that each of two programs on one multiprocessor may have, in bytes."""
+    return shared_bytes() // 2 - 1024  # CUDA keeps 1 KiB of each program's
+
+
+def num_stages(most: int, tile: int) -> int:
+    """Return how many stages a loop of matrix products may have, whose tiles of so many bytes take `most` together.
+
+    Units that read shared memory themselves, those of compute capability 9 to 11, need the tile of each stage there.
+    The others read registers: there a stage's tile has left shared memory when its turn comes.
+    """
+    return most // tile + (0 if has_shared_operands() else 1)
+
+
+def has_shared_operands() -> bool:
+    """Return whether the matrix units of the current GPU read operands from shared memory."""
+    return 9 <= capability()[0] < 12
+
+
+def _properties() -> Any:
+    return torch.cuda.get_device_properties(torch.cuda.current_device())
 
 
 @triton.jit

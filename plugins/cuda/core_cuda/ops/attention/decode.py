@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,60 +11,20 @@ from torch import Tensor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
+from core_cuda.ops.attention.decode_config import MIN_TILE, DecodeConfig, DecodeShape, choose, measured, why_no_room
 from core_cuda.ops.attention.decode_kernel import decode_kernel
 from core_cuda.ops.attention.rotation import Rotation, Turning
 from core_cuda.ops.cache_write import head_stride, why_not_dtypes
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.workspace import counters
-from core_cuda.tuned import winner
 
 MAX_ROWS = 64
 """Rows of one tile: query heads of a key/value head times new tokens of a sequence."""
 
 MAX_HEAD_SIZE = 512
 
-_MIN_TILE = 16  # rows, columns and depth of a product on the matrix units
-_MAX_TILE, _MAX_SPLITS = 128, 128
-_SCHEDULES = ((4, 3), (4, 4), (4, 5), (8, 4), (2, 4))  # num_warps, num_stages
-_PROGRAMS_PER_MULTIPROCESSOR = 2
 _JOINED_AT_ONCE = 8192  # fp32 values of partial results that 4 warps join at a time; twice as many for a small result
 _SMALL_RESULT = 1024  # fp32 values of a small result
-_SHARED_BYTES = 196_608  # for the tiles that are being loaded; a program of compute capability 9.0 has 227 KiB
-_LARGE_RESULT = 16_384  # fp32 values of a result that 4 warps cannot hold in registers
-# Bytes for the keys of a tile: with its values, and three tiles loading, two programs fit a multiprocessor.
-_TILE_BYTES = 16_384
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeShape:
-    """The sizes that determine a configuration."""
-
-    num_seqs: int
-    num_kv_heads: int
-    #: query heads of a key/value head times new tokens of a sequence
-    num_rows: int
-    head_size: int
-    value_size: int
-    #: the most positions that a sequence can hold, or its window
-    num_positions: int
-    #: bytes of a number in the cache, or of the query where that is fp32
-    itemsize: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeConfig:
-    """How the kernel is compiled and launched."""
-
-    #: positions of a tile
-    block_n: int
-    #: most programs that share the cached positions of a sequence
-    splits: int
-    #: whether a separate program handles the new tokens; otherwise the program of the last share does
-    apart: bool = False
-    num_warps: int = 4
-    num_stages: int = 4
-    #: whether the first tile is fetched while the kernel before still runs
-    fetch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,59 +37,6 @@ class Coding:
     scale: Tensor
     #: () fp32; the kernel copies the scale here
     used: Tensor
-
-
-def choose(shape: DecodeShape) -> DecodeConfig:
-    """Return a configuration: tiles of a fixed number of bytes, and splits until each multiprocessor has work."""
-    wide = max(shape.head_size, shape.value_size)
-    fitting = _TILE_BYTES // (triton.next_power_of_2(wide) * shape.itemsize)
-    block_n = min(max(fitting, _MIN_TILE), _MAX_TILE)
-    pairs = shape.num_seqs * shape.num_kv_heads
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors()
-    splits = _limited_splits(wanted // pairs, shape, block_n)
-    apart = splits > 1 and (splits + 1) * pairs <= wanted
-    # Matrix units round fp32, so products of fp32 run on the other units. Such products need many registers, and so
-    # does a large result.
-    large = shape.itemsize > 2 or shape.num_rows * wide >= _LARGE_RESULT
-    num_warps, num_stages = (8, 2) if large else (4, 4)
-    return DecodeConfig(block_n=block_n, splits=splits, apart=apart, num_warps=num_warps, num_stages=num_stages)
-
-
-def _measured(shape: DecodeShape) -> DecodeConfig | None:
-    """Return the fastest configuration measured on this GPU for such a shape, or None."""
-    _, found = winner("decode_attention", asdict(shape), ranged=("num_seqs",), near=("num_positions",))
-    return DecodeConfig(**found) if found else None
-
-
-def candidates(shape: DecodeShape) -> Iterator[DecodeConfig]:
-    """Yield the configurations worth a measurement for this shape, each once, the chosen one first."""
-    chosen = choose(shape)
-    seen = {chosen}
-    yield chosen
-    for block_n in (chosen.block_n, chosen.block_n // 2, chosen.block_n * 2):
-        variants: list[dict[str, Any]] = [{"fetch": not chosen.fetch}]
-        variants += [{"splits": n, "apart": apart} for n in _splits_around(chosen.splits) for apart in (False, True)]
-        variants += [{"num_warps": warps, "num_stages": stages} for warps, stages in _SCHEDULES]
-        for changes in variants:
-            config = replace(chosen, block_n=block_n, **changes)
-            config = replace(config, splits=_limited_splits(config.splits, shape, block_n))
-            if config not in seen and _fits(config, shape):
-                seen.add(config)
-                yield config
-
-
-def _fits(config: DecodeConfig, shape: DecodeShape) -> bool:
-    position = (triton.next_power_of_2(shape.head_size) + triton.next_power_of_2(shape.value_size)) * shape.itemsize
-    under_way = config.block_n * (config.num_stages - 1) * position
-    return _MIN_TILE <= config.block_n <= _MAX_TILE and under_way <= _SHARED_BYTES
-
-
-def _splits_around(splits: int) -> tuple[int, ...]:
-    return splits, splits // 2, splits * 2, splits * 4
-
-
-def _limited_splits(splits: int, shape: DecodeShape, block_n: int) -> int:
-    return max(min(splits, -(-shape.num_positions // block_n), _MAX_SPLITS), 1)
 
 
 def serves(num_heads: int, num_kv_heads: int, max_query_len: int) -> bool:
@@ -157,7 +62,8 @@ def why_not(call: OpCall) -> str | None:
             return f"heads of {name} have {size} features, and the kernel takes {MAX_HEAD_SIZE} at most"
         if strides[3] != 1:
             return f"{name} has strides {strides}, and the kernel takes the features of a head in one run of memory"
-    return None
+    sizes = shape_of(query, args["value"], args["key_cache"], args["block_table"], 0, args["max_query_len"])
+    return why_no_room(sizes)
 
 
 def shape_of(
@@ -227,7 +133,7 @@ def decode(
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, block_table)
     )
     shape = shape_of(query, value, key_cache, block_table, window, max_query_len)
-    config = config or _measured(shape) or choose(shape)
+    config = config or measured(shape) or choose(shape)
     programs = config.splits + config.apart
     shares = num_seqs * num_kv_heads * programs if programs > 1 else 0
     partial = torch.empty((shares, shape.num_rows, value_size), dtype=torch.float32, device=query.device)
@@ -264,9 +170,9 @@ def decode(
 
 
 def _tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, int]:
-    """Return the kernel's constants that are sizes. Blocks are powers of two; in products, at least `_MIN_TILE`."""
+    """Return the kernel's constants that are sizes. Blocks are powers of two; in products, at least `MIN_TILE`."""
     rows = triton.next_power_of_2(shape.num_rows)
-    block_v = max(triton.next_power_of_2(shape.value_size), _MIN_TILE)
+    block_v = max(triton.next_power_of_2(shape.value_size), MIN_TILE)
     budget = _JOINED_AT_ONCE * config.num_warps // 4 * (2 if rows * block_v <= _SMALL_RESULT else 1)
     joined = budget // (rows * block_v)
     return {
@@ -276,11 +182,11 @@ def _tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, 
         "MAX_NEW": max_new,
         "SPLITS": config.splits,
         "APART": config.apart,
-        "BLOCK_D": max(triton.next_power_of_2(shape.head_size), _MIN_TILE),
+        "BLOCK_D": max(triton.next_power_of_2(shape.head_size), MIN_TILE),
         "BLOCK_V": block_v,
-        "BLOCK_M": max(rows, _MIN_TILE),
+        "BLOCK_M": max(rows, MIN_TILE),
         "BLOCK_N": config.block_n,
-        "BLOCK_NEW": max(triton.next_power_of_2(max_new), _MIN_TILE),
+        "BLOCK_NEW": max(triton.next_power_of_2(max_new), MIN_TILE),
         "BLOCK_ROWS": rows,
         "BLOCK_GROUP": triton.next_power_of_2(shape.num_rows // max_new),
         "PARTS": min(triton.next_power_of_2(config.splits + config.apart), max(joined, 1)),

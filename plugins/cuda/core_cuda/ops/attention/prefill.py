@@ -16,8 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
-from core_cuda.ops.attention.decode import Coding, decode, serves
-from core_cuda.ops.attention.prefill_config import PrefillConfig, PrefillShape, choose, measured
+from core_cuda.ops.attention.decode import Coding, decode, serves, shape_of
+from core_cuda.ops.attention.decode_config import why_no_room
+from core_cuda.ops.attention.prefill_config import VALUE_PART, PrefillConfig, PrefillShape, choose, measured
 from core_cuda.ops.attention.prefill_kernel import Spec, prefill_kernel
 from core_cuda.ops.cache_write import head_stride, why_not_cache, why_not_dtypes, write_cache
 from core_cuda.ops.conditions import DTYPES
@@ -25,7 +26,6 @@ from core_cuda.ops.rotary import rotation as rotary
 from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
 
 _LARGEST_HEAD = 512
-_VALUE_PART = 256  # most features of a value that fit into a program's registers
 # The arguments of `core::rotary_attention` that belong to the attention.
 _OPTIONS = ("scale", "window", "softcap", "sinks", "k_scale", "v_scale", "coding")
 _LOG2_E = 1 / math.log(2)
@@ -47,10 +47,8 @@ def why_not(call: OpCall) -> str | None:
     size, value_size = args["query"].shape[2], args["value"].shape[2]
     if size > _LARGEST_HEAD:
         return f"heads have {size} features, and the kernel takes {_LARGEST_HEAD} at most"
-    if value_size > _VALUE_PART and value_size != _LARGEST_HEAD:
-        return (
-            f"heads of value have {value_size} features, and the kernel takes up to {_VALUE_PART}, or {_LARGEST_HEAD}"
-        )
+    if value_size > VALUE_PART and value_size != _LARGEST_HEAD:
+        return f"heads of value have {value_size} features, and the kernel takes up to {VALUE_PART}, or {_LARGEST_HEAD}"
     if args["scale"] <= 0:
         return f"scale is {args['scale']}, and the kernel takes positive ones"
     return why_not_cache("key_cache", args["key_cache"]) or why_not_cache("value_cache", args["value_cache"])
@@ -116,9 +114,12 @@ def attend(
         element_bytes=query.element_size(),
     )
     config = config or measured(shape) or choose(shape)
-    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, _VALUE_PART)))
-    tma = config.tma and _can_describe(key) and _can_describe(value)
+    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, VALUE_PART)))
+    tma = config.tma and launching.has_descriptors() and _can_describe(key) and _can_describe(value)
     group, pack = num_heads // num_kv_heads, config.pack
+    # A sequence with one new token fills a tile with little more than padding: decode's kernel serves it sooner.
+    prompts_only = causal and num_seqs > 1 and serves(num_heads, num_kv_heads, 1)
+    prompts_only = prompts_only and why_no_room(shape_of(query, value, key_cache, block_table, window, 1)) is None
     out = query.new_empty((num_tokens, num_heads, value_size)) if coding is None else coding.codes
     if num_tokens == 0:
         if coding is not None:
@@ -133,7 +134,7 @@ def attend(
         pack=pack,
         page=key_cache.shape[1],
         d=size,
-        v=min(value_size, _VALUE_PART),
+        v=min(value_size, VALUE_PART),
         block_m=config.block_m,
         block_n=config.block_n,
         block_d=block_d,
@@ -142,8 +143,7 @@ def attend(
         stages=config.num_stages,
         k_scale=head_stride(k_scale),
         v_scale=head_stride(v_scale),
-        # A sequence with one new token fills a tile with little more than padding: decode's kernel serves it sooner.
-        prompts_only=causal and num_seqs > 1 and serves(num_heads, num_kv_heads, 1),
+        prompts_only=prompts_only,
     )
     launching.launch(
         prefill_kernel,
@@ -166,7 +166,7 @@ def attend(
         BLOCK_B=triton.next_power_of_2(num_seqs + 1),
         num_warps=config.num_warps,
     )
-    if spec.prompts_only:
+    if prompts_only:
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         options |= {"k_scale": k_scale, "v_scale": v_scale, "coding": coding, "prompts": out, "max_query_len": 1}
         decode(query, key, value, key_cache, value_cache, block_table, None, seq_lens, query_starts, **options)

@@ -9,6 +9,13 @@ import triton
 from core_cuda.ops import launching
 from core_cuda.tuned import winner
 
+VALUE_PART = 256
+"""Most features of a value that fit into a program's registers."""
+
+_MIN_TILE = 16  # rows and columns of a product on the matrix units
+_FEW_STAGES, _FEW_ROWS = 2, 64  # below which smaller tiles of keys are the lesser evil
+_BARRIER_BYTES = 1024  # what waits for tiles, where matrix units read shared memory
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShape:
@@ -34,12 +41,17 @@ class PrefillConfig:
     pack: int
     num_warps: int
     num_stages: int
-    #: load this step's keys and values by tensor descriptors where their layout allows it
+    #: load this step's keys and values by tensor descriptors where their layout and the GPU allow it
     tma: bool = True
 
 
 def choose(shape: PrefillShape) -> PrefillConfig:
-    """Return the configuration for a shape, by rules that a tuner's winners override."""
+    """Return a configuration that fits the GPU's shared memory, by rules that a tuner's winners override."""
+    return _fitted(_roomy(shape), shape)
+
+
+def _roomy(shape: PrefillShape) -> PrefillConfig:
+    """Return the configuration for a shape where shared memory is no limit, as at compute capability 9.0."""
     pack = min(triton.next_power_of_2(shape.num_heads // shape.num_kv_heads), 16)
     widest = max(shape.key_size, shape.value_size)
     if shape.element_bytes == 4:  # without tensor cores the registers are the limit
@@ -47,12 +59,44 @@ def choose(shape: PrefillShape) -> PrefillConfig:
     if widest > 256:
         return PrefillConfig(block_m=64, block_n=32, pack=pack, num_warps=8, num_stages=2)
     if widest > 128:
-        return PrefillConfig(block_m=128, block_n=32, pack=pack, num_warps=8, num_stages=3)
+        # Units that read registers leave too few of them for 128 rows of a result of 256 features.
+        rows = 128 if launching.has_shared_operands() else 64
+        return PrefillConfig(block_m=rows, block_n=32, pack=pack, num_warps=8, num_stages=3)
     if shape.num_tokens * shape.num_heads < 128 * launching.num_multiprocessors():
         return PrefillConfig(block_m=64, block_n=64, pack=pack, num_warps=4, num_stages=3)
     if widest > 64:
         return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=8, num_stages=4)
     return PrefillConfig(block_m=128, block_n=64, pack=pack, num_warps=4, num_stages=3)
+
+
+def _fitted(config: PrefillConfig, shape: PrefillShape) -> PrefillConfig:
+    """Return a configuration with fewer stages and smaller tiles, as far as the GPU's shared memory asks for it."""
+    while not _fits(config, shape):
+        if config.num_stages > _FEW_STAGES:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_m > _FEW_ROWS:
+            config = replace(config, block_m=config.block_m // 2)
+        elif config.block_n > _MIN_TILE:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.num_stages > 1:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_m > max(_MIN_TILE, config.pack):
+            config = replace(config, block_m=config.block_m // 2)
+        else:
+            break
+    return config
+
+
+def _fits(config: PrefillConfig, shape: PrefillShape) -> bool:
+    """Return whether a program has room for its tiles: of keys and values, of queries, and of the weights of values."""
+    width, part = (triton.next_power_of_2(size) for size in (shape.key_size, min(shape.value_size, VALUE_PART)))
+    if launching.has_shared_operands():
+        tiles, beside = config.num_stages, _BARRIER_BYTES  # queries in shared memory, weights in registers
+    else:
+        # A stage's tile is in registers when its turn comes; what is laid out anew passes through shared memory.
+        tiles, beside = max(config.num_stages - 1, 1), config.block_m * config.block_n * shape.element_bytes
+    taken = tiles * config.block_n * (width + part) + config.block_m * width
+    return bool(taken * shape.element_bytes + beside <= launching.shared_bytes())
 
 
 def measured(shape: PrefillShape) -> PrefillConfig | None:
@@ -82,4 +126,4 @@ def candidates(shape: PrefillShape) -> tuple[PrefillConfig, ...]:
         for pack in sorted({1, chosen.pack})
     ]
     others.append(replace(chosen, tma=False))
-    return (chosen, *(other for other in others if other != chosen))
+    return (chosen, *(other for other in others if other != chosen and _fits(other, shape)))

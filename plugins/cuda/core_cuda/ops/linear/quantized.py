@@ -16,6 +16,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core_cuda.ops import launching
+from core_cuda.ops.conditions import no_codes
 from core_cuda.ops.linear import skinny_configs
 from core_cuda.ops.linear.scaled import ALIGNED, WAYS, scaled_linear
 from core_cuda.ops.linear.skinny import skinny_linear
@@ -156,6 +157,8 @@ def why_not(call: OpCall) -> str | None:
     for name in ("x_codes", "w_codes"):
         if args[name].dtype != CODE:
             return f"{name} are {args[name].dtype}, and the kernels take {CODE}"
+    if reason := no_codes(CODE):
+        return reason
     for name in ("x_scale", "w_scale"):
         if args[name].dtype != torch.float32:
             return f"{name} is {args[name].dtype}, and the kernels take torch.float32"

@@ -11,8 +11,8 @@ import triton
 from core_cuda.ops import launching
 
 MAX_ROWS = 128
-_SHARED_BYTES = 100 * 1024  # of 227 KiB per multiprocessor (capability 9.0), so that two programs fit
-_MOST_SHARED_BYTES = 220 * 1024  # for one program per multiprocessor
+_SHARED_BYTES = 100 * 1024  # where two programs are to fit a multiprocessor
+_LEFT_BYTES = 7 * 1024  # what a program that has a multiprocessor for itself leaves of its shared memory
 _DRIFTING = 4
 _ROW_TILES = ((2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 512, 8), (4, 512, 2))
 """block_n, block_k and num_warps worth trying for a single row."""
@@ -61,7 +61,7 @@ def default_config(rows: int, columns: int, depth: int, *, gated: bool = False, 
         return SkinnyConfig("row", block_n // 2 if gated else block_n, 1024)
     block_n = 128 if rows > 32 and columns >= 128 * units // 4 and not gated else 64
     block_k = 128 * 16 // bits
-    most = _SHARED_BYTES if rows <= 64 else _MOST_SHARED_BYTES
+    most = min(_SHARED_BYTES, launching.shared_bytes_of_two()) if rows <= 64 else _most_shared()
     stages = _stages(rows, block_n, block_k, gated=gated, bits=bits, most=most)
     split_k = _split(rows, columns, depth, block_n, block_k, 2 * units)
     return SkinnyConfig("tile", block_n, block_k, 4, stages, split_k, swap=rows <= 64)
@@ -87,7 +87,7 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
         if swap and rows > 64:
             continue
         for per_unit in (2, 1):
-            stages = _stages(rows, block_n, deep, gated=gated, bits=bits, most=_MOST_SHARED_BYTES // per_unit - 1024)
+            stages = _stages(rows, block_n, deep, gated=gated, bits=bits, most=_most_shared() // per_unit - 1024)
             if stages < 2:
                 continue
             splits = [_split(rows, columns, depth, block_n, deep, rounds * per_unit * units) for rounds in (1, 2)]
@@ -96,11 +96,16 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
                     yield SkinnyConfig("tile", block_n, deep, warps, stages, split_k, swap=swap, fetch=fetch)
 
 
+def _most_shared() -> int:
+    """Return the bytes of shared memory of a program that has a multiprocessor for itself."""
+    return launching.shared_bytes() - _LEFT_BYTES
+
+
 def _stages(rows: int, block_n: int, block_k: int, *, gated: bool, bits: int, most: int) -> int:
-    """Return how many tiles of x and weight fit into `most` bytes of shared memory, 8 at most."""
+    """Return for how many stages tiles of x and weight fit into `most` bytes of shared memory, 8 at most."""
     height: int = max(16, triton.next_power_of_2(rows))
     tile = (height + block_n * (2 if gated else 1)) * block_k * bits // 8
-    return min(8, most // tile)
+    return min(8, launching.num_stages(most, tile))
 
 
 def _split(rows: int, columns: int, depth: int, block_n: int, block_k: int, slots: int) -> int:

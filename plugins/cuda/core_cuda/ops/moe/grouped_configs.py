@@ -9,8 +9,8 @@ import triton
 
 from core_cuda.ops import launching
 
-_SHARED_BYTES = 110 * 1024  # of 227 KiB per multiprocessor (capability 9.0), so that two programs fit
-_MOST_SHARED_BYTES = 220 * 1024
+_SHARED_BYTES = 110 * 1024  # where two programs are to fit a multiprocessor
+_LEFT_BYTES = 7 * 1024  # what a program that has a multiprocessor for itself leaves of its shared memory
 _FEW_PAIRS = 8
 _MAX_ROW_TOP_K = 32
 _PRODUCT_ELEMENTS = 8192
@@ -118,15 +118,22 @@ def _tile(shape: GroupedShape, block_m: int) -> GroupedConfig:
         stages = 6 if block_m <= 32 else 4
         down = Tile(128 if many else 64, 64, 4, stages)
         return _fitted(GroupedConfig("tile", Tile(64, 64, 4, stages), down, block_m))
-    return _fitted(GroupedConfig("tile", Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), block_m), _MOST_SHARED_BYTES)
+    # Units that read registers leave fewer of them for sums.
+    columns = 128 if launching.has_shared_operands() else 64
+    return _fitted(GroupedConfig("tile", Tile(columns, 64, 8, 4), Tile(2 * columns, 64, 8, 4), block_m), alone=True)
 
 
-def _fitted(config: GroupedConfig, most: int = _SHARED_BYTES) -> GroupedConfig:
-    """Return the configuration with as many stages, up to its own, as fit into so much shared memory."""
+def _fitted(config: GroupedConfig, *, alone: bool = False) -> GroupedConfig:
+    """Return the configuration with as many stages, up to its own, as fit into shared memory.
+
+    alone: whether a program has that of a multiprocessor for itself.
+    """
+    two = min(_SHARED_BYTES, launching.shared_bytes_of_two())
+    most = launching.shared_bytes() - _LEFT_BYTES if alone else two
 
     def fit(tile: Tile, matrices: int) -> Tile:
         stage = 2 * (config.block_m + matrices * tile.block_n) * tile.block_k
-        return replace(tile, num_stages=max(1, min(tile.num_stages, most // stage)))
+        return replace(tile, num_stages=max(1, min(tile.num_stages, launching.num_stages(most, stage))))
 
     return replace(config, up=fit(config.up, 2), down=fit(config.down, 1))
 
@@ -142,9 +149,9 @@ def _all(shape: GroupedShape) -> Iterator[GroupedConfig]:
         yield config
         wide = block_m == 128
         for up in (Tile(32, 128, 4, 4), Tile(64, 128, 4, 3), Tile(128, 64, 8 if wide else 4, 3), Tile(64, 64, 8, 4)):
-            yield _fitted(replace(config, up=up), _MOST_SHARED_BYTES)
+            yield _fitted(replace(config, up=up), alone=True)
         for down in (Tile(64, 128, 4, 4), Tile(64, 64, 4, 8), Tile(128, 128, 4, 3), Tile(128, 64, 8, 4)):
-            yield _fitted(replace(config, down=down), _MOST_SHARED_BYTES)
+            yield _fitted(replace(config, down=down), alone=True)
 
 
 def _rows(base: GroupedConfig) -> Iterator[GroupedConfig]:
