@@ -5,6 +5,7 @@
 FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose shapes
 and dtypes decide what is compiled; nothing is launched. Prints a JSON line per compiled kernel: call, kernel,
 num_warps, num_stages, shared (bytes per block), registers (per thread), stack (bytes per thread: spilled registers).
+Kernels that may overlap with the one before also have early, declared and faults (overlap_rule.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+from overlap_rule import overlap
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
@@ -71,8 +73,10 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
 
     triton.runtime.driver.set_active(AbsentDriver(capability))
     real = {name: getattr(launching, name) for name in ("launch", "can_overlap", "num_multiprocessors")}
+    before = ""
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        nonlocal before
         if "OVERLAP" in kernel.arg_names:
             meta["OVERLAP"] = launching.can_overlap()
             if meta["OVERLAP"]:
@@ -82,7 +86,9 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
             registers, stack = resources(made.asm["cubin"])
             told = {"kernel": kernel.__name__, "grid": list(grid), "num_warps": made.metadata.num_warps}
             told |= {"num_stages": made.metadata.num_stages, "shared": made.metadata.shared}
-            tell(told | {"registers": registers, "stack": stack})
+            told |= {"registers": registers, "stack": stack}
+            tell(told | (overlap(kernel, made, before) if meta.get("OVERLAP") else {}))
+        before = kernel.__name__
 
     launching.launch = launch
     launching.can_overlap = lambda: capability >= 90
@@ -94,6 +100,19 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
             setattr(launching, name, function)
 
 
+def compile_calls(file: Path, names: list[str], capability: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Compile the calls of a file whose names hold one of these words, or all; tell what each kernel takes."""
+    spec = importlib.util.spec_from_file_location("calls", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    current = ""
+    with compile_only(capability, lambda told: tell({"call": current} | told)):
+        for current, call in module.calls():  # what is told names it
+            if not names or any(name in current for name in names):
+                call()
+
+
 def main() -> None:
     """Compile the calls of a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -101,15 +120,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("calls", options.file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    current = ""
-    with compile_only(options.capability, lambda told: print(json.dumps({"call": current} | told), flush=True)):
-        for current, call in module.calls():  # the printed lines name it
-            if not options.names or any(name in current for name in options.names):
-                call()
+    compile_calls(options.file, options.names, options.capability, lambda told: print(json.dumps(told), flush=True))
 
 
 if __name__ == "__main__":
