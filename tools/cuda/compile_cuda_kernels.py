@@ -5,8 +5,9 @@
 A FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose
 shapes and dtypes decide what is compiled; nothing is launched. NAMEs choose the calls whose names hold one of them.
 Prints a JSON line per compiled kernel: call, kernel, num_warps, num_stages, shared (bytes per block), tensor (columns
-of tensor memory), registers (per thread), stack (bytes per thread: spilled registers). A call that does not compile has
-a line with its error instead, and the exit status is 1.
+of tensor memory), registers (per thread), stack (bytes per thread: spilled registers). Kernels that may overlap with
+the one before also have early, declared and faults (overlap_rule.py). A call that does not compile has a line with its
+error instead, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from overlap_rule import overlap
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
@@ -84,8 +86,10 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
         "shared_bytes": lambda: SHARED_KIB[capability] * 1024,
     }
     real = {name: getattr(launching, name) for name in ("launch", *answers)}
+    before = ""
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        nonlocal before
         if "OVERLAP" in kernel.arg_names:
             meta["OVERLAP"] = launching.can_overlap()
             if meta["OVERLAP"]:
@@ -96,7 +100,9 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
             told = {"kernel": kernel.__name__, "grid": list(grid), "num_warps": made.metadata.num_warps}
             told |= {"num_stages": made.metadata.num_stages, "shared": made.metadata.shared}
             told |= {"tensor": getattr(made.metadata, "tmem_size", None) or 0}
-            tell(told | {"registers": registers, "stack": stack})
+            told |= {"registers": registers, "stack": stack}
+            tell(told | (overlap(kernel, made, before) if meta.get("OVERLAP") else {}))
+        before = kernel.__name__
 
     launching.launch = launch
     for name, answer in answers.items():
@@ -117,29 +123,35 @@ def calls_of(file: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     yield from module.calls()
 
 
+def compile_calls(
+    files: Sequence[Path], names: Sequence[str], capability: int, tell: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Compile the calls whose names hold one of these words, or all; tell what each kernel takes, or its error.
+
+    Returns whether all have compiled.
+    """
+    current, failed = "", False
+    with compile_only(capability, lambda told: tell({"call": current} | told)):
+        for current, call in (each for file in files for each in calls_of(file)):  # what is told names it
+            if names and not any(name in current for name in names):
+                continue
+            try:
+                call()
+            except Exception as error:  # of whatever part of the compiler; the other calls are still of interest
+                tell({"call": current, "error": f"{type(error).__name__}: {error.__cause__ or error}"})
+                failed = True
+    return not failed
+
+
 def main() -> int:
     """Compile the calls of files; return 1 where one did not compile, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("words", nargs="+", metavar="FILE.py or NAME")
     options = parser.parse_args()
-    files = [word for word in options.words if word.endswith(".py")]
-    names = [word for word in options.words if word not in files]
-    current, failed = "", 0
-
-    def told(about: dict[str, Any]) -> None:
-        print(json.dumps({"call": current} | about), flush=True)
-
-    with compile_only(options.capability, told):
-        for current, call in (each for file in files for each in calls_of(Path(file))):
-            if names and not any(name in current for name in names):
-                continue
-            try:
-                call()
-            except Exception as error:  # of whatever part of the compiler; the other calls are still of interest
-                told({"error": f"{type(error).__name__}: {error.__cause__ or error}"})
-                failed = 1
-    return failed
+    files = [Path(word) for word in options.words if word.endswith(".py")]
+    names = [word for word in options.words if not word.endswith(".py")]
+    return not compile_calls(files, names, options.capability, lambda told: print(json.dumps(told), flush=True))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,18 @@
 Overlap is what CUDA calls programmatic dependent launch (compute capability 9.0 and newer): a kernel's blocks may
 start while the kernel before it still runs, up to `wait_for_inputs`, which returns once all of that is written. A step
 of one token is hundreds of kernels of a few microseconds, of which starting takes a good part.
+
+The rule (CUDA Programming Guide, "Programmatic Dependent Launch"; PTX ISA, `griddepcontrol`): a wait ends when the
+kernel before has ended and its writes are visible, and says nothing of those before it. So every kernel that may
+overlap waits, in every thread and on every way through it: before it stores, before it reads what a kernel of a step
+may have written, before it ends. `tools/cuda/check_overlap.py` holds the compiled kernels to it. What they read before
+they wait is listed as `READ_EARLY` beside them.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +24,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the host, as the tests of a machine without a GPU have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """Why a kernel may read through one of its arguments before `wait_for_inputs`.
+
+    A module of kernels lists these as `READ_EARLY`, by the names of kernel and argument. Without the options: no kernel
+    of a step writes there.
+    """
+
+    why: str
+    #: whether what is read may be out of date: it decides what is fetched, and is read anew after the wait
+    guess: bool = False
+    #: the kernel that is launched just before this one, and starts it only after a wait for all that wrote there
+    after: str = ""
+
 
 _OVERLAP_CAPABILITY = (9, 0)
 _DESCRIPTOR_CAPABILITY = (9, 0)
@@ -29,8 +52,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """Launch a kernel on the current stream; a grid with a size of zero launches nothing.
 
     options: keyword arguments of the kernel, `num_warps`, `num_stages`. A kernel that takes the constant OVERLAP is
-    told whether it may overlap; it must then call `wait_for_inputs` before it reads or writes anything that an earlier
-    kernel writes or reads, in every block.
+    told whether it may overlap; it must then keep the rule above.
     """
     if 0 in grid:
         return

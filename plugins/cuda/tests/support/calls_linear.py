@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core_cuda.ops.activation import Gate
+from core_cuda.ops.linear.scaled import scaled_linear
 from core_cuda.ops.linear.skinny import skinny_linear
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
 
@@ -34,3 +35,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             for config in (default_config(rows, columns, depth, bits=8), *([ROW] if rows == 1 else [])):
                 call = partial(skinny_linear, x, weight, scales=scales, out_dtype=torch.bfloat16, config=config)
                 yield f"codes {rows} x {columns} x {depth}, {config.kernel}", call
+    # The product is the host's own, so it is a small one.
+    codes = torch.zeros(16, 64).to(torch.float8_e4m3fn)
+    scales = (torch.empty(16), torch.empty(16))
+    for name, bias in (("", None), (", bias", half(16))):
+        call = partial(scaled_linear, codes, codes, scales, bias, torch.bfloat16, "tensor")
+        yield f"scales after the product{name}", call

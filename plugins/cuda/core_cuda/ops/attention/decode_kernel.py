@@ -21,8 +21,11 @@ import triton.language as tl
 from core_cuda.ops.attention.online_softmax import LOG2_E, absorbed, joined, narrowed
 from core_cuda.ops.attention.rotation import rotated_rows
 from core_cuda.ops.cache_write import codes_of
-from core_cuda.ops.launching import fetch, start_next, wait_for_inputs
+from core_cuda.ops.launching import Early, fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
+
+_GUESS = Early("where the sequence's first tile lies, which is fetched", guess=True)
+READ_EARLY = {"decode_kernel": {"seq_lens": _GUESS, "query_starts": _GUESS, "block_table": _GUESS}}
 
 
 @triton.jit
@@ -132,9 +135,6 @@ def decode_kernel(
     DTYPE: tl.constexpr = query.dtype.element_ty
     # fp16 holds every code, and hardware turns codes into fp16 alone: on the way to bfloat16 each takes three steps.
     WIDE: tl.constexpr = tl.float16 if CODES and DTYPE.is_bf16() else DTYPE
-    if k_scale is not None:
-        k_scale = tl.load(k_scale + head * K_SCALE)
-        scale *= k_scale
     if v_scale is not None:
         v_scale += head * V_SCALE
     if FETCH and OVERLAP:
@@ -149,6 +149,9 @@ def decode_kernel(
         fetch_rows(v_head + guess * value_block + offset_in * value_slot, V)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    if k_scale is not None:  # read after the wait, since a graph may compute it
+        k_scale = tl.load(k_scale + head * K_SCALE)
+        scale *= k_scale
     first, num_new, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N,
                                                    WINDOWED, "", AMONG_PROMPTS)  # fmt: skip
     num_shares = tl.cdiv(num_old - begin, tl.maximum(share, 1))

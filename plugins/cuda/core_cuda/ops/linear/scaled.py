@@ -33,10 +33,11 @@ def _scale_kernel(
     """out (M, N) = raw (M, N) * x_scale (M,) * w_scale (N,) + bias (N,)."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
-    factor = tl.load(w_scale + column * w_step, mask=inside, other=0.0)
-    added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
+    # After the wait: a graph may compute the weight's scale, and a bias with gaps has just been copied.
+    factor = tl.load(w_scale + column * w_step, mask=inside, other=0.0)
+    added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     value = tl.load(raw + row * N + column, mask=inside, other=0.0)
     value = value * tl.load(x_scale + row * x_step) * factor + added
     tl.store(out + row * N + column, value.to(out.dtype.element_ty), mask=inside)

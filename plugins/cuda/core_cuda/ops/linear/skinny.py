@@ -19,10 +19,18 @@ from torch import Tensor
 
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate, gate_product
-from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.launching import Early, start_next, wait_for_inputs
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
 from core_cuda.ops.workspace import counters
 
+READ_EARLY = {
+    "_row_kernel": {
+        "weight": Early(
+            "`lift_linear` and `fuse_gated_linear` take weights that are constants of the graph and that it does not "
+            "write. Codes may be computed, and no configuration for them chooses this kernel"
+        )
+    }
+}
 _FETCHED = 1024  # bytes of each row that `_tile_kernel` fetches
 _ALIGNED = 16  # elements between rows, so that what is fetched begins at a multiple of 16 bytes in every dtype
 

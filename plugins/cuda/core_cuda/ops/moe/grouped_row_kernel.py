@@ -10,8 +10,14 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops.activation import gate_product
-from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.launching import Early, start_next, wait_for_inputs
 
+READ_EARLY = {
+    "row_down_kernel": {
+        "indices": Early("`row_up_kernel` takes the same ones, after its wait", after="row_up_kernel"),
+        "weight": Early("a parameter of the model; what computed it, if anything did, `row_up_kernel` has waited for"),
+    }
+}
 _FOLD = tl.constexpr(8)  # elements of 16 bytes, which one thread loads of a run of memory
 
 

@@ -1,0 +1,72 @@
+"""What a kernel does before `griddepcontrol.wait`, and whether all ways through it get there.
+
+A thread's way is followed from the entry, along both sides of each branch with a predicate, to the first wait that has
+none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ptx_code import CALL, READ, RETURN, START, STORE, WAIT, Code, read_ptx
+from ptx_flow import UNKNOWN, VALUE, Flow, Names, State, loaded, waits
+
+__all__ = ["UNKNOWN", "EarlyRead", "Findings", "analyse"]
+
+_PAST_L1 = {"cg", "cv", "volatile", "relaxed", "acquire"}
+_FAULTS = {
+    STORE: "stores",
+    RETURN: "ends",
+    CALL: "calls a function, which is not followed,",
+    START: "lets the next kernel start",
+}
+"""What no kernel that overlaps may do before it has waited."""
+
+
+@dataclass(slots=True)
+class EarlyRead:
+    """What is read before the wait through one parameter."""
+
+    #: one of the loads
+    example: str
+    #: whether all of its loads go past the L1 cache
+    past_l1: bool = True
+    #: an instruction after the wait that takes what was loaded or what was computed from it, or ""
+    used: str = ""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a kernel does before its wait."""
+
+    faults: list[str] = field(default_factory=list)
+    #: by the number of a parameter, or `UNKNOWN`
+    reads: dict[int, EarlyRead] = field(default_factory=dict)
+
+
+def analyse(text: str) -> tuple[Code, Findings]:
+    """Return a kernel's code, and what it does before its wait."""
+    code = read_ptx(text)
+    names = Names(code)
+    flow = Flow(code, names, {0: {}})
+    found = Findings()
+    behind: dict[int, State] = {}  # what registers hold after each wait, of what was loaded
+    for place, state in flow.steps():
+        instruction = code.instructions[place]
+        if waits(instruction):
+            behind |= {place + 1: values} if (values := loaded(state)) else {}
+        elif instruction.kind == WAIT:
+            found.faults.append(f"waits on a condition only: {instruction}")
+        elif instruction.kind in _FAULTS:
+            found.faults.append(f"{_FAULTS[instruction.kind]} before the wait on some way through it: {instruction}")
+        elif instruction.kind == READ:
+            for number in names.parameters(code, instruction, state):
+                read = found.reads.setdefault(number, EarlyRead(str(instruction)))
+                read.past_l1 = read.past_l1 and bool(_PAST_L1.intersection(instruction.opcode.split(".")))
+    if flow.falls_off:
+        found.faults.append("ends before the wait on some way through it: no instruction follows")
+    for place, state in Flow(code, names, behind, past_wait=True).steps():
+        for kind, number in names.origins(names.taken[place], state):
+            if kind == VALUE and number in found.reads:
+                found.reads[number].used = found.reads[number].used or str(code.instructions[place])
+    return code, found
