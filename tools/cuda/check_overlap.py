@@ -30,6 +30,9 @@ def main() -> int:
 
     def tell(told: dict[str, Any]) -> None:
         nonlocal wrong
+        if "error" in told:
+            wrong += 1
+            print(f"{told['call']!r} does not compile: {told['error']}", flush=True)
         if "faults" not in told:
             return  # it does not overlap
         times[told["kernel"]] += 1

@@ -28,7 +28,7 @@ TENSOR = 512
 SPILLS = {80: 128, 89: 128, 90: 64, 100: 64}
 """Bytes of stack per thread that are let pass: some registers of code that runs once; more where registers also hold
 the operands of products."""
-KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100)}
+KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100), ("8b codes, coded", 89)}
 """Calls, by capability, whose kernel spills more: heads of 512 with 64 rows, and of 256, are served there, not fast."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),

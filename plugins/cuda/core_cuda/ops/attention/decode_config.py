@@ -134,11 +134,11 @@ def _fits(config: DecodeConfig, shape: DecodeShape) -> bool:
 
 def _shared_bytes(config: DecodeConfig, shape: DecodeShape) -> int:
     """Return the shared memory that a program takes: tiles of keys and values, its queries and their weights."""
-    rows = max(triton.next_power_of_2(shape.num_rows), MIN_TILE)
+    rows = max(int(triton.next_power_of_2(shape.num_rows)), MIN_TILE)
     # Units that read shared memory need the tile there that they are at, not only those being loaded.
     used = launching.has_shared_operands() and rows >= _TALL and shape.itemsize <= 2
     tiles = max(config.num_stages - 1 + used, 1)
-    operands = rows * (triton.next_power_of_2(shape.head_size) + config.block_n) * max(shape.itemsize, 2)
+    operands = rows * (int(triton.next_power_of_2(shape.head_size)) + config.block_n) * max(shape.itemsize, 2)
     return tiles * config.block_n * _position_bytes(shape) + operands
 
 
