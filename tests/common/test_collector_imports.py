@@ -37,4 +37,5 @@ def test_the_collector_goes_on_after_an_import_that_fails() -> None:
     before = gc.get_freeze_count()
     with pytest.raises(ModuleNotFoundError), importing():
         import nothing_of_that_name  # type: ignore[import-not-found]  # noqa: F401
-    assert gc.isenabled() and gc.get_freeze_count() == before
+    assert gc.isenabled()
+    assert gc.get_freeze_count() <= before  # frozen objects may die at any time; none may join them
