@@ -54,8 +54,8 @@ def _little_to_collect(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 LIMIT_S = 3.0
 """Most seconds of processor time, on a quiet machine, for a test that bears none of these marks, without fixtures."""
 NOISE = 4.0
-"""How many times that fails: what the caches of a busy core, and a worker that holds the objects of a thousand tests, make
-of a test's time has been more than twice."""
+"""How many times that fails: the caches of a busy core, and a worker that holds the objects of a thousand tests, have
+made more than twice of a test's time."""
 NUM_IMPORTS = 100
 """Modules that a test may import for the first time in its process, and still be judged."""
 LOOP_S = 0.0235

@@ -116,7 +116,7 @@ class Staging:
         # Needed at each step, and constant.
         self._views = [cache(partial(buffers.views, memory=mirror)) for mirror in self._mirrors]
         self._device_views = cache(buffers.views)
-        self._span = cache(buffers.span)
+        self._parts = [cache(partial(self._part, mirror)) for mirror in self._mirrors]
         self._current = 0
 
     @property
@@ -150,18 +150,23 @@ class Staging:
         """
         if self._host_arguments is not None and step is None and (names := self._host_arguments(key)):
             step = step_of_mirror(key, names, self.inputs(key), {*kept, *(feed or ())})
-        span = self._span(key, tuple(kept))
+        target, source = self._parts[self._current](key, tuple(kept))
         turns = self._turns
         before = turns.begun
         if turns.busy_part():
             raise turns.refused_part()
         with turns.lock:
             turns.begin(before)
-            self._buffers.memory[span].copy_(self._mirrors[self._current][span], non_blocking=True)
+            target.copy_(source, non_blocking=True)
             for name, tensor in (feed or {}).items():
                 self._device_views(key)[name][: tensor.shape[0]].copy_(tensor)
             self._current = (self._current + 1) % len(self._mirrors)
             return self._replay(key, step)
+
+    def _part(self, mirror: Tensor, key: GraphKey, kept: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Return the memory of a bucket's inputs without `kept`, on the device and in a mirror."""
+        span = self._buffers.span(key, kept)
+        return self._buffers.memory[span], mirror[span]
 
     def _mirror(self, pinned: bool) -> Tensor:
         mirror = torch.empty(self._buffers.memory.numel(), dtype=torch.uint8, pin_memory=pinned)

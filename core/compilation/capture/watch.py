@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType
@@ -22,6 +22,7 @@ from core.errors import CaptureError
 __all__ = ["CompileWatch", "Watched", "watch_modules"]
 
 log = logging.getLogger("core.graphs")
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +72,10 @@ class CompileWatch:
         self.counts: Counter[str] = Counter()
         self.pending = ""
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch inside the block."""
-        from torch._dynamo.callback import callback_handler
-
+    def watching(self) -> AbstractContextManager[None]:
+        """Watch inside the block; of a block within another, only the outer one counts."""
         thread = threading.get_ident()
-        if thread in self._watched:
-            yield  # the enclosing block already counts
-            return
-
-        def hear(event: Any) -> None:
-            if threading.get_ident() == thread:
-                self._hear(event)
-
-        callback_handler.register_start_callback(hear)
-        self._watched.add(thread)
-        try:
-            yield
-        finally:
-            self._watched.discard(thread)
-            with suppress(ValueError):  # torch._dynamo.reset() has removed it with all others
-                callback_handler.remove_start_callback(hear)
+        return _NOTHING if thread in self._watched else _Watching(self._watched, thread, self._hear)
 
     def raise_pending(self) -> None:
         """Raise `CaptureError` for a compile since the last call, where strict."""
@@ -110,6 +93,30 @@ class CompileWatch:
         self.counts[name] += 1
         if self._strict:  # torch would wrap an error raised here in its own
             self.pending = name
+
+
+class _Watching:
+    """Hears of the compiles of one thread. A class, since each step of an engine enters it."""
+
+    __slots__ = ("_callbacks", "_hear", "_thread", "_watched")
+
+    def __init__(self, watched: set[int], thread: int, hear: Callable[[Any], None]) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        self._watched, self._thread, self._hear, self._callbacks = watched, thread, hear, callback_handler
+
+    def __enter__(self) -> None:
+        self._callbacks.register_start_callback(self._called)
+        self._watched.add(self._thread)
+
+    def __exit__(self, *_: object) -> None:
+        self._watched.discard(self._thread)
+        with suppress(ValueError):  # torch._dynamo.reset() has removed it with all others
+            self._callbacks.remove_start_callback(self._called)
+
+    def _called(self, event: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._hear(event)
 
 
 def _compiled_function() -> str:

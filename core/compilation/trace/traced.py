@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,13 @@ class OutputTree:
 
     leaves: tuple[OutputRef, ...]
     spec: pytree.TreeSpec
+    #: The graph outputs that a plain tuple of such holds, in order; None for other structures.
+    _tuple: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        flat = self.spec.type is tuple and self.spec.num_nodes == 1 + len(self.leaves)
+        indexes = tuple(ref.index for ref in self.leaves)
+        object.__setattr__(self, "_tuple", indexes if flat and min(indexes, default=0) >= 0 else None)
 
     @property
     def is_single(self) -> bool:
@@ -85,6 +92,8 @@ class OutputTree:
         """Return the structure the model would have returned."""
         if self.is_single:
             return outputs[self.leaves[0].index]
+        if self._tuple is not None:
+            return tuple([outputs[index] for index in self._tuple])
         leaves = [
             outputs[ref.index] if ref.index >= 0 else inputs[ref.name] if ref.name else ref.value for ref in self.leaves
         ]

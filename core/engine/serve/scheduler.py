@@ -112,7 +112,8 @@ class Scheduler:
         generating = self._generating()
         room = self._max_step_tokens - len(generating)
         room = min(room, self._mixed_step_tokens) if generating else room
-        prompts = self._prompts(room, may_join=preempted == self.num_preempted)
+        all_generate = len(generating) == len(self._running) and self._waiting.first() is None
+        prompts = [] if all_generate else self._prompts(room, may_join=preempted == self.num_preempted)
         if prompts:
             return Step("prefill", (*(Part(sequence, 1) for sequence in generating), *prompts))
         parts = tuple(map(Part, generating, repeat(1), self._drafts(generating)))

@@ -4,8 +4,7 @@ one fails."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -40,9 +39,9 @@ class StepTurn:
     def __init__(self) -> None:
         self._lock = Lock()
 
-    @contextmanager
-    def taken(self, asked: str) -> Iterator[None]:
-        """Enter to step or to change requests; raise `UsageError` where something else has entered."""
+    def taken(self, asked: str) -> Lock:
+        """Return what is to be entered to step or to change requests; raise `UsageError` where something else has
+        entered."""
         # Not by `acquire`: an interrupt between that and a `try` would leave the lock held for ever.
         if self._lock.locked():
             raise UsageError(
@@ -50,8 +49,7 @@ class StepTurn:
                 found="a step of this engine is under way, in another thread or below a signal handler",
                 remedy="use an engine from one thread at a time, between steps; core.AsyncEngine serves many callers",
             )
-        with self._lock:
-            yield
+        return self._lock
 
 
 class StepLoop:

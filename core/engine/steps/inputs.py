@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,33 +80,44 @@ def step_tensors(
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
+@dataclass(slots=True)
+class Written:
+    """What arrays of one phase hold from the step before, by which less is to be written for the next."""
+
+    #: For each row of the block tables the `Sequence.version` whose blocks it holds, 0 for zeros.
+    versions: list[int]
+    #: Where that step had one token of each sequence: how many, and the bucket's number of `query_starts`.
+    one_each: tuple[int, int] | None = None
+
+
 def write_step(
     step: Step,
     arrays: Mapping[str, np.ndarray[Any, Any]],
     *,
     block_size: int,
     groups: slice = FIRST_GROUP,
-    versions: MutableSequence[int] | None = None,
+    written: Written | None = None,
 ) -> None:
     """Write the declared inputs of a step but `sampling_params` into arrays of a bucket's size, padding included.
 
-    groups: which of the sequences' tables are the model's.
-    versions: for each row of the block tables the `Sequence.version` that it holds, 0 for zeros; rows that are up to
-    date are skipped, the others noted.
+    groups: which of the sequences' tables are the model's. written: what the arrays hold; what is up to date is
+    skipped, and the rest noted.
     """
     num_seqs, num_tokens = len(step.parts), step.num_tokens
-    counts = np.array([part.num_tokens + len(part.drafts) for part in step.parts])
     firsts = np.array([part.first_position for part in step.parts])
-    ends, stops = counts.cumsum(), firsts + counts
-    held = np.array([len(part.sequence.tables[groups.start]) for part in step.parts])
-    assert (stops <= held * block_size).all()  # unused entries of a sequence's row name the null block
-    seqs, shifts = np.arange(num_seqs), stops - ends
-    if 1 < num_seqs < num_tokens:
-        seqs, shifts = np.repeat(seqs, counts), np.repeat(shifts, counts)
-    positions = np.arange(num_tokens) + shifts
+    if num_tokens == num_seqs:  # one token each, as in decode
+        seqs, ends = _counted(num_seqs)
+        positions, stops = firsts, firsts + 1
+    else:
+        counts = np.array([part.num_tokens + len(part.drafts) for part in step.parts])
+        ends, stops = counts.cumsum(), firsts + counts
+        seqs = np.repeat(np.arange(num_seqs), counts)
+        positions = np.arange(num_tokens) + np.repeat(stops - ends, counts)
+    held = [len(part.sequence.tables[groups.start]) for part in step.parts]
+    assert (stops <= np.array(held) * block_size).all()  # unused entries of a sequence's row name the null block
     places = positions // block_size
     width = arrays["block_table"].shape[1]
-    changed = _changed_rows(step, arrays["block_table"].shape[0], versions)
+    changed = _changed_rows(step, arrays["block_table"].shape[0], written)
     for group in range(groups.start, groups.stop):
         tables, slots = (arrays[name] for name in table_names(group - groups.start))
         for row, sequence in changed:
@@ -116,19 +129,22 @@ def write_step(
     put(arrays["position_ids"], positions)
     _write_tokens(step, arrays["input_ids"], ends)
     put(arrays["seq_lens"], stops)
-    starts = arrays["query_starts"]
-    starts[0] = 0
-    put(starts[1:], ends, padding=num_tokens)
-    put(arrays["logit_rows"], _logit_rows(step, ends))
+    starts, rows = arrays["query_starts"], arrays["logit_rows"]
+    same = (num_seqs, len(starts)) if num_tokens == num_seqs else None
+    if written is None or same is None or written.one_each != same:
+        starts[0] = 0
+        put(starts[1:], ends, padding=num_tokens)
+        put(rows, _logit_rows(step, ends))
+    if written is not None:
+        written.one_each = same
 
 
-def _changed_rows(
-    step: Step, num_rows: int, versions: MutableSequence[int] | None
-) -> list[tuple[int, Sequence | None]]:
+def _changed_rows(step: Step, num_rows: int, written: Written | None) -> list[tuple[int, Sequence | None]]:
     """Return the rows of the block tables that must be written, with the sequence whose blocks they shall hold."""
     wanted: list[Sequence | None] = [*(part.sequence for part in step.parts), *[None] * (num_rows - len(step.parts))]
-    if versions is None:
+    if written is None:
         return list(enumerate(wanted))
+    versions = written.versions
     now = [0 if sequence is None else sequence.version for sequence in wanted]
     if versions[:num_rows] == now:
         return []
@@ -137,13 +153,21 @@ def _changed_rows(
     return changed
 
 
+@lru_cache(maxsize=256)
+def _counted(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return 0, 1, … and 1, 2, … for sequences of one token each; not to be written to."""
+    numbers = np.arange(count + 1)
+    return numbers[:-1], numbers[1:]
+
+
 def _write_tokens(step: Step, array: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
+    if len(ends) == step.num_tokens:
+        put(array, [0 if part.ahead else part.sequence.token(part.first_position) for part in step.parts])
+        return
     start = 0
     for part, end in zip(step.parts, ends.tolist(), strict=True):
         sequence, first = part.sequence, part.first_position
-        if part.ahead and part.num_tokens == 1:
-            array[start] = 0
-        elif first + part.num_tokens <= len(sequence.prompt) and not part.drafts:
+        if first + part.num_tokens <= len(sequence.prompt) and not part.drafts:
             array[start:end] = sequence.prompt_ids[first : first + part.num_tokens]
         else:
             array[start:end] = part.tokens

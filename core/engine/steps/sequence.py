@@ -134,12 +134,18 @@ class Sequence:
     @property
     def in_prompt(self) -> bool:
         """Whether more is to be computed than the token sampled last: a prompt, or all of a preempted sequence."""
-        return self.num_computed < max(len(self.prompt), len(self) - 1)
+        done, prompt = self.num_computed, len(self.prompt)
+        return done < prompt or done < prompt + len(self.generated) + self.num_awaited - 1
 
     @property
     def has_all(self) -> bool:
         """Whether no further token is needed: the last one is known or under way."""
         return len(self.generated) + self.num_awaited >= self.params.max_new_tokens
+
+    def token(self, position: int) -> int:
+        """Return the token at a position, which the host knows."""
+        done = position - len(self.prompt)
+        return self.prompt[position] if done < 0 else self.generated[done]
 
     def tokens(self, first: int, count: int) -> list[int]:
         """Return the tokens at positions first, first + 1, …; 0 for those that are not known yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -15,7 +15,7 @@ from core.compilation.program import MAX_PLANS, Program
 from core.device import Device
 from core.engine.config import Sampling
 from core.engine.steps.histories import STEP_OF_HISTORIES
-from core.engine.steps.inputs import put, table_names, write_step
+from core.engine.steps.inputs import Written, put, table_names, write_step
 from core.engine.steps.step import Flight, Step, StepOutput, rows_ahead, write_sampling
 
 _MIRRORS = 2
@@ -39,15 +39,17 @@ class StagedSteps:
         self._staging = program.staging(mirrors=_MIRRORS)
         self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(_MIRRORS)]
         self._max_seqs = max_seqs
-        # By phase: the version of the tables that each row of the block tables holds, in each mirror and on the device.
-        self._versions: list[dict[str, list[int]]] = [{} for _ in range(_MIRRORS)]
+        # By phase: what each mirror holds, and the versions of the block tables that the device holds.
+        self._written: list[dict[str, Written]] = [{} for _ in range(_MIRRORS)]
         self._sent: dict[str, list[int]] = {}
         # Results of the search among all buckets, by size: the key that serves it, and the dropped bucket that this
         # replaces.
         self._keys: dict[tuple[Any, ...], tuple[GraphKey | None, GraphKey | None]] = {}
-        pinned = device.capabilities.asynchronous
-        homes = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(_MIRRORS)]
-        self._homes = cycle(homes)
+        # Host memory for tokens that are still being computed when the step returns.
+        self._homes: Iterator[Tensor] | None = None
+        if device.capabilities.asynchronous:
+            homes = [torch.empty(max_rows, dtype=torch.int64, pin_memory=True) for _ in range(_MIRRORS)]
+            self._homes = cycle(homes)
         self._tables = tuple(table_names(group)[0] for group in range(groups.stop - groups.start))
         self._groups = groups
 
@@ -75,20 +77,21 @@ class StagedSteps:
         """
         mirror = self._staging.current
         arrays = self._views(key)
-        versions = self._versions[mirror].setdefault(key.phase, [0] * self._max_seqs)
-        write_step(step, arrays, block_size=self._block_size, groups=self._groups, versions=versions)
+        written = self._written[mirror].setdefault(key.phase, Written([0] * self._max_seqs))
+        write_step(step, arrays, block_size=self._block_size, groups=self._groups, written=written)
         if sampling != "greedy":
             write_sampling(step, arrays["sampling_params"])
         if sampling == "shaped":
             put(arrays["history_rows"], rows)
-        held = versions[: len(arrays["block_table"])]
+        held = written.versions[: len(arrays["block_table"])]
         # Until the copy is queued, the device's content is unknown.
         kept = self._tables if self._sent.pop(key.phase, None) == held else ()
         feed = None if behind is None else {"input_ids": tokens_ahead(step, behind)}
         tokens, logits = self._staging.replay(key, kept=kept, feed=feed)
         self._sent[key.phase] = held
-        padding = len(arrays["input_ids"]) - step.num_tokens
-        return StepOutput(tokens[: step.num_rows], logits[: step.num_rows], sampling, padding=padding)
+        if len(arrays["logit_rows"]) > step.num_rows:
+            tokens, logits = tokens[: step.num_rows], logits[: step.num_rows]
+        return StepOutput(tokens, logits, sampling, padding=len(arrays["input_ids"]) - step.num_tokens)
 
     def sent(self, key: GraphKey, step: Step) -> dict[str, Tensor]:
         """Return the inputs of the step that ran last, as they are on the device, without padding: views, valid until
@@ -99,6 +102,9 @@ class StagedSteps:
 
     def read_later(self, output: StepOutput) -> StepOutput:
         """Begin to copy the tokens to the host; call it before the next step is run."""
+        if self._homes is None:  # the step is done
+            found = output.tokens.tolist()
+            return output._replace(read=lambda: found)
         return output._replace(read=self._bring(output.tokens, next(self._homes)))
 
     def forget(self) -> None:

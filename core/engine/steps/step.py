@@ -40,8 +40,9 @@ class Part:
     def __post_init__(self) -> None:
         sequence = self.sequence
         self.first_position = first = sequence.num_computed
-        self.emits = self.num_tokens == sequence.num_pending
-        self.ahead = first + self.num_tokens > sequence.num_known
+        end, known = first + self.num_tokens, sequence.num_known
+        self.emits = end == known + sequence.num_awaited
+        self.ahead = end > known
         self.generates = not sequence.in_prompt
         self.is_shaped = self.emits and sequence.shaping == "device"
         self.joins = first == sequence.num_reused and not self.generates
