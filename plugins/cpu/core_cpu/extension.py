@@ -22,7 +22,7 @@ import torch
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.kernel_folder import kernel_folder
 from core_cpu.compiler import find_cxx_compiler, missing
-from core_cpu.row_limits import LINEAR, WEIGHT_ONLY_LINEAR
+from core_cpu.row_limits import WEIGHT_ONLY_LINEAR
 
 log = logging.getLogger("core.cpu")
 
@@ -42,7 +42,7 @@ _VNNI = ("-mavx512vnni", "-DCORE_CPU_VNNI")
 _OF_EACH_MODEL = ("attention", "linear")
 """Files of kernels that most models use."""
 _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
-    {"linear": LINEAR.use_measured, "weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
+    {"weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
 )
 _compiled: list[Path] = []
 """The libraries that this process has compiled."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall, OpImplementation
@@ -16,7 +17,9 @@ from core.common.ops.linear.gated import LINEAR
 from core_cpu import extension
 from core_cpu.own_ops import own_op
 from core_cpu.row_limits import DTYPES
-from core_cpu.row_limits import LINEAR as LIMITS
+
+MOST_ROWS = 64
+"""Of x in a call that the kernel multiplies itself (csrc/linear.cpp); it hands others on to torch's product."""
 
 
 def why_not(call: OpCall) -> str | None:
@@ -29,18 +32,29 @@ def why_not(call: OpCall) -> str | None:
         return f"x is {x.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
     if weight.stride(1) != 1:
         return "the rows of weight are not one run of memory each"
-    return extension.load("linear") or _too_many(x)
+    return _too_many(x) or extension.load("linear") or None
 
 
 def _too_many(x: Tensor) -> str | None:
-    """Return that x has more rows than the kernel multiplies; None where it may have fewer."""
-    leading, most = x.shape[:-1], LIMITS.limits().get(x.dtype, 0)
+    """Return that x has more rows than the kernel multiplies; None where it may have fewer in a bucket."""
+    leading = x.shape[:-1]
     rows = math.prod(size for size in leading if type(size) is int)
-    if most > 0 and (rows <= most or 0 in leading):
-        return None  # the kernel decides by the sizes of each bucket where these are open
-    return f"x has {rows} rows of {x.dtype} or more, and torch's product is faster from {most + 1} rows on"
+    if rows <= MOST_ROWS or 0 in leading:
+        return None
+    return f"x has {rows} rows or more, and the kernel is for up to {MOST_ROWS}"
 
 
 linear = own_op(LINEAR, "linear")
 
-IMPLEMENTATIONS = (OpImplementation(op=LINEAR.qualified_name, name="cpu_linear", fn=linear, condition=why_not),)
+IMPLEMENTATIONS = (
+    OpImplementation(op=LINEAR.qualified_name, name="cpu_linear", fn=linear, condition=why_not),
+    # What cpu_linear is timed against, for each shape: which of them is faster depends on both, and on the processor.
+    OpImplementation(
+        op=LINEAR.qualified_name,
+        name="torch_linear",
+        fn=torch.ops.aten.linear.default,
+        condition=why_not,
+        timed=lambda call: _too_many(call.args["x"]),
+    ),
+)
+"""The kernel, and torch's product for the same calls."""

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Generic, TypeVar
 
 import torch
 
@@ -32,19 +31,20 @@ _TRIES = 3
 _GAIN = 1.05
 """How many times as fast as the other product the kernel has to be."""
 
-Kind = TypeVar("Kind", torch.dtype, tuple[torch.dtype, int])
+Kind = tuple[torch.dtype, int]
+"""The dtype of x, and the bits of a code."""
 Calls = Callable[[Kind, int], Callable[[], object]]
 """Takes a kind of call and a number of rows, and returns what makes such calls once."""
 
 
-class RowLimits(Generic[Kind]):
+class RowLimits:
     """The most rows of each kind of call that an op's kernel multiplies itself, in this process."""
 
-    def __init__(self, source: str, kinds: Sequence[Kind], calls: Calls[Kind]) -> None:
+    def __init__(self, source: str, kinds: Sequence[Kind], calls: Calls) -> None:
         """Name the op's file in csrc/, its kinds of calls in the extension's order, and how calls to time are made."""
         self.kinds: tuple[Kind, ...] = tuple(kinds)
         self._source = source
-        self._calls: Calls[Kind] = calls
+        self._calls = calls
         self._limits: Mapping[Kind, int] = MappingProxyType({})
 
     def limits(self) -> Mapping[Kind, int]:
@@ -113,13 +113,6 @@ def _fastest(calls: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _linears(dtype: torch.dtype, rows: int) -> Callable[[], object]:
-    x = torch.full((rows, _WEIGHT[1]), 0.5, dtype=dtype)
-    weights = [torch.full(_WEIGHT, 0.5, dtype=dtype) for _ in range(_NUM_WEIGHTS)]
-    product = partial(torch.ops.core_cpu.linear, x)
-    return lambda: [product(weight) for weight in weights]
-
-
 def _weight_only_linears(kind: tuple[torch.dtype, int], rows: int) -> Callable[[], object]:
     (dtype, num_bits), (columns, depth) = kind, _WEIGHT
     x, scale = torch.full((rows, depth), 0.5, dtype=dtype), torch.full((columns, depth // 128), 0.5)
@@ -129,7 +122,6 @@ def _weight_only_linears(kind: tuple[torch.dtype, int], rows: int) -> Callable[[
     return lambda: [product(weight, scale, None, None) for weight in weights]
 
 
-LINEAR = RowLimits("linear", DTYPES, _linears)
 WEIGHT_ONLY_LINEAR = RowLimits(
     "weight_only_linear", [(dtype, num_bits) for num_bits in (8, 4) for dtype in DTYPES], _weight_only_linears
 )

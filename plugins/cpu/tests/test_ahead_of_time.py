@@ -179,7 +179,7 @@ def test_a_graph_that_is_refused_goes_the_usual_way_and_the_report_says_so(monke
     artifacts: Artifacts = Refusing()
     monkeypatch.setattr("core.compilation.phases.bucket_lowering.UNKEPT", artifacts)
     model = Counter().eval()
-    program = started(model)
+    program = started(model, measure=False)  # which keeps its times likewise
     (note,) = program.report().notes
     assert note.startswith("a graph is compiled by Inductor at each start, as AOTInductor refuses it: ")
     assert "NotImplementedError: an op that nobody knows" in note

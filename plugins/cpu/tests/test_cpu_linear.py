@@ -1,12 +1,9 @@
-"""core_cpu/linear.py, row_limits.py and csrc/linear.*: few rows by the kernel, judged against fp64."""
+"""core_cpu/linear.py and csrc/linear.*: few rows by the kernel, judged against fp64."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +16,14 @@ from core.common.numerics import judge
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import LINEAR
-from core.compilation.cache.factors import implementation_factor
-from core_cpu import row_limits
-from core_cpu.linear import IMPLEMENTATIONS, linear, why_not
-from core_cpu.row_limits import LINEAR as LIMITS
+from core.compilation.measuring import Measurer
+from core_cpu.linear import MOST_ROWS, linear, why_not
 from tests.kernel_cases import CPU, DTYPES, check, randn
 from tests.support import compile_with
 
 Plant = Callable[[str, str, CanonicalOp], AbstractContextManager[Any]]
 
-pytestmark = pytest.mark.usefixtures("kernels", "unlimited")
-
-
-@pytest.fixture
-def unlimited() -> Iterator[None]:
-    """Let the kernel multiply any number of rows, whatever this machine was measured to do best."""
-    before = LIMITS.set(dict.fromkeys(row_limits.DTYPES, row_limits.NO_LIMIT))
-    yield
-    LIMITS.set(before)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -68,7 +55,7 @@ def test_samples_agree_with_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows(dtype: torch.dtype) -> None:
     """Blocks of 1 to 8 rows, several of them, columns and depths that no block divides, and depths in several parts."""
-    for rows in (*range(1, 10), 16, 19, 33):
+    for rows in (*range(1, 10), 16, 19, 33, 64):
         check(LINEAR, linear, [operands(rows, 83, 77, dtype), operands(rows, 48, 160, dtype)], CPU)
     for rows in (1, 5, 8, 21):
         check(LINEAR, linear, [operands(rows, 83, 4133, dtype)], CPU)
@@ -94,61 +81,34 @@ def test_nan_and_infinity_stay_in_their_rows() -> None:
     assert found[1].isnan().all() and not found[3].isfinite().any() and found[[0, 2, 4]].isfinite().all()
 
 
-def test_more_rows_than_the_limit_are_torchs() -> None:
-    call = operands(6, 48, 4096, torch.float32)
-    assert not torch.equal(linear(**call), functional.linear(*call.values()))  # so that the next line tells something
-    LIMITS.set({torch.float32: 5})
+def test_more_rows_than_the_kernel_is_for_are_torchs() -> None:
+    call = operands(MOST_ROWS + 1, 48, 4096, torch.float32)
     assert torch.equal(linear(**call), functional.linear(*call.values()))
-    call["x"] = call["x"][:5]
+    call["x"] = call["x"][1:]
     assert not torch.equal(linear(**call), functional.linear(*call.values()))
 
 
 def test_calls_that_the_kernel_does_not_take() -> None:
-    call = operands(6, 48, 96, torch.bfloat16)
+    call = operands(MOST_ROWS, 48, 96, torch.bfloat16)
     assert asked(**call) is None
     assert "x is torch.float64" in str(asked(x=call["x"].double(), weight=call["weight"].double(), bias=None))
     assert "not one run of memory" in str(asked(**{**call, "weight": call["weight"].T.contiguous().T}))
-    LIMITS.set({torch.bfloat16: 5})
-    assert "x has 6 rows of torch.bfloat16" in str(asked(**call)) and "from 6 rows on" in str(asked(**call))
-    assert asked(**{**call, "x": call["x"][:5]}) is None
-    LIMITS.set({})
-    assert "from 1 rows on" in str(asked(**call))
+    more = {**call, "x": call["x"][None].expand(2, -1, -1)}
+    assert asked(**more) == "x has 128 rows or more, and the kernel is for up to 64"
+    assert asked(**{**more, "x": more["x"][:0]}) is None
 
 
-def test_limits_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel wins up to 8 rows of bf16, at any number of fp32, and never of fp16."""
-    library, wins = tmp_path / "build.so", {torch.float32: 1 << 20, torch.bfloat16: 8, torch.float16: 0}
+@pytest.mark.parametrize("wins", ["cpu_linear", "torch_linear"])
+def test_each_shape_is_timed_against_torchs_product(wins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def least(self: Measurer, runs: dict[str, Any]) -> dict[str, float]:
+        return {name: 1.0 if name == wins else 2.0 for name in runs}
 
-    def fastest(call: tuple[torch.dtype, int]) -> float:
-        dtype, rows = call
-        return 1.0 if not LIMITS.limits() else 0.5 if rows <= wins[dtype] else 0.99
-
-    monkeypatch.setattr(row_limits, "_fastest", fastest)
-    monkeypatch.setattr(LIMITS, "_calls", lambda dtype, rows: (dtype, rows))
-    expected = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 0}
-    LIMITS.use_measured(library)
-    (path,) = tmp_path.iterdir()
-    assert LIMITS.limits() == expected
-    monkeypatch.setattr(LIMITS, "measure", lambda: pytest.fail("measured again"))
-    LIMITS.set({})
-    LIMITS.use_measured(library)
-    assert LIMITS.limits() == expected
-    for damaged in ("", "[]", json.dumps({"torch.float32": 1})):
-        path.write_text(damaged)
-        monkeypatch.setattr(LIMITS, "measure", lambda: dict.fromkeys(row_limits.DTYPES, 3))
-        LIMITS.use_measured(library)
-        assert LIMITS.limits()[torch.float16] == 3 and "3" in path.read_text()
-
-
-def test_a_measurement_leaves_threads_and_limits_as_they_were() -> None:
-    LIMITS.set({torch.float32: 2})
-    torch.set_num_threads(2)
-    try:
-        found = LIMITS.measure()
-        assert torch.get_num_threads() == 2 and LIMITS.limits() == {torch.float32: 2}
-        assert set(found) == set(row_limits.DTYPES) and all(limit in (0, *row_limits.ROWS) for limit in found.values())
-    finally:
-        torch.set_num_threads(1)
+    monkeypatch.setattr(Measurer, "_least", least)
+    model = Tied(torch.float32).eval().requires_grad_(False)
+    trace = started(model, torch.float32, "inline", [], buckets=[3, 8, 100]).report().traces[0]
+    timed = {(choice.bucket.dims, choice.implementation) for choice in trace.measured}
+    # For more rows than the kernel takes, nothing is timed: it hands them on.
+    assert timed == {((3,), wins), ((8,), wins)}
 
 
 class Tied(nn.Module):
@@ -196,7 +156,8 @@ def test_a_program_reads_the_models_own_weights(dtype: torch.dtype, lowering: st
     (report,) = (report for report in trace.passes if report.name == "lift_linear")
     assert report.matched == 3
     assert [miss.reason for miss in report.near_misses] == ["mul is no constant that is bound to the graph"]
-    assert [choice.implementation for choice in trace.ops if choice.op == "core::linear"] == ["cpu_linear"] * 3
+    chosen = [(choice.implementation, choice.others) for choice in trace.ops if choice.op == "core::linear"]
+    assert chosen == [("cpu_linear", ("torch_linear",))] * 3
     weights = {weight.data_ptr() for weight in model.parameters()}
     assert {tensor.data_ptr() for tensor in bound if tensor.ndim == 2} <= weights
     assert sum(tensor.nbytes for tensor in bound) == sum(weight.nbytes for weight in model.parameters())
@@ -224,16 +185,5 @@ def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
     whole = operands(21, 83, 4133, torch.bfloat16)
     call = {"x": whole["x"][:, :4099], "weight": whole["weight"][:, :4099], "bias": whole["bias"]}
     check(LINEAR, linear, [call], CPU)
-    with plant(*MISTAKES[mistake], LINEAR) as wrong:
-        wrong.limit_rows_linear([row_limits.NO_LIMIT] * len(row_limits.DTYPES))
-        with pytest.raises(AssertionError):
-            check(LINEAR, wrong.linear, [call], CPU)
-
-
-def test_what_was_measured_here_is_no_factor_of_the_compile_cache() -> None:
-    (implementation,) = IMPLEMENTATIONS
-    with_limits = implementation_factor(implementation, frozenset({"core_cpu"}))
-    LIMITS.set({})  # as before the extension is loaded
-    assert implementation_factor(implementation, frozenset({"core_cpu"})) == with_limits
-    other = replace(implementation, condition=lambda call: None)
-    assert implementation_factor(other, frozenset({"core_cpu"})) != with_limits
+    with plant(*MISTAKES[mistake], LINEAR) as wrong, pytest.raises(AssertionError):
+        check(LINEAR, wrong.linear, [call], CPU)

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
+from core_cpu import extension
 from core_cpu.quantized import MOST_INPUTS, quantized_linear, why_not
 from tests.kernel_cases import CPU, DTYPES, check, randn
 
@@ -145,6 +146,8 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
+    if "sums[r]" in MISTAKES[mistake][1] and not any("VNNI" in word for word in extension._command("", "")):
+        pytest.skip("sums of rows are for the products of bytes by avx512_vnni, which this processor has not")
     scales = {"x_scale": torch.rand(11, 1) + 0.1, "w_scale": (torch.rand(413, 1) + 0.1) / 70**2 / 1051**0.5}
     calls = [{**operands(11, 413, 1051, zeros=zeros), **scales, "bias": randn(413, seed=5)} for zeros in ("", "xw")]
     torch.set_num_threads(2)  # shares that begin further on

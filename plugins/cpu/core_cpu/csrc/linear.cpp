@@ -5,11 +5,9 @@
 #include <ATen/ops/linear_ops.h>
 
 #include <optional>
-#include <vector>
 
 #include "binding.h"
 #include "linear.h"
-#include "row_limits.h"
 
 namespace core_cpu {
 namespace {
@@ -19,12 +17,9 @@ using at::Tensor;
 // Multiplications that are worth another thread.
 constexpr int64_t WORK = 1 << 16;
 
-// The most rows of fp32, bf16 and fp16 that the kernel multiplies; more are for torch's product.
-RowLimits<3> most_rows;
-
-std::vector<int64_t> limit_rows(const std::vector<int64_t>& limits) {
-  return most_rows.exchange(limits);
-}
+// The most rows that the kernel multiplies, as in linear.py: it reads the weight once for each block of them, and torch's
+// product keeps parts of the weight in the cache.
+constexpr int64_t MOST_ROWS = 64;
 
 template <typename T>
 void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out) {
@@ -50,7 +45,7 @@ void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Ten
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const int64_t depth = weight.size(1);
   const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
-  if (rows == 0 || rows > most_rows.of(x.scalar_type()) || weight.stride(1) != 1) {
+  if (rows == 0 || rows > MOST_ROWS || weight.stride(1) != 1) {
     return at::_ops::linear::call(x, weight, bias).contiguous();
   }
   const bool is_wider = x.dim() == 2 && x.stride(1) == 1;  // rows of a wider tensor
@@ -66,14 +61,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 CORE_CPU_DIRECT(linear, linear)
-
-STABLE_TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
-  m.def("limit_rows_linear(int[] limits) -> int[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(core_cpu, CompositeExplicitAutograd, m) {
-  m.impl("limit_rows_linear", TORCH_BOX(&limit_rows));
-}
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
   m.impl("linear", Calls<linear>::boxed);
