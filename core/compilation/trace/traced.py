@@ -74,7 +74,7 @@ class OutputTree:
     _tuple: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        flat = self.spec.type is tuple and self.spec.num_nodes == 1 + len(self.leaves)
+        flat = self.spec == pytree.tree_structure((0,) * len(self.leaves))
         indexes = tuple(ref.index for ref in self.leaves)
         object.__setattr__(self, "_tuple", indexes if flat and min(indexes, default=0) >= 0 else None)
 
