@@ -156,7 +156,8 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
     names = [(each.op, each.name) for each in device.ops]
     collectives = ["all_reduce", "reduce_scatter", "all_gather"]
     shared = [(f"core::{name}", "cpu_shared_memory") for name in collectives]
-    products = [(f"core::{name}", f"cpu_{name}") for name in ("linear", "weight_only_linear", "quantized_linear")]
+    linears = [("core::linear", name) for name in ("cpu_linear", "torch_linear")]
+    products = [*linears, *((f"core::{name}", f"cpu_{name}") for name in ("weight_only_linear", "quantized_linear"))]
     assert names == [("core::attention", "cpu_attention"), *products, *shared, ("core::rms_norm", LIBRARY)]
     assert extension.KERNELS in device.kernel_compilers
 
