@@ -72,6 +72,20 @@ def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = Tr
     return text
 
 
+class Shouting(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer with a decoding of its own, as some models bring."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super()._decode(*args, **kwargs)).upper()
+
+
+def test_a_class_that_decodes_in_its_own_way_is_asked() -> None:
+    own = Shouting(tokenizer_object=TOKENIZERS["word_piece"].backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    ids = own.convert_tokens_to_ids(["a", "##b", "b", "."])
+    assert "".join(stream(own, ids)) == decode(own, ids) == "AB B ."
+    assert "".join(stream(TOKENIZERS["word_piece"], ids)) == "ab b ."
+
+
 def stream(tokenizer: Any, ids: Sequence[int], **options: Any) -> list[str]:
     """Return one piece for each token, and the flushed one."""
     detokenizer = Detokenizer(tokenizer, **options)
