@@ -97,14 +97,17 @@ class Detokenizer:
 
 
 def _decoding(tokenizer: Decoder, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return a tokenizer's `decode`: that of the tokenizers library itself, where the class changes nothing of it.
+    """Return a tokenizer's `decode`: that of the tokenizers library itself, unless its class or it changes something.
 
     The way there takes longer than the decoding, twice per token of each sequence.
     """
     from transformers import PreTrainedTokenizerFast
 
-    own, fast, names = type(tokenizer), cast("Any", PreTrainedTokenizerFast), ("decode", "_decode")
-    if isinstance(tokenizer, fast) and all(getattr(own, name) is getattr(fast, name) for name in names):
+    own, fast, names = type(tokenizer), cast("Any", PreTrainedTokenizerFast), {"decode", "_decode"}
+    unchanged = not names & getattr(tokenizer, "__dict__", {}).keys() and all(
+        getattr(own, n, 0) is getattr(fast, n) for n in names
+    )
+    if isinstance(tokenizer, fast) and unchanged:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 

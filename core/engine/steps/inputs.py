@@ -16,6 +16,8 @@ from core.engine.steps.sampling import sampling_params_input
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Step
 
+_UNKNOWN = -1
+"""In place of a version: of a row that holds the blocks of no sequence, or of several."""
 FIRST_GROUP = slice(0, 1)
 """The tables of a model whose layers form one group, and that has the sequences to itself."""
 
@@ -129,12 +131,26 @@ def write_step(
     put(arrays["position_ids"], positions)
     _write_tokens(step, arrays["input_ids"], ends)
     put(arrays["seq_lens"], stops)
-    starts, rows = arrays["query_starts"], arrays["logit_rows"]
-    same = (num_seqs, len(starts)) if num_tokens == num_seqs else None
-    if written is None or same is None or written.one_each != same:
-        starts[0] = 0
-        put(starts[1:], ends, padding=num_tokens)
-        put(rows, _logit_rows(step, ends))
+    _write_rows(step, arrays, ends, written)
+    if written is not None:
+        for row, sequence in changed:
+            written.versions[row] = _version(sequence)
+
+
+def _write_rows(
+    step: Step, arrays: Mapping[str, np.ndarray[Any, Any]], ends: np.ndarray[Any, Any], written: Written | None
+) -> None:
+    """Write where sequences begin and which rows of logits are wanted, unless that is what the arrays hold."""
+    starts, num_seqs = arrays["query_starts"], len(step.parts)
+    same = (num_seqs, len(starts)) if step.num_tokens == num_seqs else None
+    if written is not None:
+        before, written.one_each = written.one_each, None  # an interrupt may leave the arrays half-written
+        if before is not None and before == same:
+            written.one_each = same
+            return
+    starts[0] = 0
+    put(starts[1:], ends, padding=step.num_tokens)
+    put(arrays["logit_rows"], _logit_rows(step, ends))
     if written is not None:
         written.one_each = same
 
@@ -144,13 +160,17 @@ def _changed_rows(step: Step, num_rows: int, written: Written | None) -> list[tu
     wanted: list[Sequence | None] = [*(part.sequence for part in step.parts), *[None] * (num_rows - len(step.parts))]
     if written is None:
         return list(enumerate(wanted))
-    versions = written.versions
-    now = [0 if sequence is None else sequence.version for sequence in wanted]
+    versions, now = written.versions, list(map(_version, wanted))
     if versions[:num_rows] == now:
         return []
     changed = [(row, sequence) for row, sequence in enumerate(wanted) if versions[row] != now[row]]
-    versions[:num_rows] = now
+    for row, _ in changed:
+        versions[row] = _UNKNOWN  # until all of it is written
     return changed
+
+
+def _version(sequence: Sequence | None) -> int:
+    return 0 if sequence is None else sequence.version
 
 
 @lru_cache(maxsize=256)

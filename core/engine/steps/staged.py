@@ -104,7 +104,7 @@ class StagedSteps:
         """Begin to copy the tokens to the host; call it before the next step is run."""
         if self._homes is None:  # the step is done
             found = output.tokens.tolist()
-            return output._replace(read=lambda: found)
+            return output._replace(read=found.copy)
         return output._replace(read=self._bring(output.tokens, next(self._homes)))
 
     def forget(self) -> None:

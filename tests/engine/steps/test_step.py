@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from core.engine.config import Phase, SamplingParams
-from core.engine.steps.inputs import step_inputs, step_tensors
+from core.engine.steps import inputs
+from core.engine.steps.inputs import Written, step_inputs, step_tensors, write_step
 from core.engine.steps.sampling import make_generator
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part, Step, rows_ahead
@@ -55,6 +56,41 @@ def test_a_chained_step_knows_the_slot_behind_each_row() -> None:
     for part in parts:
         part.emits = False
     assert not step_tensors(step, max_blocks=3, block_size=4, device=CPU, chained=True)["next_slots"].any()
+
+
+@pytest.mark.parametrize("place", ["put", "_logit_rows", "_write_tokens"])
+def test_an_interrupt_while_inputs_are_written_leaves_nothing_noted(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is noted as written is skipped by the next step, so it must be there."""
+    first, second = sequence([5, 6, 7], blocks=[3], computed=2), sequence([8, 9, 10], blocks=[4], computed=2)
+    other = sequence([11, 12, 13, 14], blocks=[6])
+    step, mixed = Step("decode", (Part(first, 1), Part(second, 1))), Step("prefill", (Part(other, 4), Part(second, 1)))
+    sizes = {"tokens": 6, "seqs": 3, "rows": 3}
+    arrays = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype).numpy() for name, spec in step_inputs(3).items()}
+    written, calls = Written([0] * 3), [0]
+    write_step(step, arrays, block_size=4, written=written)
+    expected = {name: array.copy() for name, array in arrays.items()}
+    write, undisturbed = getattr(inputs, place), 0
+    for number in range(12):  # at each call of it in turn
+
+        def interrupted(*args: Any, last: int = number, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > last:
+                raise KeyboardInterrupt
+            return write(*args, **kwargs)
+
+        calls[0] = 0
+        monkeypatch.setattr(inputs, place, interrupted)
+        try:
+            write_step(mixed, arrays, block_size=4, written=written)
+            undisturbed += 1
+        except KeyboardInterrupt:
+            pass
+        monkeypatch.undo()
+        write_step(step, arrays, block_size=4, written=written)
+        assert all((arrays[name] == expected[name]).all() for name in expected)
+    assert 0 < undisturbed < 12
 
 
 def test_a_decode_step_has_one_token_of_each() -> None:
