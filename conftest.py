@@ -53,9 +53,8 @@ def _little_to_collect(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 LIMIT_S = 3.0
 """Most seconds of processor time, on a quiet machine, for a test that bears none of these marks, without fixtures."""
-NOISE = 4.0
-"""How many times that fails: the caches of a busy core, and a worker that holds the objects of a thousand tests, have
-made more than twice of a test's time."""
+NOISE = 2.0
+"""What the caches of a busy core, and a worker that holds the objects of a thousand tests, make of that."""
 NUM_IMPORTS = 100
 """Modules that a test may import for the first time in its process, and still be judged."""
 LOOP_S = 0.0235
@@ -86,8 +85,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return  # the first test of a process that needs transformers pays for all that do
     if used <= LIMIT_S * NOISE or any(item.get_closest_marker(mark) for mark in DEAR):
         return
-    if (used := used / _slowness()) > LIMIT_S * NOISE:
-        pytest.fail(f"took {used:.1f} s of processor time; the aim is {LIMIT_S:g}: make it smaller, or mark it slow")
+    if (used := used / _slowness() / NOISE) > LIMIT_S:
+        pytest.fail(f"took {used:.1f} s of processor time; the limit is {LIMIT_S:g}: make it smaller, or mark it slow")
 
 
 @pytest.fixture(autouse=True)
