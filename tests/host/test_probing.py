@@ -98,10 +98,11 @@ def is_running(pid: int) -> bool:
     # An orphan that was killed may stay a zombie for a moment, until init reaps it.
     for _ in range(50):
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return False
-        if state == "Z":
+        # The first thread is a zombie before the others have ended; a parent can't wait for the process until then.
+        if fields[0] == "Z" and fields[17] == "1":
             return False
         time.sleep(0.02)
     return True
