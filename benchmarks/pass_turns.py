@@ -9,6 +9,7 @@ quarters around them: milliseconds, and ratios of two subjects in the same round
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 from dataclasses import replace
@@ -28,11 +29,13 @@ from core.engine.steps.runner import EngineConfig
 
 
 def subjects(loaded: LoadedModel, device: Device, cell: Cell, name: str) -> list[Subject]:
-    """Return eager, and an engine without and with the pass, each on modules of its own over the same weights."""
+    """Return eager, and an engine without and with the pass, each on a copy of the model: a pass may join weights, which
+    it does only where nobody else holds them."""
     found: list[Subject] = [StaticSubject("eager", SharedCache(sharing_copy(loaded.model), device))]
-    for title, off in (("before", (name,)), ("after", ())):
-        config = EngineConfig(options=core.CompileOptions(disable_passes=off))
-        own = replace(loaded, model=sharing_copy(loaded.model))
+    without, with_it = core.CompileOptions(disable_passes=(name,)), core.CompileOptions(enable_passes=(name,))
+    for title, options in (("before", without), ("after", with_it)):
+        config = EngineConfig(options=options)
+        own = replace(loaded, model=copy.deepcopy(loaded.model))
         subject = CoreSubject(Engines(own, device, config, [cell]), keep_logits=False)
         subject.name = title
         found.append(subject)
