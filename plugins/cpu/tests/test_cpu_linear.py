@@ -88,6 +88,17 @@ def test_more_rows_than_the_kernel_is_for_are_torchs() -> None:
     assert not torch.equal(linear(**call), functional.linear(*call.values()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_rows_are_right_however_the_weight_is_divided(dtype: torch.dtype) -> None:
+    """Where torch's product of a dtype is slow, parts of the weight are widened for it: several, the last one smaller,
+    one of all columns, and one of a depth that takes a part for itself."""
+    rows = MOST_ROWS + 1
+    calls = [operands(rows, 300, 1024, dtype), operands(rows, 40, 48, dtype), operands(rows, 19, 40_000, dtype)]
+    wider, taller = randn(rows, 96, dtype=dtype), randn(120, 48, dtype=dtype)
+    calls += [{"x": wider[:, 24:72], "weight": taller[40:80], "bias": None}]
+    check(LINEAR, linear, calls, CPU)
+
+
 def test_calls_that_the_kernel_does_not_take() -> None:
     call = operands(MOST_ROWS, 48, 96, torch.bfloat16)
     assert asked(**call) is None

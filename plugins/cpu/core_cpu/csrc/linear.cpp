@@ -1,4 +1,5 @@
-// `core_cpu::linear`: the kernel of `core::linear` for few rows of fp32, bf16 and fp16; torch's product for more.
+// `core_cpu::linear`: the kernel of `core::linear` for few rows of fp32, bf16 and fp16. More rows go to torch's product,
+// of numbers widened to fp32 where torch's own of 16 bits is slower than that.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -39,13 +40,48 @@ void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Ten
   });
 }
 
+// Numbers of a widened part of the weight: it stays in the second or third cache, and torch's product reads it there.
+constexpr int64_t TILE = 1 << 18;
+
+// Whether torch multiplies many rows of a dtype by instructions of the processor, as far as the build can tell.
+bool has_fast_product(at::ScalarType dtype) {
+#if defined(CPU_CAPABILITY_AVX2)
+  return dtype == at::kFloat;
+#else
+  return dtype != at::kHalf;
+#endif
+}
+
+// Multiply any number of rows, some columns at a time, in fp32.
+template <typename T>
+void multiply_widened(const Tensor& x, const Tensor& weight, const Tensor& added, Tensor& out) {
+  const int64_t columns = weight.size(0), depth = weight.size(1);
+  const Tensor rows = x.reshape({-1, depth}).to(at::kFloat);
+  const Tensor bias = added.defined() ? added.to(at::kFloat) : Tensor();
+  Tensor flat = out.view({-1, columns});
+  const Tensor tile = empty({std::min(std::max<int64_t>(TILE / depth, 8), columns), depth}, at::kFloat);
+  const int64_t grain = std::max<int64_t>(WORK / depth, 1);
+  for (int64_t first = 0; first < columns; first += tile.size(0)) {
+    const int64_t count = std::min(tile.size(0), columns - first);
+    at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        const T* from = weight.const_data_ptr<T>() + (first + c) * weight.stride(0);
+        at::vec::convert(from, tile.mutable_data_ptr<float>() + c * depth, depth);
+      }
+    });
+    const auto part = bias.defined() ? std::optional(bias.narrow(0, first, count)) : std::nullopt;
+    flat.narrow(1, first, count).copy_(at::_ops::linear::call(rows, tile.narrow(0, 0, count), part));
+  }
+}
+
 }  // namespace
 
 // As `core::linear` has it, for calls that the condition in linear.py lets pass.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const int64_t depth = weight.size(1);
   const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
-  if (rows == 0 || rows > MOST_ROWS || weight.stride(1) != 1) {
+  const bool widens = rows > MOST_ROWS && !has_fast_product(x.scalar_type());
+  if (rows == 0 || weight.stride(1) != 1 || (rows > MOST_ROWS && !widens)) {
     return at::_ops::linear::call(x, weight, bias).contiguous();
   }
   const bool is_wider = x.dim() == 2 && x.stride(1) == 1;  // rows of a wider tensor
@@ -55,6 +91,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   sizes.back() = weight.size(0);
   Tensor out = empty(sizes, x.scalar_type());
   with_dtype(x.scalar_type(), "core_cpu::linear", [&]<typename T>(T) {
+    if (widens) {
+      return multiply_widened<T>(x, weight, added, out);
+    }
     multiply_rows<T>(in, is_wider ? x.stride(0) : depth, weight, added, out);
   });
   return out;
