@@ -29,8 +29,8 @@ from core.engine.steps.runner import EngineConfig
 
 
 def subjects(loaded: LoadedModel, device: Device, cell: Cell, name: str) -> list[Subject]:
-    """Return eager, and an engine without and with the pass, each on a copy of the model: a pass may join weights, which
-    it does only where nobody else holds them."""
+    """Return eager, and an engine without and with the pass, each on a copy of the model: a pass may join weights,
+    which it does only where nobody else holds them."""
     found: list[Subject] = [StaticSubject("eager", SharedCache(sharing_copy(loaded.model), device))]
     without, with_it = core.CompileOptions(disable_passes=(name,)), core.CompileOptions(enable_passes=(name,))
     for title, options in (("before", without), ("after", with_it)):

@@ -41,6 +41,12 @@ def explain(
     calibration: Path | None = CALIBRATION,
     kv_cache_dtype: str = KV_CACHE_DTYPE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
+    tp: int = typer.Option(
+        1,
+        "--tp",
+        min=1,
+        help="Show the graphs of rank 0 of so many, and how the model is cut (docs/tensor_parallel.md).",
+    ),
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
     kernels: bool = typer.Option(False, "--kernels", help="Run the finished graphs and show the kernels of each node."),
     batch: int = typer.Option(1, help="With --kernels: sequences of the decode step."),
@@ -66,15 +72,21 @@ def explain(
             raise UsageError(
                 f"{option} {value}", found="there is nothing below 1", remedy="pass a number of at least 1"
             )
+    if tp > 1 and (kernels or quantize):
+        given = "--kernels" if kernels else "--quantize"
+        found = "one process plays rank 0 of several, and its collectives compute nothing"
+        raise UsageError(f"--tp {tp} with {given}", found=found, remedy=f"leave {given} or --tp out")
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     from core.engine.models.quantizing import Quantize
+    from core.engine.parallel.pretended import first_of
 
     scheme = Quantize.of(quantize, calibration)
     with status("loading and tracing the model", quiet=as_json):
         sizes = (batch, context) if kernels else None
-        explanation, profiles = _explain(
-            model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme
-        )
+        with first_of(tp):
+            explanation, profiles = _explain(
+                model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme, tp
+            )
     if html is not None:
         from core.explain.html import to_html
 
@@ -102,6 +114,7 @@ def _explain(
     strict: bool,
     sizes: tuple[int, int] | None,
     scheme: Quantize | None,
+    tp: int,
 ) -> tuple[Explanation, list[KernelProfile]]:
     """Explain, and where sizes (batch, context) are given profile the same phases."""
     from core.compilation.rewriting import device_passes
@@ -118,6 +131,8 @@ def _explain(
         "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "
         + str(loaded.dtype).removeprefix("torch.")
     }
+    if tp > 1:
+        facts |= _cut(loaded.model, tp)
     report = report_of(loaded.model)
     facts |= {} if report is None else {"scheme": report.summary()}
     phases = PHASES if phase is None else (phase,)
@@ -132,6 +147,19 @@ def _explain(
     options: dict[str, Any] = {"batch": sizes[0], "tokens": sizes[1], "switches": switches, "strict": strict}
     options |= {"kv_cache_dtype": kv_cache_dtype, "rates": measure_rates(resolved, loaded.dtype)}
     return explanation, [profile_phase(loaded, resolved, each, **options) for each in phases]
+
+
+def _cut(model: Any, tp: int) -> dict[str, str]:
+    """Cut a model for rank 0 of `tp`, and return how."""
+    from core.engine.models.sharding import planned, shard_model
+
+    plan, whole = planned(model, tp), _num_parameters(model)
+    shard_model(model)
+    return {"rank": f"0 of {tp}, with {_num_parameters(model) / whole:.0%} of the parameters", **plan.facts()}
+
+
+def _num_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _print(explanation: Explanation, profiles: Sequence[KernelProfile], full: bool, html: Path | None) -> None:

@@ -89,7 +89,7 @@ def told(error: Exception, *, debug: bool) -> bool:
 def shard(loaded: LoadedModel, rank: Rank) -> LoadedModel:
     """Cut the model, in place, into the part of this rank; return it as it was where there is one rank."""
     if rank.size > 1:
-        from core.engine.models.distributed import shard_model
+        from core.engine.models.sharding import shard_model
 
         shard_model(loaded.model)
     return loaded

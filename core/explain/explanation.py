@@ -165,7 +165,8 @@ def explain(
 
 def _explain(graph: PhaseGraph, device: Device, rewriter: Rewriter) -> PhaseExplanation:
     watched = _Watched(graph.traced)
-    rewritten = rewriter.rewrite(_copy(graph.traced), watcher=watched)
+    sizes = [graph.traced.sizes(example) for example in graph.examples]
+    rewritten = rewriter.rewrite(_copy(graph.traced), sizes=sizes, watcher=watched)
     finished = Snapshot(rewritten.traced.module).module()
     start = time.perf_counter()
     ops = choose_implementations(finished, device.ops)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
@@ -83,6 +84,18 @@ def test_a_quantised_cache_is_explained(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
+def test_the_graphs_of_one_of_several_ranks_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPLAIN, "gpt_oss", "--tp", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["model"]["rank"] == "0 of 2, with 50% of the parameters"
+    assert "moe_tp_experts: model.layers.*.mlp.experts (added)" in document["model"]["cut"]
+    matched = {each["name"]: each["matched"] for each in document["phases"][0]["stages"][0]["passes"]}
+    # In each of two layers the sum of attention; between that of the experts and its norm is a view.
+    assert matched["fuse_all_reduce_norm"] == 2
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
 def test_full_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "llama", "--full", "--only-pass", "lift_rms_norm"]) == 0
     out = capsys.readouterr().out
@@ -116,6 +129,7 @@ def test_a_pass_that_was_undone_is_a_failure(install_vendor: InstallVendor, caps
         (("llama", "--no-pass", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
         (("llama", "--html", "/nowhere/page.html"), "there is no folder '/nowhere'"),
         (("llama", "--html", "/"), "it is a folder"),
+        (("llama", "--tp", "2", "--kernels"), "its collectives compute nothing"),
     ],
 )
 def test_wrong_wishes_are_refused(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,6 @@ from core.engine.models.architecture import (
 )
 from core.engine.models.bounds import check_checkpoint_size, check_finite, check_memory
 from core.engine.models.checkpoint import Progress, asked_for, inspect_checkpoint, read_json
-from core.engine.models.distributed import shard_model
 from core.engine.models.hf import driven, import_transformers
 from core.engine.models.part import PartReader, WeightsRead
 from core.engine.models.quantized import QuantizedCheckpoint
@@ -41,6 +40,7 @@ from core.engine.models.reading import (
     read_weights,
     refuse_codes,
 )
+from core.engine.models.sharding import shard_model
 from core.engine.models.statements import MAX_LAYERS, too_many_layers, wrong_field
 from core.errors import ModelError, UsageError
 from core.paths import local_path

@@ -16,9 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from core.common.ops.collective.collectives import shared_group
-from core.engine.models.distributed import cut_parameters, plan_of, shard_model
+from core.common.ops.collective.collectives import group_size, rank_in
 from core.engine.models.hf import import_transformers
+from core.engine.models.sharding import cut_parameters, plan_of, shard_model
+from core.engine.models.sharding.cuts import Cut
 from core.quantization.layers import num_weights
 
 
@@ -58,9 +59,8 @@ class PartReader:
             probe = import_transformers().AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         self.num_parameters = num_weights(probe)
         early, late = _plans(probe)
-        cuts = cut_parameters(probe, early)
-        shapes = {name: tuple(tensor.shape) for name, tensor in probe.state_dict().items()}
-        self.read.whole = _why_whole(self.files, cuts, shapes)
+        cuts = cut_parameters(probe, early, group_size(""))
+        self.read.whole = _why_whole(self.files, cuts, probe)
         self.read.total_bytes = sum(_bytes_of(file) for file in self.files)
         if self.read.whole:
             self.read.num_bytes = self.read.total_bytes
@@ -81,26 +81,36 @@ class PartReader:
         return (shard_model(model, late) if late else model), account
 
 
+def _owners(probe: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter: several where modules share it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in probe.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
 def _plans(probe: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what is cut before the weights are read, and what after: a weight that two modules share is tied then."""
-    owners: dict[int, int] = {}
-    for _, parameter in probe.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    shared = {name for name, each in probe.named_parameters(remove_duplicate=False) if owners[id(each)] > 1}
-    plan = plan_of(probe)
-    late = {each: style for each, style in plan.items() if f"{each}.weight" in shared}
-    return {each: style for each, style in plan.items() if each not in late}, late
+    """Return what is cut before the weights are read, and what after: a module whose weight another one has too, which
+    is not cut."""
+    plan = plan_of(probe, group_size(""))
+    shared = [{name.removesuffix(".weight") for name in names} for names in _owners(probe) if len(names) > 1]
+    late = {name for names in shared if not plan.keys() >= names for name in names}
+    return (
+        {line: style for line, style in plan.items() if line not in late},
+        {line: style for line, style in plan.items() if line in late},
+    )
 
 
-def _why_whole(files: tuple[Path, ...], cuts: Mapping[str, int | None], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _why_whole(files: tuple[Path, ...], cuts: Mapping[str, Cut], probe: nn.Module) -> str:
     """Return why the files can't be read in parts: they hold the cut weights under other names, or merged."""
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    for name in cuts:
-        if found.get(name) != shapes[name]:
-            return f"the files do not hold {name} as the model does"
+    shapes = {name: tuple(tensor.shape) for name, tensor in probe.state_dict().items()}
+    for names in _owners(probe):
+        if names[0] in cuts and not any(found.get(name) == shapes[name] for name in names):
+            return f"the files do not hold {names[0]} as the model does"
     if not hasattr(import_transformers().modeling_utils, "safe_open"):
         return "this version of transformers opens files in another way"
     return ""
@@ -124,11 +134,10 @@ def _sharding(kind: type[nn.Module], plan: Mapping[str, str]) -> Any:
 
 
 @contextmanager
-def _parts_only(cuts: Mapping[str, int | None], read: WeightsRead) -> Iterator[None]:
+def _parts_only(cuts: Mapping[str, Cut], read: WeightsRead) -> Iterator[None]:
     """Let transformers read the parts of cut parameters alone, and count what it reads."""
     library: Any = import_transformers().modeling_utils
-    group = shared_group("")
-    place = (0, 1) if group is None else (group.rank(), group.size())
+    place = rank_in(""), group_size("")
 
     class Opened:
         """A file of whose tensors parts are seen."""
@@ -147,7 +156,7 @@ def _parts_only(cuts: Mapping[str, int | None], read: WeightsRead) -> Iterator[N
             self._file.__exit__(*error)
 
         def get_slice(self, name: str) -> _Part:
-            return _Part(self._file.get_slice(name), name in cuts, cuts.get(name), place, read)
+            return _Part(self._file.get_slice(name), cuts.get(name), place, read)
 
     before = library.safe_open
     library.safe_open = Opened
@@ -162,34 +171,26 @@ class _Part:
     """A tensor of a file, of which this process sees its part; with the interface of a slice of safetensors."""
 
     whole: Any
-    is_cut: bool
-    #: The dimension that is cut; None for what rank 0 alone has and is zero elsewhere.
-    dim: int | None
+    cut: Cut | None
     place: tuple[int, int]
     read: WeightsRead
 
     def __getitem__(self, index: Any) -> Tensor:
         rank, count = self.place
-        if not self.is_cut or (self.dim is None and rank == 0):
+        if self.cut is None:
             found: Tensor = self.whole[index]
-        elif self.dim is None:
+        elif self.cut.dim is None and rank > 0:
             like: Tensor = self.whole[:0]
             return torch.zeros(self.whole.get_shape(), dtype=like.dtype)[index]
         else:
-            size = self.whole.get_shape()[self.dim] // count
-            rows = slice(rank * size, (rank + 1) * size)
-            part: Tensor = self.whole[rows] if self.dim == 0 else self.whole[:, rows]
-            self.read.num_bytes += part.nbytes
-            return part[index]
+            found = self.cut.read(self.whole, tuple(self.whole.get_shape()), rank, count)[index]
         self.read.num_bytes += found.nbytes
         return found
 
     def get_shape(self) -> list[int]:
         """Return the shape of the part."""
-        shape: list[int] = list(self.whole.get_shape())
-        if self.is_cut and self.dim is not None:
-            shape[self.dim] //= self.place[1]
-        return shape
+        shape = tuple(self.whole.get_shape())
+        return list(shape if self.cut is None else self.cut.shape(shape, self.place[1]))
 
     def get_dtype(self) -> str:
         """Return the dtype as safetensors names it."""

@@ -19,8 +19,9 @@ from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.tracing import trace
 from core.engine.config import SamplingParams
-from core.engine.models.distributed import initialize, shard_model
+from core.engine.models.distributed import initialize
 from core.engine.models.loading import build_model
+from core.engine.models.sharding import shard_model
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.engine import Engine
 from core.engine.static.cache import static_phases

@@ -12,8 +12,8 @@ import torch
 from torch import distributed
 
 from core.engine.models.assets import embedded_model
-from core.engine.models.distributed import shard_model
 from core.engine.models.loading import build_model, load_model
+from core.engine.models.sharding import shard_model
 from core.engine.models.tiny import tiny_config
 from core.errors import UsageError
 from tests.support import refused
@@ -78,11 +78,10 @@ def test_parts_are_those_of_the_whole_model(tmp_path: Path, rank: int, name: str
     read = found.weights_read
     assert read is not None and not read.whole
     parts = {id(each): each.nbytes for each in found.model.parameters()}
-    # A weight that is tied in the files is cut after it was read; what rank 0 alone adds is zero elsewhere.
-    tied = found.model.lm_head.weight.nbytes if found.config.tie_word_embeddings else 0
+    # What rank 0 alone adds is zero elsewhere.
     biases = [each for name, each in found.model.named_parameters() if name.endswith(("o_proj.bias", "down_proj.bias"))]
     zeros = sum(each.nbytes for each in biases) if rank else 0
-    assert read.num_bytes == sum(parts.values()) - tied - zeros < read.total_bytes
+    assert read.num_bytes == sum(parts.values()) - zeros < read.total_bytes
     assert read.total_bytes == sum(each.nbytes for each in whole.model.parameters())
 
 
@@ -90,7 +89,7 @@ def test_parts_are_those_of_the_whole_model(tmp_path: Path, rank: int, name: str
 def test_the_embedded_model_is_read_in_parts(rank: int) -> None:
     with job(rank):
         read = load_model(embedded_model(), torch_device=HOST, sharded=True).weights_read
-    assert read is not None and not read.whole and read.num_bytes < 0.62 * read.total_bytes
+    assert read is not None and not read.whole and read.num_bytes < 0.51 * read.total_bytes
 
 
 @RANKS
@@ -102,10 +101,10 @@ def test_files_with_other_names_are_read_whole_and_cut(tmp_path: Path, rank: int
     assert equal(found.model, wanted) == []
     read = found.weights_read
     assert read is not None and read.num_bytes == read.total_bytes
-    assert "the files do not hold model.layers.0." in str(read)
+    assert "the files do not hold model.embed_tokens.weight" in str(read)
 
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "llama", num_key_value_heads=1)
-    with job(0), refused(UsageError, "num_key_value_heads is 1"):
+    folder = saved(tmp_path, "llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=1)
+    with job(0), refused(UsageError, "num_attention_heads is 3"):
         load_model(folder, torch_device=HOST, sharded=True)

@@ -1,0 +1,6 @@
+"""Tensor parallelism: which part of a model each process holds, and how parts become whole results again."""
+
+from core.engine.models.sharding.plan import Planned, plan_of, planned
+from core.engine.models.sharding.shard import cut_parameters, shard_model
+
+__all__ = ["Planned", "cut_parameters", "plan_of", "planned", "shard_model"]

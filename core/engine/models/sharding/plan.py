@@ -1,0 +1,149 @@
+"""Which parts of a model are cut, and how: transformers' plan, completed where it says nothing.
+
+A plan maps names of modules or parameters, `*` for a number, to styles (styles.py). transformers' plans leave out the
+embedding, experts of some models, and attention of a few; these are found by what modules hold, not by names of models:
+
+- the embedding of the tokens, by rows, and a head that shares its weight;
+- modules of experts that say how their weights are laid out (transformers' `use_experts_implementation`), by width;
+- attention whose projections have the usual names, and nothing but these, `sinks` and norms of a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from core.engine.models.sharding.styles import STYLES
+from core.errors import UsageError
+
+_PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The plan for a model on a number of processes."""
+
+    #: Name, `*` for a number -> style.
+    plan: Mapping[str, str]
+    #: Of these, the names that transformers' plan does not have.
+    added: frozenset[str] = frozenset()
+    #: Name -> why it stays whole although it could be cut elsewhere.
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """Return what `core explain` says of it: the lines of each style, and what stays whole."""
+        styles: dict[str, list[str]] = {}
+        for line, style in self.plan.items():
+            styles.setdefault(style, []).append(f"{line} (added)" if line in self.added else line)
+        cut = "; ".join(f"{style}: {', '.join(lines)}" for style, lines in styles.items())
+        whole = "; ".join(f"{name}: {reason}" for name, reason in self.whole.items())
+        return {"cut": cut} | ({"whole": whole} if whole else {})
+
+
+def plan_of(model: nn.Module, num_processes: int) -> Mapping[str, str]:
+    """Return the plan of `planned`; raise `UsageError` where there is none."""
+    plan = planned(model, num_processes).plan
+    if not any(STYLES[style].from_last for style in plan.values() if style in STYLES):
+        raise UsageError(
+            f"sharding {type(model).__name__} for tensor parallelism",
+            found="it has no plan of its own",
+            remedy="pass one: {'layers.*.up_proj': 'colwise', …}",
+        )
+    return plan
+
+
+def planned(model: nn.Module, num_processes: int) -> Planned:
+    """Return how a model is cut for a number of processes. Embeddings and heads whose vocabulary they do not divide
+    stay whole."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    given: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    # A plan is for a family: some lines name what this model lacks, as dense layers where all have experts.
+    plan = {line: style for line, style in given.items() if any(map(pattern(line).fullmatch, names))}
+    modules = dict(model.named_modules())
+    added: dict[str, str] = {}
+    for name, module in modules.items():
+        for part, style in (*_experts(module), *_attention(module)):
+            added.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", f"{name}.{part}" if part else name), style)
+    owners = {line.rpartition(".")[0] for line in plan}
+    # A module that the plan knows is the plan's: nothing is added beside its own lines.
+    extra = {line: style for line, style in added.items() if line not in plan and not _known(line, plan, owners)}
+    vocabulary, whole = _vocabulary(model, plan, num_processes)
+    plan = {line: style for line, style in plan.items() if line not in whole}
+    return Planned(plan={**plan, **extra, **vocabulary}, added=frozenset((*extra, *vocabulary)), whole=whole)
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """Return what the names that a line of a plan means match."""
+    return re.compile(re.escape(line).replace(r"\*", r"\d+"))
+
+
+def _known(line: str, plan: Mapping[str, str], owners: set[str]) -> bool:
+    """Tell whether the plan has lines for the module that a line, or the parameter of a line, belongs to."""
+    owner = line.rpartition(".")[0]
+    return owner in plan or owner in owners or (line in owners)
+
+
+def _experts(module: Any) -> Iterator[tuple[str, str]]:
+    """Yield the lines for a module of experts, each of which every process holds some columns of."""
+    laid_out = (getattr(module, name, None) for name in ("is_transposed", "is_concatenated"))
+    held = dict(module.named_parameters(recurse=False))
+    if None in laid_out or held.keys() - {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}:
+        return
+    if not held.keys() >= {"gate_up_proj", "down_proj"} or any(
+        held[n].ndim != 3 for n in ("gate_up_proj", "down_proj")
+    ):
+        return
+    packed = "packed_" if module.is_concatenated else ""  # else gate and up alternate, and each part has whole pairs
+    across, along = ("rowwise", "colwise") if module.is_transposed else ("colwise", "rowwise")
+    yield "gate_up_proj", f"{packed}{across}"
+    yield "down_proj", along
+    if "gate_up_proj_bias" in held:
+        yield "gate_up_proj_bias", f"{packed}rowwise"
+    if "down_proj_bias" in held:
+        yield "down_proj_bias", "on_first"
+    yield "", "moe_tp_experts"
+
+
+def _attention(module: Any) -> Iterator[tuple[str, str]]:
+    """Yield the lines for attention, each process of which has some of the heads."""
+    layers = dict(module.named_children())
+    if not all(isinstance(layers.get(name), nn.Linear) for name in _PROJECTIONS):
+        return
+    size = getattr(module, "head_dim", None)
+    if type(size) is not int or not hasattr(module, "num_key_value_groups"):
+        return
+    num_heads = layers["q_proj"].out_features // size
+    for name, parameter in module.named_parameters():
+        first, _, rest = name.partition(".")
+        is_sinks = name == "sinks" and tuple(parameter.shape) == (num_heads,)
+        if not is_sinks and first not in _PROJECTIONS and (not rest or tuple(parameter.shape) != (size,)):
+            return
+    yield from _PROJECTIONS.items()
+    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        yield "sinks", "colwise"
+
+
+def _vocabulary(model: Any, plan: Mapping[str, str], num_processes: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return lines for the embedding and the head, and those of the plan that can't be cut, with the reason."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")]
+    embedding, head = (module if id(module) in names else None for module in found)
+    added: dict[str, str] = {}
+    whole: dict[str, str] = {}
+    for module, kind, style in (
+        (embedding, nn.Embedding, "embedding_rowwise"),
+        (head, nn.Linear, "colwise_gather_output"),
+    ):
+        if not isinstance(module, kind):
+            continue
+        name = names[id(module)]
+        size = module.weight.shape[0]
+        if size % num_processes:
+            whole[name] = f"{size} rows, which {num_processes} processes do not divide"
+        elif name not in plan and (module is embedding or module.weight is getattr(embedding, "weight", None)):
+            added[name] = style
+    return added, whole

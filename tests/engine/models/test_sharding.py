@@ -1,0 +1,171 @@
+"""core/engine/models/sharding/: parts of parameters, plans that are completed, and models of several types in parts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.engine.models.loading import build_model
+from core.engine.models.sharding import cut_parameters, planned, shard_model
+from core.engine.models.sharding.cuts import Cut
+from core.engine.models.tiny import tiny_config
+from core.errors import UsageError
+from tests.common.processes import launch, pretended
+from tests.support import refused
+
+
+@functools.cache
+def _tiny(name: str, **changes: Any) -> Any:
+    return build_model(tiny_config(name, **changes), torch_device=torch.device("cpu"), dtype=torch.float32).model
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    return copy.deepcopy(_tiny(name, **changes))
+
+
+@given(
+    dim=st.integers(0, 2),
+    blocks=st.integers(1, 3),
+    copies=st.integers(1, 2),
+    shares=st.integers(1, 4),
+    size=st.integers(1, 3),
+)
+def test_the_parts_of_all_processes_are_the_whole(dim: int, blocks: int, copies: int, shares: int, size: int) -> None:
+    cut, count = Cut(dim=dim, blocks=blocks, copies=copies), shares * copies
+    shape = [2, 3, 4]
+    shape[dim] = blocks * shares * size
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    parts = [cut.of(whole, rank, count) for rank in range(count)]
+    assert cut.divides(shape[dim], count)
+    assert {tuple(part.shape) for part in parts} == {cut.shape(tuple(shape), count)}
+    assert all(torch.equal(part, parts[rank - rank % copies]) for rank, part in enumerate(parts))
+    # Block by block, the parts follow each other.
+    chunks = [torch.cat([part.chunk(blocks, dim)[b] for part in parts[::copies]], dim) for b in range(blocks)]
+    assert torch.equal(torch.cat(chunks, dim), whole)
+
+
+@pytest.mark.parametrize(
+    ("cut", "size", "count", "divides"),
+    [
+        (Cut(dim=0), 6, 3, True),
+        (Cut(dim=0), 6, 4, False),
+        (Cut(dim=0, blocks=2), 6, 2, False),  # a part would hold gates and ups in other numbers
+        (Cut(dim=0, blocks=2), 12, 2, True),
+        (Cut(dim=0, copies=2), 6, 4, True),
+        (Cut(dim=0, copies=2), 6, 3, False),
+        (Cut(dim=None), 5, 4, True),
+    ],
+)
+def test_sizes_that_processes_divide(cut: Cut, size: int, count: int, divides: bool) -> None:
+    assert cut.divides(size, count) == divides
+
+
+def test_what_the_first_process_holds_is_zero_elsewhere() -> None:
+    whole = torch.tensor([1.0, 2.0])
+    assert [Cut(dim=None).of(whole, rank, 2).tolist() for rank in range(2)] == [[1.0, 2.0], [0.0, 0.0]]
+
+
+def test_the_embedding_and_a_head_that_shares_its_weight_are_cut_together() -> None:
+    model = tiny("llama", tie_word_embeddings=True)
+    model.tp_plan = {"model.layers.*.mlp.up_proj": "colwise"}  # older versions of transformers name neither
+    plan = planned(model, 2)
+    assert plan.plan["model.embed_tokens"] == "embedding_rowwise" and plan.plan["lm_head"] == "colwise_gather_output"
+    assert {"model.embed_tokens", "lm_head"} <= plan.added
+    with pretended():
+        shard_model(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert tuple(model.lm_head.weight.shape) == (80, 64) and model.model.embed_tokens.num_embeddings == 80
+
+
+def test_a_vocabulary_that_processes_do_not_divide_stays_whole_and_is_told() -> None:
+    model = tiny("llama", vocab_size=161)
+    plan = planned(model, 2)
+    reason = "161 rows, which 2 processes do not divide"
+    assert plan.whole == {"model.embed_tokens": reason, "lm_head": reason}
+    assert "lm_head: 161 rows" in plan.facts()["whole"]
+    with pretended():
+        shard_model(model)
+    assert tuple(model.lm_head.weight.shape) == (161, 64) and model.model.layers[0].mlp.up_proj.out_features == 48
+
+
+def test_processes_share_key_heads_of_which_there_are_fewer() -> None:
+    model = tiny("llama", num_attention_heads=8, num_key_value_heads=2)
+    before = model.model.layers[0].self_attn.k_proj.weight.clone()
+    with pretended(4):
+        cuts = cut_parameters(model, planned(model, 4).plan, 4)
+        shard_model(model)
+    attention = model.model.layers[0].self_attn
+    assert cuts["model.layers.0.self_attn.k_proj.weight"] == Cut(dim=0, copies=2)
+    assert cuts["model.layers.0.self_attn.q_proj.weight"] == Cut(dim=0)
+    assert torch.equal(attention.k_proj.weight, before[: len(before) // 2])
+    assert attention.num_key_value_groups == 2, "two of eight heads of queries, and one of keys"
+
+
+@pytest.mark.parametrize(("heads", "keys", "count"), [(6, 2, 3), (4, 2, 8)])
+def test_heads_that_cannot_be_cut_or_shared_are_refused(heads: int, keys: int, count: int) -> None:
+    model = tiny("llama", hidden_size=96, head_dim=16, num_attention_heads=heads, num_key_value_heads=keys)
+    with pretended(count), refused(UsageError, f"which {count} processes do not divide"):
+        shard_model(model)
+
+
+def test_experts_are_cut_by_width_as_they_say_they_are_laid_out() -> None:
+    # gpt_oss: transposed, gate and up in turn, with biases; transformers has no plan for it.
+    model = tiny("gpt_oss")
+    plan, layer = planned(model, 2), "model.layers.0.mlp.experts"
+    cuts = cut_parameters(model, plan.plan, 2)
+    assert {name: cuts[f"{layer}.{name}"] for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj")} == {
+        "gate_up_proj": Cut(dim=2),
+        "gate_up_proj_bias": Cut(dim=1),
+        "down_proj": Cut(dim=1),
+    }
+    assert cuts[f"{layer}.down_proj_bias"] == Cut(dim=None), "it is added once"
+    assert cuts["model.layers.0.self_attn.sinks"] == Cut(dim=0)
+    assert cuts["model.layers.0.self_attn.o_proj.bias"] == Cut(dim=None)
+    mixture = planned(tiny("qwen3_moe"), 2)
+    assert cut_parameters(tiny("qwen3_moe"), mixture.plan, 2)[f"{layer}.gate_up_proj"] == Cut(dim=1, blocks=2)
+    assert not mixture.added, "transformers' own plan has it all"
+
+
+def test_attention_that_normalises_all_heads_together_is_left_whole() -> None:
+    model = tiny("llama")
+    model.tp_plan = {"lm_head": "colwise_gather_output"}
+    assert "model.layers.*.self_attn.q_proj" in planned(model, 2).added
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = torch.nn.RMSNorm(64)
+    assert planned(model, 2).added == {"model.embed_tokens"}
+
+
+def test_a_copy_of_a_sharded_model_is_one() -> None:
+    model = tiny("llama")
+    with pretended() as group:
+        shard_model(model)
+        again = copy.deepcopy(model)
+        embedding = again.model.embed_tokens
+        assert embedding.group == "" and isinstance(embedding, type(model.model.embed_tokens)) and group
+        ids = torch.tensor([[3, 90]])
+        found, held = embedding(ids), embedding.weight
+        assert torch.equal(found[0, 0], held[3]) and not found[0, 1].any(), "the other process has token 90"
+
+
+MODELS = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "glm4", "phi3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "changes"), [(2, {}), (4, {"num_attention_heads": 8, "num_key_value_heads": 2})], ids=["2", "4"]
+)
+def test_models_in_parts_give_the_logits_of_the_whole(size: int, changes: dict[str, Any]) -> None:
+    import json
+
+    asked = {"models": MODELS if size == 2 else MODELS[:6], "dtypes": ["float32", "bfloat16"], "changes": changes}
+    for found in launch("tests.engine.models.plan_worker", json.dumps(asked), size=size):
+        wrong = {name: each for name, each in found.items() if not each.get("passed")}
+        assert wrong == {}
+        shares = {name: each["share"] for name, each in found.items()}
+        assert max(shares.values()) < 0.6, shares
