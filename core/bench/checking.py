@@ -15,6 +15,7 @@ from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
 from core.engine.check.eager import fp64_logits
 from core.engine.inspect.cache_codes import judge_rounded
 from core.engine.inspect.probe import forward_logits, relative_difference
+from core.engine.models.vocabulary import vocab_size_of
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -75,7 +76,7 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
 def _wrong_token(cell: Cell, record: Record, yardstick: Record, model: Any, device: Device) -> tuple[str, str]:
     """Judge the first token of each sequence that differs; return what is wrong, or "", and how that was judged."""
     firsts = _first_differences(cell, record.tokens, yardstick.tokens)[:_MAX_ROWS]
-    prompts = cell.prompts(int(model.get_input_embeddings().weight.shape[0]))
+    prompts = cell.prompts(vocab_size_of(model))
     contexts = [[*prompts[row], *record.tokens[row][:at]] for row, at in firsts]
     references, how = reference_logits(model, contexts, device)
     if not references:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from core.bench.cells import Cell, Record
 from core.bench.dynamo_counts import Compiles
 from core.engine.models.forward import accepted_arguments, cache_name
+from core.engine.models.vocabulary import vocab_size_of
 from core.engine.static.cache import static_cache
 from core.errors import ModelError
 
@@ -67,7 +68,7 @@ class SharedCache:
             step(torch.zeros(1, 1, dtype=torch.int64, device=self.device.torch_device))  # the layers allocate here
             rewind(cache, 0)
         else:
-            prompts = torch.tensor(cell.prompts(_vocab_size(self.model)))
+            prompts = torch.tensor(cell.prompts(vocab_size_of(self.model)))
             width = max(1, _FILL_TOKENS // cell.batch)
             for part in prompts.split(width, dim=1):
                 self.first = step(part.to(self.device.torch_device)).clone()
@@ -158,7 +159,7 @@ class StaticSubject:
     def _warm_up(self, cell: Cell) -> list[list[int]]:
         """Call it until it is warm, each time from the same state; return the tokens so far."""
         if cell.phase == "prefill":
-            self._prompt = cell.prompts(_vocab_size(self._shared.model))[0]
+            self._prompt = cell.prompts(vocab_size_of(self._shared.model))[0]
             for _ in range(_WARM_UPS):
                 tokens = self._prefill()
             return [[token] for token in tokens]
@@ -243,7 +244,3 @@ def rewind(cache: Any, position: int) -> None:
     torch._foreach_zero_(lengths)
     if position:
         torch._foreach_add_(lengths, position)
-
-
-def _vocab_size(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])

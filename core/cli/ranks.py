@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -92,7 +93,20 @@ def shard(loaded: LoadedModel, rank: Rank) -> LoadedModel:
         from core.engine.models.sharding import shard_model
 
         shard_model(loaded.model)
-    return loaded
+    return tried(loaded, rank)
+
+
+def tried(loaded: LoadedModel, rank: Rank) -> LoadedModel:
+    """Try the way in which a model was cut on a tiny one of its type; return it, with a warning where that can't be.
+
+    Raises `UsageError` where such a model is not the same in parts.
+    """
+    if rank.size == 1:
+        return loaded
+    from core.engine.parallel.trial import try_plan
+
+    untried = try_plan(loaded.config.model_type)
+    return replace(loaded, warnings=(*loaded.warnings, untried)) if untried else loaded
 
 
 def why_not_whole(loaded: LoadedModel, rank: Rank, oracle: bool | None) -> str:

@@ -26,7 +26,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import phase_lines, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
-from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, whole_of, why_not_whole
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
 from core.engine.models.resolve import parse_dtype
 from core.engine.parallel.rank import own_rank
@@ -140,7 +140,7 @@ def _load(
 
     kind = parse_dtype(dtype, device)
     where: dict[str, Any] = {"torch_device": device.torch_device, "progress": progress}
-    loaded = load_model(model or embedded_model(), dtype=kind, sharded=rank.size > 1, **where)
+    loaded = tried(load_model(model or embedded_model(), dtype=kind, sharded=rank.size > 1, **where), rank)
     return loaded if scheme is None else scheme.apply(loaded, progress)
 
 

@@ -27,7 +27,7 @@ from core.cli.model_argument import (
     compile_options,
 )
 from core.cli.output import status
-from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried
 from core.common.collector import importing
 from core.errors import UsageError
 
@@ -197,7 +197,7 @@ def _engine(
     kind = parse_dtype(dtype, device)
     with status("loading", quiet=not sys.stderr.isatty()) as say:
         where: dict[str, Any] = {"torch_device": device.torch_device, "sharded": rank.size > 1}
-        loaded = load_model(model or embedded_model(), dtype=kind, **where)
+        loaded = tried(load_model(model or embedded_model(), dtype=kind, **where), rank)
         if scheme is not None:
             say("quantising")
             loaded = scheme.apply(loaded)

@@ -42,6 +42,7 @@ from core.engine.models.reading import (
 )
 from core.engine.models.sharding import shard_model
 from core.engine.models.statements import MAX_LAYERS, too_many_layers, wrong_field
+from core.engine.models.vocabulary import vocab_size_of
 from core.errors import ModelError, UsageError
 from core.paths import local_path
 from core.quantization.config import stated_config
@@ -76,8 +77,7 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding: a token id must be below it."""
-        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        return int(embedding.weight.shape[0])
+        return vocab_size_of(self.model)
 
     def require_tokenizer(self) -> Any:
         """Return the tokenizer; raises ModelError with the reason where there is none."""

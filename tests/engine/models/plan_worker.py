@@ -12,8 +12,9 @@ import torch
 from core.common.numerics import Fp64Mode, judge
 from core.engine.models.distributed import initialize
 from core.engine.models.loading import build_model
-from core.engine.models.sharding import planned, shard_model
+from core.engine.models.sharding import Planned, planned, shard_model
 from core.engine.models.tiny import causal_lm_types, tiny_config
+from core.engine.parallel.trial import try_plan
 from core.errors import CoreError
 
 IDS = torch.randint(0, 160, (4, 12), generator=torch.Generator().manual_seed(3))
@@ -23,23 +24,27 @@ def judged(name: str, dtype: torch.dtype, size: int, changes: dict[str, Any]) ->
     """Return what became of one model, as JSON."""
     try:
         whole = build_model(tiny_config(name, **changes), torch_device=torch.device("cpu"), dtype=dtype).model
-    except CoreError as error:
-        return {"unmade": str(error.found)}
+    except Exception as error:  # of types that can't be made tiny
+        return {"unmade": f"{type(error).__name__}: {error}"}
     plan = planned(whole, size)
     try:
         sharded = shard_model(copy.deepcopy(whole))
     except CoreError as error:
         return {"refused": str(error.found)}
+    try:
+        return _compared(whole, sharded, plan)
+    except Exception as error:
+        return {"raised": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
+def _compared(whole: Any, sharded: Any, plan: Planned) -> dict[str, Any]:
     with torch.no_grad():
         eager = whole(input_ids=IDS, use_cache=False).logits
         wide = copy.deepcopy(whole).double()
         wide.set_experts_implementation("eager")  # grouped products know no fp64
         with Fp64Mode():
             exact = wide(input_ids=IDS, use_cache=False).logits
-        try:
-            found = sharded(input_ids=IDS, use_cache=False).logits
-        except Exception as error:
-            return {"raised": f"{type(error).__name__}: {str(error)[:200]}"}
+        found = sharded(input_ids=IDS, use_cache=False).logits
     verdict = judge(found, eager, exact)
     held, all_of_it = (sum(each.numel() for each in model.parameters()) for model in (sharded, whole))
     return {
@@ -51,13 +56,22 @@ def judged(name: str, dtype: torch.dtype, size: int, changes: dict[str, Any]) ->
     }
 
 
+def tried(name: str) -> str:
+    """Return what the trial of a type's plan says."""
+    try:
+        return try_plan(name)
+    except CoreError as error:
+        return f"{type(error).__name__}: {error.found}"
+
+
 if __name__ == "__main__":
     place = initialize("gloo", timeout_s=120)
     asked = json.loads(sys.argv[1])
-    results = {
+    results: dict[str, Any] = {
         f"{name} {dtype}": judged(name, getattr(torch, dtype), place.size, asked.get("changes", {}))
-        for name in asked.get("models") or causal_lm_types()
+        for name in asked.get("models", causal_lm_types())
         for dtype in asked["dtypes"]
     }
+    results |= {f"trial of {name}": tried(name) for name in asked.get("tried", ())}
     sys.stdout.write(f"{json.dumps(results)}\n")
     torch.distributed.destroy_process_group()

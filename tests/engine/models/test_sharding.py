@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_embedding_and_a_head_that_shares_its_weight_are_cut_together() -> N
     with pretended():
         shard_model(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert tuple(model.lm_head.weight.shape) == (80, 64) and model.model.embed_tokens.num_embeddings == 80
+    assert tuple(model.lm_head.weight.shape) == (80, 64) and model.model.embed_tokens.num_embeddings == 160
 
 
 def test_a_vocabulary_that_processes_do_not_divide_stays_whole_and_is_told() -> None:
@@ -161,11 +162,20 @@ MODELS = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "g
     ("size", "changes"), [(2, {}), (4, {"num_attention_heads": 8, "num_key_value_heads": 2})], ids=["2", "4"]
 )
 def test_models_in_parts_give_the_logits_of_the_whole(size: int, changes: dict[str, Any]) -> None:
-    import json
-
     asked = {"models": MODELS if size == 2 else MODELS[:6], "dtypes": ["float32", "bfloat16"], "changes": changes}
     for found in launch("tests.engine.models.plan_worker", json.dumps(asked), size=size):
         wrong = {name: each for name, each in found.items() if not each.get("passed")}
         assert wrong == {}
         shares = {name: each["share"] for name, each in found.items()}
         assert max(shares.values()) < 0.6, shares
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_wrong_for_a_type_is_found_before_text_is_made() -> None:
+    """gemma3n takes a mean and a deviation over the width of its MLP, which transformers' plan cuts."""
+    asked = {"models": [], "dtypes": [], "tried": ["llama", "gpt_oss", "gemma3n_text", "bert"]}
+    for found in launch("tests.engine.models.plan_worker", json.dumps(asked), size=2):
+        assert found["trial of llama"] == found["trial of gpt_oss"] == ""
+        assert "gives other logits than whole: error over bound" in found["trial of gemma3n_text"]
+        assert found["trial of gemma3n_text"].startswith("UsageError")
+        assert "it has no plan of its own" in found["trial of bert"]

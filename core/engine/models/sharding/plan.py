@@ -20,6 +20,7 @@ from torch import nn
 from core.engine.models.sharding.styles import STYLES
 from core.errors import UsageError
 
+_OF_VOCABULARIES = ("embedding_rowwise", "embedding_colwise", "colwise_gather_output", "colwise_rep")
 _PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
 
@@ -47,7 +48,10 @@ class Planned:
 def plan_of(model: nn.Module, num_processes: int) -> Mapping[str, str]:
     """Return the plan of `planned`; raise `UsageError` where there is none."""
     plan = planned(model, num_processes).plan
-    if not any(STYLES[style].from_last for style in plan.values() if style in STYLES):
+    # Of a vocabulary alone nothing is gained.
+    if not any(
+        style not in _OF_VOCABULARIES and style in STYLES and STYLES[style].from_last for style in plan.values()
+    ):
         raise UsageError(
             f"sharding {type(model).__name__} for tensor parallelism",
             found="it has no plan of its own",

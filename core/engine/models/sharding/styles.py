@@ -56,12 +56,13 @@ class Style:
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
         if isinstance(module, nn.Embedding):
-            if self.from_last == 2:
+            if self.from_last == 2:  # still an embedding of all tokens: `num_embeddings` stays
                 module.__class__ = _part_of_vocabulary(type(module))
                 part: Any = module
                 part.group, part.rank = group, rank_in(group)
                 module.padding_idx = None  # which matters to gradients alone, and must be one of the rows
-            module.num_embeddings, module.embedding_dim = module.weight.shape
+            else:
+                module.embedding_dim = module.weight.shape[1]
 
 
 _PARTS: dict[type[nn.Embedding], type[nn.Embedding]] = {}
