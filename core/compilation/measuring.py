@@ -3,7 +3,8 @@
 Each is timed on the device, once for calls that are alike, when a program is made: in a graph where the device captures
 them, since a step has no launches then. Short calls are timed one behind the other as a step makes them, each with the
 weights and caches of its own layer: the same weights again and again would lie in the device's caches. What was timed
-is kept on disk with what lowerings keep, and is found again for the same device, versions and implementations.
+is kept on disk with what lowerings keep, and is found again for the same device, versions and implementations. Without
+a compile cache the process keeps it: two programs of one model shall not differ in rounding by the noise of a clock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.graphs.backend import GraphBackend, GraphKey
-from core.common.lowering import Artifacts
+from core.common.lowering import UNKEPT, Artifacts
 from core.common.ops.declaration import declared_ops
 from core.compilation.implementations import OpChoice, asked, bound_call
 from core.compilation.timed_calls import AlikeCalls, Arguments, Values, graph_of, in_bucket, own_tensors
@@ -42,6 +43,8 @@ _MAX_BYTES = 2**26
 _MARGIN = 0.95
 """Of the time of the preferred implementation, what another may take at most to be chosen: clocks are noisy."""
 _TIMES = "times.json"
+_KNOWN: dict[object, dict[str, dict[str, Any]]] = {}
+"""What this process has timed without a cache on disk."""
 Keep = Callable[[fx.GraphModule, tuple[Any, ...]], Artifacts]
 """Returns where to keep what is made of a graph with these values."""
 
@@ -114,13 +117,20 @@ class Measurer:
         others = [name for name in choice.others if not asked(by_name[name], "timed", described)]
         if not others:
             return {}
-        if self._left_s <= 0:
+        names, candidates = (choice.implementation, *others), [by_name[n] for n in (choice.implementation, *others)]
+        like = f"{choice.op} {calls.fixed} {sorted(calls.own[0])} {len(calls.own)} {torch.get_num_threads()}"
+        known = (self._device.name, like, *(each.fn for each in candidates))
+        found = _KNOWN.get(known)
+        if found is None and self._left_s <= 0:
             self._note(f"{choice.op} takes the preferred implementation: timing others took {MAX_SECONDS:.0f} s before")
             return {}
-        names, real = (choice.implementation, *others), calls.made(op, self._device.torch_device)
-        kept = self._keep(graph_of(op, real[0]), tuple(v for v in real[0].values() if isinstance(v, Tensor)))
-        factors = {"timed": " ".join(names), "alike": str(len(real)), "threads": str(torch.get_num_threads())}
-        found = kept.use(factors, partial(self._time, [by_name[name] for name in names], real), _read)
+        if found is None:
+            real = calls.made(op, self._device.torch_device)
+            kept = self._keep(graph_of(op, real[0]), tuple(v for v in real[0].values() if isinstance(v, Tensor)))
+            factors = {"timed": " ".join(names), "alike": str(len(real)), "threads": str(torch.get_num_threads())}
+            found = kept.use(factors, partial(self._time, candidates, real), _read)
+            if kept is UNKEPT:
+                _KNOWN[known] = found
         for name, reason in found["failed"].items():
             self._note(f"{name} of {choice.op} is not used: it failed when it was timed: {reason}")
         return dict(found["us"])

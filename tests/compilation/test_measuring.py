@@ -33,6 +33,12 @@ ran: list[tuple[str, int]] = []
 """Implementations that ran, each with the rows it was given."""
 
 
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each test time for itself: a process keeps what it has timed."""
+    monkeypatch.setattr(measuring, "_KNOWN", {})
+
+
 def steady(*args: Any, **kwargs: Any) -> Tensor:
     """Take a while, whatever the size."""
     ran.append(("steady", args[0].shape[0]))
@@ -303,6 +309,16 @@ def test_times_are_kept_on_disk(cache_folder: Path) -> None:
     other = compiled(device, Others(), cache=True)
     assert other.report().cache.state == "miss" and other.report().num_measured == 0
     assert trace_of(other).measured[0].times_us == trace_of(first).measured[0].times_us
+
+
+def test_a_process_without_a_cache_times_once() -> None:
+    """Two programs of a model are equal to the last bit: noise of a clock must not give them other implementations."""
+    device = cpu(ops=(STEADY, GROWING))
+    first, again, other = compiled(device), compiled(device), compiled(device, Others())
+    assert [each.report().num_measured for each in (first, again, other)] == [2, 0, 0]
+    assert trace_of(again).measured == trace_of(first).measured
+    assert served(again, 2) == {"growing"} and served(again, 32) == {"steady"}
+    assert compiled(cpu(ops=(STEADY, implementation(failing)))).report().num_measured == 2
 
 
 def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
