@@ -55,6 +55,19 @@ def planned(folder: Path, threads: list[int]) -> Iterator[tuple[Run, int, Path]]
             yield run, count, folder / f"{run.name}-c{run.context}-t{count}.json"
 
 
+def busy_processors(seconds: float = 2.0) -> float:
+    """Return how many processors were busy during so many seconds: the load average still knows the run before."""
+
+    def times() -> tuple[int, int]:
+        user, nice, system, idle, waiting, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:])
+        return idle + waiting, user + nice + system + idle + waiting + sum(rest[:3])
+
+    idle, total = times()
+    time.sleep(seconds)
+    later_idle, later = times()
+    return (os.cpu_count() or 1) * (1 - (later_idle - idle) / max(later - total, 1))
+
+
 def main(
     folder: Path,
     rounds: int = typer.Option(11, help="Of each cell."),
@@ -70,7 +83,7 @@ def main(
     for run, count, path in planned(folder, [int(each) for each in threads.split(",")]):
         if path.is_file() or only not in path.name:
             continue
-        load, start = os.getloadavg()[0], time.perf_counter()
+        load, start = busy_processors(), time.perf_counter()
         command = [sys.executable, "-m", "core", "bench", *run.model, "--device", "cpu", "--dtype", run.dtype]
         command += ["--batch", run.batches, "--context", str(run.context), "--prefill", "", "--subjects", subjects]
         command += ["--rounds", str(rounds), "--steps", str(steps), "--json", str(path.with_suffix(".part"))]

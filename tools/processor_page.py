@@ -11,7 +11,7 @@ from pages import table
 
 Document = Mapping[str, Any]
 _QUIET = 0.5
-"""A machine whose load before a run is above this had other work: the figures are then no final ones."""
+"""More busy processors than this before a run mean other work: the figures are then no final ones."""
 
 
 def processor(folder: Path) -> str:
@@ -38,7 +38,7 @@ cache at the fastest rate that the same run measured. A model that fits into the
     loads = [document["load_before"] for document in documents]
     if max(loads) > _QUIET:
         among = f"{min(loads):g} to {max(loads):g}"
-        yield f"**Measured under load, not final**: the machine's load before the runs was {among}.\n"
+        yield f"**Measured under load, not final**: {among} processors were busy before the runs.\n"
     for threads in sorted({document["settings"]["threads"] for document in documents}):
         yield from _table(threads, [each for each in documents if each["settings"]["threads"] == threads])
     missing = {name: why for document in documents for name, why in document["settings"]["missing"].items()}
