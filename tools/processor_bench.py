@@ -35,14 +35,17 @@ class Run:
     context: int
 
 
-def _preset(name: str, batches: str, context: int = 128) -> Run:
-    return Run(name=name, model=("--preset", name), dtype="bfloat16", batches=batches, context=context)
+def _preset(name: str, batches: str, context: int = 128, scheme: str = "") -> Run:
+    quantized = ("--quantize", scheme) if scheme else ()
+    title = f"{name}-{scheme}" if scheme else name
+    return Run(name=title, model=("--preset", name, *quantized), dtype="bfloat16", batches=batches, context=context)
 
 
 RUNS = (
     Run(name="embedded", model=("core/assets/tiny_llama",), dtype="float32", batches="1,4", context=128),
     _preset("llama-100m", "1,4,8"),
     _preset("llama-100m", "1,4,8", 2048),
+    *(_preset("llama-100m", "1,4", scheme=scheme) for scheme in ("int8", "w8a16", "w4a16-g32")),
     _preset("qwen3-0.6b", "1,4"),
     _preset("llama-1b", "1,4"),
 )

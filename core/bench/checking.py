@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
+from core.bench.peers.folder import is_quantised
 from core.common.numerics import judge_pooled
 from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
 from core.engine.check.eager import fp64_logits
@@ -55,7 +56,8 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
 
     A peer may take another token only where the model itself hardly prefers one: where two logits lie so close that the
     rounding of the dtype decides. Any other token is wrong, and a peer that computes something else is no peer: its
-    record then has that as failure. own: the records of `core` and transformers. model: as for `check`.
+    record then has that as failure. Of a quantised model peers hold other weights, so tokens that agree are counted
+    and no token is wrong. own: the records of `core` and transformers. model: as for `check`.
     """
     fine = [record for record in own if not record.failure and record.tokens]
     yardstick = next((record for record in fine if record.subject == "core"), next(iter(fine), None))
@@ -63,7 +65,7 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
         if yardstick is None or record.failure or not record.tokens:
             continue
         record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
-        if record.verdict["tokens_equal"]:
+        if record.verdict["tokens_equal"] or is_quantised(model):
             continue
         wrong, how = _wrong_token(cell, record, yardstick, model, device)
         record.verdict["differences"] = how

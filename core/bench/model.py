@@ -43,7 +43,7 @@ def open_model(
 ) -> tuple[LoadedModel, str]:
     """Return the model on the device and its title; raise as `resolve_model` does, and for an unknown preset.
 
-    part: cuts the model before it is quantised, into what this process holds.
+    part: gets the model before it is quantised, and returns of it what this process holds.
     """
     found = find(model, preset)
     if found is None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from core.bench.cells import BenchReport
     from core.bench.peers.choosing import Choice
     from core.device import Device
+    from core.engine.models.loading import LoadedModel
     from core.engine.parallel.rank import Rank
 
 _STDOUT = Path("-")
@@ -225,17 +226,23 @@ def _bench(
         started = measure_start({**asked, "prompt": prompt})
     device, rank = place
     note_phase("load")
-    part, quantize = partial(shard, rank=rank), asked_quantize(asked)
-    loaded, title = open_model(asked["model"], asked["preset"], device, asked["dtype"], quantize, part)
-    note_phase("serve")
-    if choice.peers and (why := unreadable(loaded.model)):
-        choice = choice.without_peers(why)
+    quantize, subjects = asked_quantize(asked), dict[str, Any]()
     with ExitStack() as stack:
-        subjects: dict[str, Any] = {}
-        if choice.peers:
-            folder = stack.enter_context(model_folder(loaded.model))
-            facts = (folder, loaded.dtype, loaded.vocab_size)
-            subjects = {each.peer.name: partial(PeerSubject, each, *facts) for each in choice.peers}
+
+        def before_quantising(whole: LoadedModel) -> LoadedModel:
+            """Have peers read what the model is now; return this process's part of it."""
+            nonlocal choice
+            if choice.peers and (why := unreadable(whole.model)):
+                choice = choice.without_peers(why)
+            if choice.peers:
+                folder = stack.enter_context(model_folder(whole.model))
+                facts = (folder, whole.dtype, whole.vocab_size, asked["quantize"] or "")
+                subjects.update({each.peer.name: partial(PeerSubject, each, *facts) for each in choice.peers})
+            return shard(whole, rank=rank)
+
+        how = (asked["model"], asked["preset"], device, asked["dtype"], quantize)
+        loaded, title = open_model(*how, before_quantising)
+        note_phase("serve")
         settings = replace(settings, subjects=choice.subjects, peers=tuple(subjects), missing=choice.missing)
         report = bench(loaded, device, settings, title=title, references=references, progress=progress, peers=subjects)
     return replace(report, start=started)

@@ -6,7 +6,7 @@ process stays there, a crash too, and it may have a Python and a torch of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,6 +26,9 @@ class Peer:
     install: str = ""
     #: The dtypes that it computes in, by torch's names; empty for all.
     dtypes: tuple[str, ...] = ()
+    #: Its own format for models that `core` quantises by a scheme: scheme, without a group size -> format. By other
+    #: schemes it computes with the weights as they were before.
+    formats: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,8 @@ class PeerWork:
     prompts: list[list[int]]
     #: The most tokens that a sequence will hold.
     limit: int
+    #: The peer's own format into which it is to quantise the weights of layers; "" for the weights as they are.
+    weights: str = ""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,6 +18,13 @@ def wrong(work: PeerWork) -> PeerRunner:
     return _reading(work, shift=1)
 
 
+def formatted(work: PeerWork) -> PeerRunner:
+    """Say the right tokens, and in a note the format that was asked for."""
+    runner = _reading(work, shift=0)
+    runner.notes = [f"format {work.weights!r}"]
+    return runner
+
+
 def refusing(work: PeerWork) -> PeerRunner:
     """Raise, as a peer does that does not know the model."""
     raise ValueError(f"no {work.dtype} here")

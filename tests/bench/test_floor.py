@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 import core
+from core.bench import rates
 from core.bench.floor import CacheLayer, Shape, decode_floor, prefill_floor, shape_of
 from core.bench.presets import PRESETS, random_model
 from core.bench.rates import Rates, measure_rates
@@ -79,9 +80,9 @@ def test_a_window_bounds_what_is_read_and_what_is_multiplied() -> None:
 def test_rates_come_from_the_clock() -> None:
     ticks = iter(range(10**6))
     # Each run of five is one tick long, so that one copy takes a fifth of a second.
-    rates = measure_rates(cpu(), torch.float32, copy_bytes=(1000,), sizes=(8, 16), clock=lambda: float(next(ticks)))
-    assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.2)
-    assert rates.matmul_size == 8 and rates.flops_per_s == pytest.approx(2 * 8**3 / 0.2)
+    found = measure_rates(cpu(), torch.float32, copy_bytes=(1000,), sizes=(8, 16), clock=lambda: float(next(ticks)))
+    assert found.bytes_per_s == pytest.approx(2 * 1000 / 0.2)
+    assert found.matmul_size == 8 and found.flops_per_s == pytest.approx(2 * 8**3 / 0.2)
 
 
 def test_sizes_grow_until_a_run_can_be_measured() -> None:
@@ -91,8 +92,21 @@ def test_sizes_grow_until_a_run_can_be_measured() -> None:
         now[0] += 1e-5  # 2 us a run: too short
         return now[0]
 
-    rates = measure_rates(cpu(), torch.float32, copy_bytes=(1000, 4000), sizes=(8, 16), clock=clock)
-    assert (rates.copy_bytes, rates.matmul_size) == (4000, 16)
+    found = measure_rates(cpu(), torch.float32, copy_bytes=(1000, 4000), sizes=(8, 16), clock=clock)
+    assert (found.copy_bytes, found.matmul_size) == (4000, 16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counted"), [("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
+)
+def test_narrow_products_count_as_wide_ones_where_these_are_faster(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, counted: str
+) -> None:
+    """Torch's product of bf16 takes ten times that of fp32 where a processor has no instructions for it; ours widen."""
+    found = {"bfloat16": 1e9, "float32": 1e10, "float16": 2e10}
+    monkeypatch.setattr(rates, "_products", lambda device, each, *_: (8, found[str(each).removeprefix("torch.")]))
+    measured = measure_rates(cpu(), getattr(torch, dtype), copy_bytes=(1000,))
+    assert (measured.flops_per_s, measured.dtype) == (found[counted], counted)
 
 
 @pytest.mark.parametrize(("scheme", "coded"), [("fp8", True), ("int8-static", True), ("w8a16", False)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from core.bench.cells import Cell, Record
 from core.bench.checking import check_peers
 from core.bench.model import open_model
 from core.bench.peers.choosing import choose
-from core.bench.peers.folder import model_folder, unreadable
+from core.bench.peers.folder import is_quantised, model_folder, unreadable
 from core.bench.peers.requirements import lacking, versions
 from core.bench.peers.subject import ChosenPeer, PeerSubject
 from core.bench.rounds import measure
+from core.cli import main
 from core.common.peers import Peer
 from core.device import Device
 from core.engine.models.loading import LoadedModel
@@ -96,14 +99,63 @@ def test_another_python_is_asked_itself(tmp_path: Path) -> None:
     assert "install core there too" in choose(device(THERE), None, {"there": str(empty)}).missing["there"]
 
 
-def test_a_quantised_model_has_no_peers() -> None:
+def test_weights_that_are_codes_in_the_folder_have_no_peers() -> None:
     whole = choose(device(THERE), None, {})
     quantised = open_model(None, "tiny-llama", cpu(), "auto", Quantize.of("fp8", None))[0]
     why = unreadable(quantised.model)
-    assert "quantised" in why and whole.without_peers(why).missing == {"there": why}
+    assert "codes" in why and whole.without_peers(why).missing == {"there": why}
     assert "there" not in whole.without_peers(why).subjects and whole.without_peers(why).peers == ()
     with pytest.raises(UsageError, match="leave out there"):
         choose(device(THERE), ("there", "core"), {}).without_peers(why)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "note"),
+    [
+        ("", "", None),
+        ("w8a16", "q8_0", "weights as q8_0"),
+        ("w8a16-g32", "q8_0", "weights as q8_0"),
+        ("fp8", "", "weights as before quantisation"),
+    ],
+)
+def test_a_peer_quantises_by_its_own_format_or_not_and_says_so(
+    loaded: LoadedModel, tokens: list[list[int]], tmp_path: Path, scheme: str, weights: str, note: str | None
+) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+    peer = replace(THERE, runner="tests.bench.fake_peers:formatted", formats={"w8a16": "q8_0"})
+    subject = PeerSubject(ChosenPeer(peer=peer), tmp_path, torch.float32, loaded.vocab_size, scheme)
+    (record,), _ = measure([subject], CELL, cpu())
+    assert record.notes == [f"format {weights!r}", *([note] if note else [])]
+
+
+def test_of_a_quantised_model_tokens_are_counted_and_none_is_wrong(tokens: list[list[int]]) -> None:
+    quantised = open_model(None, "tiny-llama", cpu(), "auto", Quantize.of("w8a16", None))[0]
+    others = [[(token + 1) % quantised.vocab_size for token in row] for row in tokens]
+    own, peer = Record(subject="core", tokens=tokens), Record(subject="there", tokens=others)
+    check_peers(CELL, [peer], [own], quantised.model, cpu())
+    assert not peer.failure and peer.verdict["tokens_agreeing"] == 0 and peer.verdict["tokens_compared"] == 10
+
+
+def test_peers_read_the_model_as_it_was_before_it_was_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+
+    @contextmanager
+    def folder(model: Any) -> Iterator[Path]:
+        seen.append(set(model.state_dict()))
+        yield Path("nowhere")
+
+    monkeypatch.setattr("core.bench.peers.folder.model_folder", folder)
+    monkeypatch.setattr("core.bench.peers.choosing.choose", lambda *_: choose(device(THERE), ("there",), {}))
+    monkeypatch.setattr("core.bench.bench.bench", lambda loaded, *_, **more: _stopped(loaded, more["peers"]))
+    small = ["--batch", "1", "--context", "8", "--rounds", "1", "--steps", "1", "--prefill", ""]
+    assert main(["bench", "--preset", "tiny-llama", "--device", "cpu", "--quantize", "w8a16", *small]) == 2
+    (names,) = seen
+    assert "model.layers.0.self_attn.q_proj.weight" in names and not any("scale" in name for name in names)
+
+
+def _stopped(loaded: LoadedModel, peers: Mapping[str, Any]) -> Any:
+    assert is_quantised(loaded.model) and set(peers) == {"there"}
+    raise UsageError("a bench", found="nothing is measured here", remedy="nothing")
 
 
 def test_the_folder_states_the_rotary_base_as_older_versions_read_it(loaded: LoadedModel) -> None:

@@ -15,8 +15,12 @@ from core.quantization.layers import QuantizedModule
 
 def unreadable(model: Any) -> str:
     """Say why peers can't read the model's weights; "" where they can."""
-    coded = any(isinstance(module, QuantizedModule) for module in model.modules())
-    return "the model is quantised, and peers can't read the codes and scales of core's layers" if coded else ""
+    return "the folder's weights are codes, which peers can't read" if is_quantised(model) else ""
+
+
+def is_quantised(model: Any) -> bool:
+    """Tell whether a layer of the model holds codes."""
+    return any(isinstance(module, QuantizedModule) for module in model.modules())
 
 
 @contextmanager

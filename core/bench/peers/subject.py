@@ -31,13 +31,15 @@ class ChosenPeer:
 class PeerSubject:
     """The subject of one peer. Its process measures its own steps, so the way there and back does not count."""
 
-    def __init__(self, chosen: ChosenPeer, folder: Path, dtype: torch.dtype, vocab_size: int) -> None:
-        """folder: the model, as transformers saves it in `dtype`."""
+    def __init__(self, chosen: ChosenPeer, folder: Path, dtype: torch.dtype, vocab_size: int, scheme: str = "") -> None:
+        """folder: the model, as transformers saves it in `dtype`, before it was quantised by `scheme`, if it was."""
         self.name = chosen.peer.name
         self._chosen = chosen
         self._folder = folder
         self._dtype = str(dtype).removeprefix("torch.")
         self._vocab_size = vocab_size
+        self._scheme = scheme
+        self._weights = chosen.peer.formats.get(scheme.partition("-g")[0], "")
         self._worker: PersistentWorker | None = None
 
     def open(self, cell: Cell, record: Record) -> None:
@@ -58,11 +60,14 @@ class PeerSubject:
             "phase": cell.phase,
             "prompts": cell.prompts(self._vocab_size),
             "limit": cell.limit,
+            "weights": self._weights,
         }
         found = self._ask(_OPEN_S, op="open", runner=peer.runner, requires=peer.requires, work=work)
         record.tokens = found["tokens"]
         record.start_s = float(found["start_s"])
         record.notes += found["notes"]
+        if self._scheme:
+            record.notes.append(f"weights as {self._weights}" if self._weights else "weights as before quantisation")
         record.details["versions"] = found["versions"]
 
     def ready(self) -> None:

@@ -16,8 +16,9 @@ from core.common.numerics import judge
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import LINEAR
+from core.compilation import measuring
 from core.compilation.measuring import Measurer
-from core_cpu.linear import MOST_ROWS, linear, why_not
+from core_cpu.linear import MOST_ROWS, linear, why_not, widened
 from tests.kernel_cases import CPU, DTYPES, check, randn
 from tests.support import compile_with
 
@@ -99,14 +100,26 @@ def test_more_rows_are_right_however_the_weight_is_divided(dtype: torch.dtype) -
     check(LINEAR, linear, calls, CPU)
 
 
-def test_calls_that_the_kernel_does_not_take() -> None:
+def test_calls_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     call = operands(MOST_ROWS, 48, 96, torch.bfloat16)
     assert asked(**call) is None
     assert "x is torch.float64" in str(asked(x=call["x"].double(), weight=call["weight"].double(), bias=None))
     assert "not one run of memory" in str(asked(**{**call, "weight": call["weight"].T.contiguous().T}))
     more = {**call, "x": call["x"][None].expand(2, -1, -1)}
+    monkeypatch.setattr("core_cpu.linear.widened", lambda: (torch.float16,))
     assert asked(**more) == "x has 128 rows or more, and the kernel is for up to 64"
     assert asked(**{**more, "x": more["x"][:0]}) is None
+    assert asked(**{name: value.half() for name, value in more.items()}) is None
+    monkeypatch.setattr("core_cpu.linear.widened", lambda: (torch.float16, torch.bfloat16))
+    assert asked(**more) is None
+    assert "128 rows or more" in str(asked(**{name: value.float() for name, value in more.items()}))
+
+
+def test_many_rows_are_widened_where_the_condition_says_so() -> None:
+    for dtype in DTYPES:
+        call = operands(MOST_ROWS + 1, 48, 4096, dtype)
+        wide = functional.linear(*(each.float() for each in call.values())).to(dtype)
+        assert torch.equal(linear(**call), wide if dtype in widened() else functional.linear(*call.values()))
 
 
 @pytest.mark.parametrize("wins", ["cpu_linear", "torch_linear"])
@@ -115,6 +128,7 @@ def test_each_shape_is_timed_against_torchs_product(wins: str, monkeypatch: pyte
         return {name: 1.0 if name == wins else 2.0 for name in runs}
 
     monkeypatch.setattr(Measurer, "_least", least)
+    monkeypatch.setattr(measuring, "_KNOWN", {})
     model = Tied(torch.float32).eval().requires_grad_(False)
     trace = started(model, torch.float32, "inline", [], buckets=[3, 8, 100]).report().traces[0]
     timed = {(choice.bucket.dims, choice.implementation) for choice in trace.measured}

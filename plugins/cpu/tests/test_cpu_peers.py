@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_llama_cpp_gives_the_tokens_of_whole_forwards(folder: Path) -> None:
     for package in ("llama_cpp", "gguf"):
         pytest.importorskip(package, reason=f"the peer llama.cpp takes {package}")
     check(llama_cpp.context, folder)
+
+
+@pytest.mark.parametrize(("weights", "compared"), [("q8_0", 4), ("q4_0", 1)])
+def test_llama_cpp_quantises_the_layers_matrices(folder: Path, weights: str, compared: int) -> None:
+    """Of random weights in 4 bits only the first tokens are mostly right: what follows is in another context."""
+    for package in ("llama_cpp", "gguf"):
+        pytest.importorskip(package, reason=f"the peer llama.cpp takes {package}")
+    whole, coded = gguf_file.gguf_file(folder), gguf_file.gguf_file(folder, weights)
+    assert coded.stat().st_size < whole.stat().st_size
+    asked = replace(work(folder, "decode"), weights=weights)
+    runner = llama_cpp.context(asked)
+    rows = [[*first, *new][:compared] for first, new in zip(runner.tokens, runner.run(STEPS), strict=True)]
+    assert any(ours == right[:compared] for ours, right in zip(rows, expected(asked, compared), strict=True))
 
 
 def test_rows_of_a_llama_are_put_into_pairs() -> None:

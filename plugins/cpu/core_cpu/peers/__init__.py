@@ -19,6 +19,7 @@ PEERS = (
         runner="core_cpu.peers.llama_cpp:context",
         requires=("llama-cpp-python", "gguf", "torch", "safetensors"),
         install="pip install llama-cpp-python gguf",
+        formats={"w8a16": "q8_0", "int8": "q8_0", "w4a16": "q4_0"},
     ),
     Peer(
         name="ipex.llm",

@@ -1,4 +1,5 @@
-"""Writes a Llama or Qwen3 of transformers as a GGUF file, by the `gguf` package: the same weights in the same dtype."""
+"""Writes a Llama or Qwen3 of transformers as a GGUF file, by the `gguf` package: the same weights in the same dtype, or
+those of linear layers in a format of blocks."""
 
 from __future__ import annotations
 
@@ -30,17 +31,19 @@ _TENSORS = {
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_file(folder: Path) -> Path:
-    """Return the folder's `model.gguf`, written if it is not there.
+def gguf_file(folder: Path, weights: str = "") -> Path:
+    """Return the file of the folder's model, written if it is not there.
 
-    Raises `ModelError` for a model of another type, and for one that has a tensor which is not known here.
+    weights: the format of the layers' matrices, "q8_0" or "q4_0"; "" for their dtype. Embedding and head keep theirs,
+    as `core` leaves them when it quantises. Raises `ModelError` for a model of another type, and for one that has a
+    tensor which is not known here.
     """
-    path = folder / "model.gguf"
+    path = folder / f"model{weights and f'-{weights}'}.gguf"
     if not path.is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         _check(config)
         partial = path.with_suffix(".part")
-        _write(config, folder, partial)
+        _write(config, folder, partial, weights)
         partial.rename(path)
     return path
 
@@ -55,7 +58,7 @@ def _check(config: dict[str, Any]) -> None:
         )
 
 
-def _write(config: dict[str, Any], folder: Path, path: Path) -> None:
+def _write(config: dict[str, Any], folder: Path, path: Path, weights: str) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path, _NAMES[config["model_type"]])
@@ -74,8 +77,9 @@ def _write(config: dict[str, Any], folder: Path, path: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for name, tensor in _tensors(folder):
-        data, kind = _data(_permuted(config, name, tensor))
-        writer.add_tensor(_name(name), data, raw_dtype=kind)
+        known = _name(name)
+        data, kind = _data(_permuted(config, name, tensor), weights if known.startswith("blk.") else "")
+        writer.add_tensor(known, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,10 +116,14 @@ def _permuted(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _data(tensor: Tensor) -> tuple[Any, Any]:
+def _data(tensor: Tensor, weights: str) -> tuple[Any, Any]:
     """Return the array and its type in the file; norms are fp32, as llama.cpp asks for."""
     from gguf import GGMLQuantizationType as Kind
+    from gguf import quants
 
+    if weights and tensor.dim() == 2:
+        kind = Kind[weights.upper()]
+        return quants.quantize(tensor.float().numpy(), kind), kind
     tensor = tensor.float() if tensor.dim() < 2 else tensor.contiguous()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.uint8).numpy(), Kind.BF16

@@ -46,7 +46,7 @@ class _Context:
 
         self._api: Any = llama_cpp
         llama_cpp.llama_backend_init()
-        path = str(gguf_file(work.folder)).encode()
+        path = str(gguf_file(work.folder, work.weights)).encode()
         self._model = _made(llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params()), "model")
         self._num_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         params = llama_cpp.llama_context_default_params()
