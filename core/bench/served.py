@@ -102,6 +102,7 @@ class Engines:
             max_model_len=length if longest is None else min(length, longest),
             decode_buckets=tuple(sorted({cell.batch for cell in cells})),
             prefill_buckets=lengths if prefill else (self._fill_bucket(cells),),
+            prefix_caching=False,  # a prompt is computed anew in each round
             sampling=("greedy",),
             options=options,
         )

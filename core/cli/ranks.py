@@ -105,7 +105,7 @@ def tried(loaded: LoadedModel, rank: Rank) -> LoadedModel:
         return loaded
     from core.engine.parallel.trial import try_plan
 
-    untried = try_plan(loaded.config.model_type)
+    untried = try_plan(loaded.config.model_type, next(loaded.model.parameters()).device)
     return replace(loaded, warnings=(*loaded.warnings, untried)) if untried else loaded
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from core.errors import CoreError, UsageError, error_json, notes_of, one_line
+from core.errors import CoreError, DeviceUnavailableError, UsageError, error_json, notes_of, one_line
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -146,9 +146,8 @@ def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
     """
     from core.host.selection import select_device
 
-    device = select_device(name)
     if num_ranks() == 1:
-        return device, Rank()
+        return select_device(name), Rank()
     from torch import distributed
 
     from core.engine.models.distributed import initialize
@@ -159,10 +158,26 @@ def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
     if ":" in name:
         found = "each rank takes the device of its own number"
         raise UsageError(f"--device {name} on {num_ranks()} ranks", found=found, remedy="leave the index out")
-    if cast("Any", device.torch_device).index is None:  # one device for all ranks computes on the machine's cores
+    device = _device_of_rank(name, local)
+    if _is_common(device):  # one device for all ranks computes on the machine's cores
         done = pin(local, int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks()))))
-    elif local:
-        device = select_device(device.name.partition(":")[0], local)
     backend = distributed.get_default_backend_for_device(device.torch_device)
     place = initialize(backend, timeout_s=timeout_s)
     return device, Rank(index=place.rank, size=place.size, cores=done, started_s=time.monotonic())
+
+
+def _device_of_rank(name: str, local: int) -> Device:
+    """Open the device of a rank's own number and no other, which would take memory there; or that of all ranks."""
+    from core.host.selection import select_device
+
+    try:
+        return select_device(name, local)
+    except DeviceUnavailableError:
+        device = select_device(name) if local else None
+        if device is None or not _is_common(device):
+            raise
+        return device
+
+
+def _is_common(device: Device) -> bool:
+    return cast("Any", device.torch_device).index is None

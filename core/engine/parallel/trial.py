@@ -23,20 +23,21 @@ from core.errors import CoreError, UsageError
 _NUM_TOKENS = 12
 
 
-def try_plan(model_type: str) -> str:
+def try_plan(model_type: str, torch_device: torch.device) -> str:
     """Compare a tiny model of a type, whole and in parts, on all ranks of the default group, in fp32.
 
-    Return why it was not tried, "" where it was and is right or where there is one rank. Raises `UsageError` where the
-    logits differ by more than rounding explains (criterion T1), or where the parts don't run.
+    torch_device: where it is made; a group may have no collectives for the host. Return why it was not tried, "" where
+    it was and is right or where there is one rank. Raises `UsageError` where the logits differ by more than rounding
+    explains (criterion T1), or where the parts don't run.
     """
     if group_size("") == 1:
         return ""
     try:
-        whole: Any = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32).model
+        whole: Any = build_model(tiny_config(model_type), torch_device=torch_device, dtype=torch.float32).model
         parts = shard_model(copy.deepcopy(whole))
     except CoreError as error:
         return f"the plan for {model_type} was not tried: no tiny model of the type can be cut so: {error.found}"
-    ids = torch.arange(4 * _NUM_TOKENS).remainder(vocab_size_of(whole)).view(4, -1)
+    ids = torch.arange(4 * _NUM_TOKENS, device=torch_device).remainder(vocab_size_of(whole)).view(4, -1)
     asked = f"sharding a model of type {model_type} for tensor parallelism"
     remedy = "run on one rank, or cut it in a script by `shard_model` with a plan that leaves such modules whole"
     try:
@@ -52,13 +53,14 @@ def try_plan(model_type: str) -> str:
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return logits on the host."""
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
+    return logits.cpu()
 
 
 def _exact(model: Any, ids: Tensor) -> Tensor:
-    wide = copy.deepcopy(model).double()
+    wide = copy.deepcopy(model).cpu().double()  # a device may have no fp64
     wide.set_experts_implementation("eager")  # grouped products know no fp64
     with Fp64Mode():
-        return _logits(wide, ids)
+        return _logits(wide, ids.cpu())

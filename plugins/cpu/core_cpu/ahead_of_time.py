@@ -21,22 +21,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload, OpOverloadPacket
 
 from core.common.inductor import compile_fixed, refuse_shared_writes, specialize
 from core.common.kernel_compilers import Count, KernelCompiler
 from core.common.lowering import FlatCallable, LoweringRequest
-from core.common.ops.collective import LOCAL_SHARD
-from core.common.ops.declaration import declared_ops
 from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
+from core_cpu.graph import Graph
 from core_cpu.shared_object import build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
 """The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
-_OF_TORCH = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
 _compiled: list[str] = []
 """One item for each graph that was compiled in this process."""
 
@@ -57,46 +54,24 @@ def begin_inductor(request: LoweringRequest) -> Steps[FlatCallable]:
     examples = [request.example_inputs[i] for i in kept] + constants
     refuse_shared_writes(graph, examples)
     try:
-        _call_collectives_whole(graph)
-        runner = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
+        compiled = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
     except Exception as error:  # any part of the compiler may raise
         request.note(
             "a graph is compiled by Inductor at each start, as AOTInductor refuses it: "
             f"{type(error).__name__}: {one_line(str(error))}"
         )
-        compiled = compile_fixed(graph, examples)
-        return lambda *args: compiled(*[args[i] for i in kept], *constants)
-    return _Step(runner.run, kept, constants, examples)
-
-
-def _call_collectives_whole(graph: fx.GraphModule) -> None:
-    """Make single calls of canonical collectives that would be compiled as torch's own, and raise for those of torch.
-
-    A shared object runs with Python's lock held. A collective of torch inside of it waits for gloo's thread, which may
-    wait for that lock, to let go of a tensor that Python has seen. An op of `core` gives the lock away while it waits.
-    """
-    whole = {op.reference: op.overload for op in declared_ops().values() if op.is_collective and op is not LOCAL_SHARD}
-    for node in graph.graph.nodes:
-        node.target = whole.get(node.target, node.target)
-        # An overload, or the op without one.
-        if isinstance(node.target, (OpOverload, OpOverloadPacket)) and str(node.target).split(".")[0] in _OF_TORCH:
-            raise LoweringError(
-                f"a shared object of a graph that calls {node.target}",
-                found="it would wait with Python's lock held, for a thread that may need that lock",
-                remedy="let the pass lift_collectives make a canonical op of it, or compile the graph at each start",
-            )
-    graph.recompile()
+        fixed = compile_fixed(graph, examples)
+        return lambda *args: fixed(*[args[i] for i in kept], *constants)
+    return _Step(compiled, kept, constants, examples)
 
 
 class _Step:
     """A compiled graph. Its code assumes inputs like those at compile time, and checks nothing."""
 
-    def __init__(
-        self, run: Callable[[list[Tensor]], list[Tensor]], kept: list[int], constants: list[Tensor], like: list[Tensor]
-    ) -> None:
+    def __init__(self, graph: Graph, kept: list[int], constants: list[Tensor], like: list[Tensor]) -> None:
         """kept: indices of the arguments that are inputs. constants: further inputs after these. like: examples of all
         inputs."""
-        self._run, self._kept, self._constants = run, kept, constants
+        self._graph, self._kept, self._constants = graph, kept, constants
         self._forms = list(map(_form, like))
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
@@ -105,7 +80,7 @@ class _Step:
     def bind(self, *args: Any) -> Callable[[], tuple[Tensor, ...]]:
         """Return a callable that runs on these arguments; raise `LoweringError` if they differ from the examples'
         metadata."""
-        inputs, run = [args[i] for i in self._kept] + self._constants, self._run
+        inputs = [args[i] for i in self._kept] + self._constants
         for index, (given, form) in enumerate(zip(inputs, self._forms, strict=True)):
             if _form(given) != form:
                 raise LoweringError(
@@ -113,11 +88,7 @@ class _Step:
                     found=f"it was compiled for {form}",
                     remedy="lower the graph again for these inputs",
                 )
-
-        def step() -> tuple[Tensor, ...]:
-            return tuple(run(inputs))
-
-        return step
+        return self._graph.bind(inputs)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -194,9 +165,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> Graph:
     load_kernels(folder)
-    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / _OBJECT), 1)
+    return Graph(folder / _OBJECT)
 
 
 def factors() -> Mapping[str, str]:

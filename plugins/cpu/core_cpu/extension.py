@@ -39,8 +39,8 @@ _BF16_PAIRS = ("-mavx512bf16", "-DCORE_CPU_BF16_PAIRS")
 """Where the processor multiplies pairs of bf16, which torch's AVX512 does not say."""
 _VNNI = ("-mavx512vnni", "-DCORE_CPU_VNNI")
 """Where it sums products of 8-bit integers, likewise."""
-_OF_EACH_MODEL = ("attention", "linear")
-"""Files of kernels that most models use."""
+_OF_EACH_MODEL = ("graph", "attention", "linear")
+"""Files that most models use."""
 _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
     {"weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,6 @@ from torch import Tensor, fx, nn
 import core
 from core.common.lowering import UNKEPT, Artifacts, LoweringRequest
 from core.common.numerics import judge_pooled
-from core.common.ops.collective import ALL_GATHER_LINEAR, ALL_REDUCE, LOCAL_SHARD
 from core.errors import LoweringError
 from core_cpu import ahead_of_time
 from core_cpu.ahead_of_time import factors, inductor
@@ -186,26 +189,56 @@ def test_a_graph_that_is_refused_goes_the_usual_way_and_the_report_says_so(monke
     assert_right(program, model)
 
 
-def test_canonical_collectives_stay_calls_of_their_ops() -> None:
-    """Inside of a shared object, what they are made of would wait with Python's lock held."""
-
-    module = fx.GraphModule({}, fx.Graph())
-    references = [op.reference for op in (ALL_REDUCE, LOCAL_SHARD, ALL_GATHER_LINEAR)]
-    x = module.graph.placeholder("x")
-    reduced, shard = (module.graph.call_function(each, (x, "")) for each in references[:2])
-    result = module.graph.call_function(references[2], (x, x, None, ""))
-    module.graph.output((reduced, shard, result))
-    ahead_of_time._call_collectives_whole(module)
-    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    assert targets == [ALL_REDUCE.overload, LOCAL_SHARD.reference, ALL_GATHER_LINEAR.overload]
+@torch.library.custom_op("test_ahead::fragile", mutates_args=())
+def fragile(x: Tensor) -> Tensor:
+    if x[0, 0] < 0:
+        raise ValueError("no negative numbers here")
+    return x * 2
 
 
-def test_a_graph_with_collectives_of_torch_has_no_shared_object() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.wait_tensor(x)
+@fragile.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
-    with refused(LoweringError, "_c10d_functional.wait_tensor", "Python's lock held", "lift_collectives"):
-        ahead_of_time._call_collectives_whole(fx.symbolic_trace(fn))
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_so_and_the_next_one_is_right() -> None:
+    held = torch.ones(2, 2)
+    watched = weakref.ref(held)
+    step = lowered(fx.symbolic_trace(lambda x: (fragile(x) + 1,)), torch.ones(2, 2)).bind(held)
+    assert torch.equal(step()[0], torch.full((2, 2), 3.0))
+    held.fill_(-1.0)
+    with pytest.raises(RuntimeError, match="a compiled graph failed"):
+        step()
+    held.fill_(2.0)  # inputs are read as they are at each run
+    assert torch.equal(step()[0], torch.full((2, 2), 5.0))
+    del held
+    gc.collect()
+    assert torch.equal(step()[0], torch.full((2, 2), 5.0)) and watched() is not None  # the step holds them
+    del step
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.slow
+def test_other_threads_run_during_a_step() -> None:
+    """Or a server could answer nobody meanwhile."""
+    step = lowered(fx.symbolic_trace(lambda x: (x @ x @ x @ x @ x @ x,)), torch.eye(1024)).bind(torch.eye(1024))
+    turns, ended = [0], threading.Event()
+
+    def count() -> None:
+        while not ended.wait(0.001):
+            turns[0] += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    before, start = turns[0], time.perf_counter()
+    while time.perf_counter() - start < 0.3:
+        step()
+    seen = turns[0] - before
+    ended.set()
+    other.join()
+    assert seen > 30  # of 300
 
 
 def test_what_the_code_depends_on_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:

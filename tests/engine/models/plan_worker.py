@@ -59,7 +59,7 @@ def _compared(whole: Any, sharded: Any, plan: Planned) -> dict[str, Any]:
 def tried(name: str) -> str:
     """Return what the trial of a type's plan says."""
     try:
-        return try_plan(name)
+        return try_plan(name, torch.device("cpu"))
     except CoreError as error:
         return f"{type(error).__name__}: {error.found}"
 

@@ -86,7 +86,11 @@ def of_torch() -> Moves:
         reduce=lambda x: collectives.all_reduce(x, "sum", group),
         scatter=lambda x: collectives.reduce_scatter_tensor(x, "sum", 0, group),
         gather_rows=lambda x: collectives.all_gather_tensor(x, 0, group),
-        gather_columns=lambda x: collectives.all_gather_tensor(x, x.dim() - 1, group),
+        gather_columns=lambda x: torch.cat(
+            # Not along the last dimension: Dynamo of torch 2.11 does not trace what torch does then.
+            collectives.all_gather_tensor(x, 0, group).chunk(group.size(), 0),
+            dim=-1,
+        ),
     )
 
 

@@ -88,7 +88,10 @@ struct Integers {
   }
 
   static void multiply_add(Sum& sum, const Numbers& x, const Numbers& weight) {
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, weight));
+    __m256i added = _mm256_add_epi32(sum, _mm256_madd_epi16(x, weight));
+    // Compilers would add up products of several units first, and keep sums in memory for want of registers.
+    asm("" : "+x"(added));
+    sum = added;
   }
 };
 #else
@@ -171,23 +174,44 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
   std::fill(one, one + UNIT, Integers::Number(1));
   const auto ones = Integers::load(one);
   Integers::Sum sums[COUNT] = {}, more[MORE] = {};
+  // Of rows and columns, the fewer are held in registers, and each of the others is used up as it is loaded.
+  constexpr bool HOLDS_ROWS = R <= C;
   const auto step = [&](const int8_t* from, int64_t stride, int64_t u) __attribute__((always_inline)) {
-    Integers::Numbers codes[C];
-    unrolled<C>([&](auto j) __attribute__((always_inline)) {
-      codes[j] = Integers::weight(from + j * stride);
+    const auto row = [&](int i) __attribute__((always_inline)) { return Integers::load(x + (u * R + i) * UNIT); };
+    const auto column = [&](auto j) __attribute__((always_inline)) {
+      const auto codes = Integers::weight(from + j * stride);
       if constexpr (SUMS) {
-        Integers::multiply_add(more[j], ones, codes[j]);
+        Integers::multiply_add(more[j], ones, codes);
       }
-    });
-    unrolled<R>([&](auto i) __attribute__((always_inline)) {
-      const auto row = Integers::load(x + (u * R + i) * UNIT);
+      return codes;
+    };
+    if constexpr (HOLDS_ROWS) {
+      Integers::Numbers rows[R];
+      unrolled<R>([&](auto i) __attribute__((always_inline)) { rows[i] = row(i); });
       unrolled<C>([&](auto j) __attribute__((always_inline)) {
-        Integers::multiply_add(sums[i * C + j], row, codes[j]);
+        const auto codes = column(j);
+        unrolled<R>([&](auto i) __attribute__((always_inline)) {
+          Integers::multiply_add(sums[i * C + j], rows[i], codes);
+        });
       });
-    });
+    } else {
+      Integers::Numbers columns[C];
+      unrolled<C>([&](auto j) __attribute__((always_inline)) { columns[j] = column(j); });
+      unrolled<R>([&](auto i) __attribute__((always_inline)) {
+        const auto numbers = row(i);
+        unrolled<C>([&](auto j) __attribute__((always_inline)) {
+          Integers::multiply_add(sums[i * C + j], numbers, columns[j]);
+        });
+      });
+    }
   };
-  for (int64_t u = 0; u < full; ++u) {
+  constexpr int64_t UNITS = std::max<int64_t>(LINE / UNIT, 1);
+  int64_t u = 0;
+  for (; u + UNITS <= full; u += UNITS) {
     unrolled<C>([&](auto j) { __builtin_prefetch(weight + u * UNIT + next + j * product.ldw); });
+    unrolled<UNITS>([&](auto i) __attribute__((always_inline)) { step(weight + (u + i) * UNIT, product.ldw, u + i); });
+  }
+  for (; u < full; ++u) {
     step(weight + u * UNIT, product.ldw, u);
   }
   if (full < units) {

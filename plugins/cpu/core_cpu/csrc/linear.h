@@ -18,7 +18,6 @@ namespace core_cpu {
 constexpr int MAX_BLOCK_ROWS = 8;
 constexpr int64_t COLUMNS = 8;  // rows of the weight that all blocks of rows read, one after another
 constexpr int64_t BYTES = 1 << 15;  // of a block of rows: these stay in the first cache while the weight passes by
-constexpr int64_t LINE = 64;  // bytes that are fetched at once: asking for them twice costs more than it gains
 // Whether to fetch what comes next ahead of its use. Measured: in favour of it on Zen 5, and on Zen 1 for numbers of 16
 // bits, of which the vectors there read fewer bytes at a time.
 template <typename T>

@@ -17,6 +17,7 @@ namespace core_cpu {
 using Vec = at::vec::Vectorized<float>;
 using Ints = at::vec::Vectorized<int32_t>;
 constexpr int64_t WIDTH = Vec::size();
+constexpr int64_t LINE = 64;  // bytes that are fetched at once: asking for them twice costs more than it gains
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 inline int64_t padded(int64_t size) {
