@@ -12,11 +12,13 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from core_acme.runner import RecordingBackend
 
 from core.bench.bench import Settings, bench
-from core.bench.cells import BenchReport
+from core.bench.cells import BenchReport, Cell
 from core.bench.model import open_model
 from core.bench.rates import Rates
+from core.bench.served import Engines
 from core.common.graphs.backend import GraphKey
 from core.compilation.options import CompileOptions
+from core.engine.config import SamplingParams
 from core.engine.steps.runner import EngineConfig
 from tests.recording import acme
 
@@ -72,3 +74,19 @@ def test_a_graph_on_a_device_with_host_side_arguments_is_repeated_and_judged(bac
         assert record.failure == "" and len(record.replay_ms) == 2
         assert not any("not judged" in note for note in record.notes)
         assert record.verdict["tokens_equal"] and record.verdict["logits"]["passed"]
+
+
+def test_prompts_are_computed_anew_in_each_round() -> None:
+    """The same prompt each time would be found in the cache of prefixes."""
+    device = acme()
+    loaded = open_model(None, "tiny-llama", device, "auto")[0]
+    cell = Cell(phase="prefill", batch=1, tokens=64, steps=2, rounds=2)
+    engines = Engines(loaded, device, EngineConfig(options=CompileOptions(mode="off")), (cell,))
+    try:
+        engine = engines.open(cell)
+        prompt = cell.prompts(loaded.vocab_size)[0]
+        for _ in range(2):
+            engine.generate([prompt], SamplingParams(max_new_tokens=1))
+        assert engine.stats().reused == 0
+    finally:
+        engines.close()
