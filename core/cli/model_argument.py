@@ -26,6 +26,7 @@ MODEL: Any = typer.Argument(
     help="Folder of a transformers causal LM, or the name of a model type such as `llama`, which is built tiny with "
     "random weights; default: the embedded model.",
 )
+MODEL_OPTION: Any = typer.Option(None, "--model", metavar="FOLDER", hidden=True, help="A folder; the same as MODEL.")
 DEVICE: Any = typer.Option(
     "auto", "--device", help="Device name, as `core devices` lists it; auto prefers an accelerator."
 )
@@ -65,8 +66,24 @@ MAX_STEP_TOKENS: Any = typer.Option(
 MIXED_STEP_TOKENS: Any = typer.Option(
     None, "--mixed-step-tokens", min=1, help="Of these, of prompts, in steps in which others generate; default: all."
 )
-"""Defaults of a subcommand's parameters `model`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
+"""Defaults of a subcommand's parameters `model`, `model_option`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
 `speculative`, `draft_model`, `quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
+
+
+def one_model(model: str | None, option: str | None) -> str | None:
+    """Return the model that MODEL or `--model`, a folder, names; None for neither.
+
+    Raises `UsageError` for both, and `ModelError` for an option that is no folder, before torch is imported.
+    """
+    from core.engine.models.checkpoint import check_folder
+
+    if option is not None:
+        check_folder(local_path(f"model {option!r}", option))
+    if model is not None and option is not None:
+        raise UsageError(
+            f"MODEL {model!r} with --model {option!r}", found="both name the model", remedy="leave --model out"
+        )
+    return option if model is None else model
 
 
 def check_model_options(

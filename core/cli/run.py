@@ -17,20 +17,22 @@ from core.cli.model_argument import (
     DTYPE,
     KV_CACHE_DTYPE,
     MEASURE,
+    MODEL,
+    MODEL_OPTION,
     PROVIDER,
     QUANTIZE,
     SPECULATIVE,
     check_device,
     check_model_options,
     compile_options,
+    one_model,
 )
 from core.cli.output import phase_lines, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
-from core.engine.models.resolve import parse_dtype
 from core.engine.parallel.rank import own_rank
-from core.errors import DeviceUnavailableError, ModelError
+from core.errors import DeviceUnavailableError, ModelError, UsageError
 
 if TYPE_CHECKING:
     from core.compilation.options import Progress
@@ -47,8 +49,9 @@ DEFAULT_PROMPT = "If the argument is"
 
 
 def run(
+    model: str | None = MODEL,
+    model_option: str | None = MODEL_OPTION,
     device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
-    model: Path | None = typer.Option(None, help="Folder of a transformers causal LM; default: the embedded model."),
     prompt: list[str] = typer.Option([DEFAULT_PROMPT], help="Text to continue; repeat for a batch."),
     max_new_tokens: int = typer.Option(48, help="Tokens to generate per prompt."),
     temperature: float = typer.Option(0.0, help="0 is greedy."),
@@ -87,6 +90,7 @@ def run(
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name
 
+    model = one_model(model, model_option)
     check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
@@ -132,15 +136,18 @@ def run(
 
 
 def _load(
-    device: Device, model: Path | None, dtype: str, scheme: Quantize | None, progress: Progress, *, rank: Rank
+    device: Device, model: str | None, dtype: str, scheme: Quantize | None, progress: Progress, *, rank: Rank
 ) -> LoadedModel:
     """Load this rank's part of the model, and quantise it."""
-    from core.engine.models.assets import embedded_model
-    from core.engine.models.loading import load_model
+    from core.engine.models.resolve import resolve_model
 
-    kind = parse_dtype(dtype, device)
-    where: dict[str, Any] = {"torch_device": device.torch_device, "progress": progress}
-    loaded = tried(load_model(model or embedded_model(), dtype=kind, sharded=rank.size > 1, **where), rank)
+    loaded = tried(resolve_model(model, device, dtype, progress, sharded=rank.size > 1)[0], rank)
+    if loaded.tokenizer is None and loaded.tokenizer_error is None:
+        raise UsageError(
+            f"core run {model}",
+            found="a model type is built with random weights and has no tokenizer, so there is no text to continue",
+            remedy="name a folder; core explain, bench and serve take types",
+        )
     return loaded if scheme is None else scheme.apply(loaded, progress)
 
 

@@ -19,12 +19,15 @@ from core.cli.model_argument import (
     MAX_STEP_TOKENS,
     MEASURE,
     MIXED_STEP_TOKENS,
+    MODEL,
+    MODEL_OPTION,
     PROVIDER,
     QUANTIZE,
     SPECULATIVE,
     check_device,
     check_model_options,
     compile_options,
+    one_model,
 )
 from core.cli.output import status
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried
@@ -40,8 +43,9 @@ if TYPE_CHECKING:
 
 
 def serve(
+    model: str | None = MODEL,
+    model_option: str | None = MODEL_OPTION,
     device: str = DEVICE,
-    model: Path | None = typer.Option(None, help="Folder of a transformers causal LM; default: the embedded model."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; 0.0.0.0 for all."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
     max_num_seqs: int = typer.Option(8, min=1, help="Sequences that are generated at once."),
@@ -90,6 +94,7 @@ def serve(
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name
 
+    model = one_model(model, model_option)
     check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
     engine_config = EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -124,14 +129,14 @@ def serve(
     return 0
 
 
-def _server_config(model: Path | None, name: str | None, api_key: str | None, **fields: Any) -> ServerConfig:
+def _server_config(model: str | None, name: str | None, api_key: str | None, **fields: Any) -> ServerConfig:
     """Return the server's configuration; raise `UsageError` for options that can be refused without torch and model."""
     from core.engine.http.config import ServerConfig
     from core.engine.models.assets import embedded_model
     from core.settings import Settings
 
     key = Settings.from_environment({"CORE_API_KEY": api_key}).api_key if api_key is not None else None
-    folder = embedded_model() if model is None else model.expanduser().resolve()
+    folder = embedded_model() if model is None else Path(model).expanduser().resolve()
     if name is not None and not name.strip():
         raise UsageError("--served-model-name ''", found="it is empty", remedy="give a name, or leave it out")
     return ServerConfig(model_name=name or folder.name, api_key=key or Settings.from_environment().api_key, **fields)
@@ -140,7 +145,7 @@ def _server_config(model: Path | None, name: str | None, api_key: str | None, **
 def _serve(
     config: ServerConfig,
     device: str,
-    model: Path | None,
+    model: str | None,
     dtype: str,
     engine_config: EngineConfig,
     scheme: tuple[str | None, Path | None],
@@ -177,13 +182,11 @@ def _serve(
 
 
 def _engine(
-    name: str, model: Path | None, dtype: str, config: EngineConfig, scheme: Quantize | None, tp_timeout: float
+    name: str, model: str | None, dtype: str, config: EngineConfig, scheme: Quantize | None, tp_timeout: float
 ) -> Engine:
     with importing():
         from core.compilation.cache.store import Store
-        from core.engine.models.assets import embedded_model
-        from core.engine.models.loading import load_model
-        from core.engine.models.resolve import parse_dtype
+        from core.engine.models.resolve import resolve_model
         from core.engine.parallel.rank import note_phase, open_device
         from core.engine.serve.leading import make_engine
         from core.settings import Settings
@@ -194,10 +197,8 @@ def _engine(
         Store.of_user().keep_kernels(device.kernel_compilers)
     check_device(config, device)  # refuse options that the device lacks before the model is loaded
     device.parts.prepare()
-    kind = parse_dtype(dtype, device)
     with status("loading", quiet=not sys.stderr.isatty()) as say:
-        where: dict[str, Any] = {"torch_device": device.torch_device, "sharded": rank.size > 1}
-        loaded = tried(load_model(model or embedded_model(), dtype=kind, **where), rank)
+        loaded = tried(resolve_model(model, device, dtype, sharded=rank.size > 1)[0], rank)
         if scheme is not None:
             say("quantising")
             loaded = scheme.apply(loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UsageError
 from core.paths import local_path
@@ -27,13 +27,16 @@ def resolve_model(
     dtype: str,
     progress: Progress | None = None,
     quantize: Quantize | None = None,
+    *,
+    sharded: bool = False,
 ) -> tuple[LoadedModel, str]:
     """Load or build the model that MODEL names, on the device; return it with a short name for reports.
 
-    A folder wins over a model type of the same name. quantize: how to quantise the loaded model. Raises `UsageError`
+    A folder wins over a model type of the same name. quantize: how to quantise the loaded model. sharded: as of
+    `load_model`. Raises `UsageError`
     for a name that is neither, `ModelError` for a folder that cannot be used.
     """
-    loaded, name = _resolve(model, device, dtype, progress)
+    loaded, name = _resolve(model, device, dtype, progress, sharded)
     return (loaded, name) if quantize is None else (quantize.apply(loaded, progress), quantized_name(name, quantize))
 
 
@@ -42,21 +45,21 @@ def quantized_name(name: str, quantize: Quantize) -> str:
     return f"{name}, quantised ({quantize.scheme.name})"
 
 
-def _resolve(model: str | None, device: Device, dtype: str, progress: Progress | None) -> tuple[LoadedModel, str]:
+def _resolve(
+    model: str | None, device: Device, dtype: str, progress: Progress | None, sharded: bool
+) -> tuple[LoadedModel, str]:
     from core.engine.models.assets import embedded_model
     from core.engine.models.loading import build_model, load_model
     from core.engine.models.tiny import causal_lm_types, tiny_config
 
     kind = parse_dtype(dtype, device)
     torch_device = device.torch_device
+    how: dict[str, Any] = {"torch_device": torch_device, "dtype": kind, "progress": progress, "sharded": sharded}
     if model is None:
-        return load_model(
-            embedded_model(), torch_device=torch_device, dtype=kind, progress=progress
-        ), "the embedded model"
+        return load_model(embedded_model(), **how), "the embedded model"
     folder = local_path(f"model {model!r}", model)
     if folder.exists() or os.sep in model:
-        name = folder.resolve().name
-        return load_model(folder, torch_device=torch_device, dtype=kind, progress=progress), name
+        return load_model(folder, **how), folder.resolve().name
     types = causal_lm_types()
     if model not in types:
         close = difflib.get_close_matches(model, types, 1)
@@ -66,6 +69,10 @@ def _resolve(model: str | None, device: Device, dtype: str, progress: Progress |
             remedy=f"did you mean the type {close[0]!r}?" if close else "pass a folder or a model type such as 'llama'",
         )
     loaded = build_model(tiny_config(model), torch_device=torch_device, dtype=kind)
+    if sharded:
+        from core.engine.models.sharding import shard_model
+
+        shard_model(loaded.model)
     return loaded, f"{model}, built tiny with random weights"
 
 

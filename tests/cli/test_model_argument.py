@@ -1,0 +1,39 @@
+"""MODEL means the same in every command: a folder or a type, by place."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from core.cli import main
+from core.engine.models.assets import embedded_model
+from core.engine.models.resolve import resolve_model
+from tests.support import cpu
+
+
+def test_a_folder_is_named_by_place(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--device", "cpu", "--mode", "off", "--max-new-tokens", "2", "--no-check", "--json"]
+    assert main(["run", str(embedded_model()), *quick]) == 0
+    by_place = json.loads(capsys.readouterr().out)
+    assert main(["run", "--model", str(embedded_model()), *quick]) == 0
+    assert json.loads(capsys.readouterr().out)["completions"] == by_place["completions"]
+
+
+def test_a_type_has_no_text_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "llama", "--device", "cpu", "--mode", "off"]) == 2
+    error = capsys.readouterr().err
+    assert "core run llama" in error and "no tokenizer" in error and "name a folder" in error
+
+
+def test_two_names_of_the_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(embedded_model())
+    assert main(["serve", "llama", "--model", folder]) == 2
+    assert f"MODEL 'llama' with --model {folder!r}" in capsys.readouterr().err
+
+
+def test_a_type_is_built_for_a_server() -> None:
+    loaded, name = resolve_model("llama", cpu(), "auto")
+    assert name == "llama, built tiny with random weights" and loaded.tokenizer is None
