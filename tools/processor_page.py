@@ -32,7 +32,7 @@ Measured {" to ".join(dict.fromkeys((dates[0], dates[-1])))} by
 
 Milliseconds of a decode step: median over the rounds (least to most). In brackets stands how much of that the floor is,
 and for a peer how many of its tokens agree with those of `core`. The floor is the time to read the step's weights and
-cache at the fastest rate that the same run measured. A model that fits into the caches may take less.
+cache, or to multiply, at the fastest rates that the same run measured. A model that fits into the caches may take less.
 [bench.md](bench.md#peers) says what each way is.
 """
     loads = [document["load_before"] for document in documents]
@@ -58,10 +58,10 @@ def _table(threads: int, documents: Sequence[Document]) -> Iterator[str]:
     cells = [(document, cell) for document in documents for cell in document["cells"]]
     ways = list(dict.fromkeys(subject["subject"] for _, cell in cells for subject in cell["subjects"]))
     rates = sorted(document["rates"]["reads"][str(threads)] / 1e9 for document in documents)
-    settings = documents[0]["settings"]
+    settings = [document["settings"] for document in documents]
     yield f"### {threads} thread{'' if threads == 1 else 's'}\n"
-    rounds = f"{settings['rounds']} rounds of {settings['steps']} steps"
-    yield f"Reading: {rates[0]:.1f} to {rates[-1]:.1f} GB/s over the runs; {rounds}.\n"
+    rounds, steps = (" or ".join(map(str, sorted({each[name] for each in settings}))) for name in ("rounds", "steps"))
+    yield f"Reading: {rates[0]:.1f} to {rates[-1]:.1f} GB/s over the runs; {rounds} rounds of {steps} steps.\n"
     rows = []
     for document, cell in cells:
         by_name = {subject["subject"]: subject for subject in cell["subjects"]}
