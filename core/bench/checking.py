@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
-from core.bench.peers.folder import is_quantised
 from core.common.numerics import judge_pooled
 from core.engine.check.comparison import MAX_ORACLE_PARAMETERS
 from core.engine.check.eager import fp64_logits
 from core.engine.inspect.cache_codes import judge_rounded
 from core.engine.inspect.probe import forward_logits, relative_difference
 from core.engine.models.vocabulary import vocab_size_of
+from core.quantization.layers import is_quantized
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -65,7 +65,7 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
         if yardstick is None or record.failure or not record.tokens:
             continue
         record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
-        if record.verdict["tokens_equal"] or is_quantised(model):
+        if record.verdict["tokens_equal"] or is_quantized(model):
             continue
         wrong, how = _wrong_token(cell, record, yardstick, model, device)
         record.verdict["differences"] = how

@@ -56,6 +56,11 @@ class QuantizedModule(nn.Module):
         return super()._apply(keep, recurse)  # type: ignore[no-any-return,no-untyped-call]  # torch's is not annotated
 
 
+def is_quantized(model: nn.Module) -> bool:
+    """Tell whether a layer of the model holds codes."""
+    return any(isinstance(module, QuantizedModule) for module in model.modules())
+
+
 class _Linear(QuantizedModule):
     """Base of both linear layers: a weight (N, K) of codes, its scales and zero points, and a bias."""
 

@@ -19,7 +19,7 @@ from core.bench.cells import Cell, Record
 from core.bench.checking import check_peers
 from core.bench.model import open_model
 from core.bench.peers.choosing import choose
-from core.bench.peers.folder import is_quantised, model_folder, unreadable
+from core.bench.peers.folder import model_folder, unreadable
 from core.bench.peers.requirements import lacking, versions
 from core.bench.peers.subject import ChosenPeer, PeerSubject
 from core.bench.rounds import measure
@@ -29,6 +29,7 @@ from core.device import Device
 from core.engine.models.loading import LoadedModel
 from core.engine.models.quantizing import Quantize
 from core.errors import ModelError, UsageError
+from core.quantization.layers import is_quantized
 from tests.support import cpu
 
 CELL = Cell(phase="decode", batch=2, tokens=6, steps=3, rounds=2)
@@ -154,7 +155,7 @@ def test_peers_read_the_model_as_it_was_before_it_was_quantised(monkeypatch: pyt
 
 
 def _stopped(loaded: LoadedModel, peers: Mapping[str, Any]) -> Any:
-    assert is_quantised(loaded.model) and set(peers) == {"there"}
+    assert is_quantized(loaded.model) and set(peers) == {"there"}
     raise UsageError("a bench", found="nothing is measured here", remedy="nothing")
 
 

@@ -311,16 +311,6 @@ def test_times_are_kept_on_disk(cache_folder: Path) -> None:
     assert trace_of(other).measured[0].times_us == trace_of(first).measured[0].times_us
 
 
-def test_a_process_without_a_cache_times_once() -> None:
-    """Two programs of a model are equal to the last bit: noise of a clock must not give them other implementations."""
-    device = cpu(ops=(STEADY, GROWING))
-    first, again, other = compiled(device), compiled(device), compiled(device, Others())
-    assert [each.report().num_measured for each in (first, again, other)] == [2, 0, 0]
-    assert trace_of(again).measured == trace_of(first).measured
-    assert served(again, 2) == {"growing"} and served(again, 32) == {"steady"}
-    assert compiled(cpu(ops=(STEADY, implementation(failing)))).report().num_measured == 2
-
-
 def test_timing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "MAX_SECONDS", 1e-6)
     program = compiled(cpu(ops=(STEADY, GROWING)))

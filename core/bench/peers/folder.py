@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from core.engine.models.hf import driven
-from core.quantization.layers import QuantizedModule
+from core.quantization.layers import is_quantized
 
 
 def unreadable(model: Any) -> str:
     """Say why peers can't read the model's weights; "" where they can."""
-    return "the folder's weights are codes, which peers can't read" if is_quantised(model) else ""
-
-
-def is_quantised(model: Any) -> bool:
-    """Tell whether a layer of the model holds codes."""
-    return any(isinstance(module, QuantizedModule) for module in model.modules())
+    return "the folder's weights are codes, which peers can't read" if is_quantized(model) else ""
 
 
 @contextmanager
