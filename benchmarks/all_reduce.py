@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 import core
 from core.common.ops.collective import ALL_REDUCE
 from core.engine.models.distributed import initialize
-from core_cuda.ops import collective
+from core_cuda import collective
 from core_cuda.ops.norm.norms import add_rms_norm
 
 CHAIN, REPLAYS, WARM = 32, 40, 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -50,3 +51,21 @@ def test_a_moved_kernel_makes_them_due_and_another_file_does_not(
     kernel = checkout / "plugins/cuda/core_cuda/kernel.py"
     kernel.rename(kernel.with_name("renamed.py"))
     assert ask(checkout, "--due", monkeypatch) == 0
+
+
+def test_no_other_file_of_the_plugin_imports_what_is_outside() -> None:
+    """So that the tests in the interpreter can't depend on it."""
+    outside = {interpreted.ROOT / name for name in interpreted.OUTSIDE}
+    assert all(path.is_file() for path in outside)
+    names = "|".join(path.stem for path in outside if path.parent.name == "core_cuda")
+    imports = re.compile(rf"core_cuda\.(?:{names})\b|from core_cuda import [^\n]*\b(?:{names})\b")
+    others = set((interpreted.ROOT / "plugins/cuda").rglob("*.py")) - outside
+    assert len(others) > 50
+    assert [path.name for path in sorted(others) if imports.search(path.read_text(encoding="utf-8"))] == []
+    assert imports.search("from core_cuda import plugin") and imports.search("import core_cuda.collective")
+
+
+def test_an_edit_of_what_is_outside_makes_nothing_due(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(checkout, "--note", monkeypatch)
+    (checkout / interpreted.OUTSIDE[0]).write_text("2\n")
+    assert ask(checkout, "--due", monkeypatch) == 1

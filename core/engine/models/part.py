@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from core.common.ops.collective.collectives import group_size, rank_in
+from core.common.ops.collective.collectives import group_size
+from core.engine.models.distributed import rank_in
 from core.engine.models.hf import import_transformers
 from core.engine.models.sharding import cut_parameters, plan_of, shard_model
 from core.engine.models.sharding.cuts import Cut

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from core.common.ops.implementation import Condition, OpImplementation, always
-from core_cuda.ops import activation, collective, quantize
+from core_cuda.ops import activation, quantize
 from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
 from core_cuda.ops.linear import products as linear
@@ -46,7 +46,6 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     grouped_mlp.grouped_mlp: grouped_mlp.grouped_mlp_condition,
     sampling.sample: dtypes,
     argmax.argmax: dtypes,
-    collective.all_reduce: collective.why_not,
     quantize.quantize: all_of(dtypes, code_dtype),
     norm.rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x")),
     norm.add_rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x", "residual")),

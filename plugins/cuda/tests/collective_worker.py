@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 import core
 from core.common.ops.collective import ALL_REDUCE
 from core.engine.models.distributed import initialize
-from core_cuda.ops.collective import MOST_BYTES, all_reduce, join
+from core_cuda.collective import MOST_BYTES, all_reduce, join
 
 SHAPES = ((1, 8192), (7, 48), (3, 5, 96), (64, 4096), (513, 4096))
 """The last one is too large for the kernel, and goes by NCCL."""

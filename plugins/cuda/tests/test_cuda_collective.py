@@ -12,8 +12,8 @@ import torch
 
 from core.common.ops.collective import ALL_REDUCE
 from core.common.ops.implementation import OpCall
-from core_cuda.ops import collective
-from core_cuda.ops.collective import why_not
+from core_cuda import collective
+from core_cuda.collective import why_not
 
 WORKER = Path(__file__).with_name("collective_worker.py")
 

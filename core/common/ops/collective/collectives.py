@@ -89,12 +89,6 @@ def group_size(group: str) -> int:
     return 1 if found is None else int(found.size())
 
 
-def rank_in(group: str) -> int:
-    """Return this process's number in a group; 0 where no process group is initialised."""
-    found = shared_group(group)
-    return 0 if found is None else int(found.rank())
-
-
 def shared_group(group: str) -> Any:
     """Return the process group of torch that a collective names, None if there is nobody to share with."""
     if not distributed.is_available() or not distributed.is_initialized():

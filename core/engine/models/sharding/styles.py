@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.common.ops.collective.collectives import group_size, rank_in
+from core.common.ops.collective.collectives import group_size
+from core.engine.models.distributed import rank_in
 from core.engine.models.sharding.cuts import Cut
 
 Hook = Callable[[Tensor, str], Tensor]

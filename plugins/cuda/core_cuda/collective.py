@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 
 from core.common.ops.collective import ALL_REDUCE
 from core.common.ops.collective.collectives import shared_group
-from core.common.ops.implementation import OpCall
+from core.common.ops.implementation import OpCall, OpImplementation
 from core_cuda.ops.registration import kernel_of
 
 log = logging.getLogger("core.cuda")
@@ -107,3 +107,8 @@ def _workspace(found: Any) -> Tensor:
     memory: Tensor = symmetric.empty(MOST_BYTES[found.size()], dtype=torch.uint8, device=device)
     symmetric.rendezvous(memory, found.group_name)
     return memory
+
+
+IMPLEMENTATIONS = (
+    OpImplementation(op=ALL_REDUCE.qualified_name, name="cuda_all_reduce", fn=all_reduce, condition=why_not),
+)
