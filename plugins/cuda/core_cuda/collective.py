@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, distributed
 from core.common.ops.collective import ALL_REDUCE
 from core.common.ops.collective.collectives import shared_group
 from core.common.ops.implementation import OpCall, OpImplementation
+from core.errors import LoweringError
 from core_cuda.ops.registration import kernel_of
 
 log = logging.getLogger("core.cuda")
@@ -30,6 +33,10 @@ the limit of torch's own choice between its ways (`kOneShotThreshBytes` of its i
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 4
 """Bytes of which the kernel moves whole multiples."""
+_TIMEOUT = timedelta(minutes=5)
+"""For which a process waits for the others: they may compile meanwhile."""
+_num_joins: Counter[str] = Counter()
+"""By the name of a group: a group that is destroyed and made again has the same name and the same store."""
 _joined: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Process group -> why its GPUs share no memory, "" where they do."""
 _workspaces: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
@@ -51,6 +58,8 @@ def why_not(call: OpCall) -> str | None:
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """Sum by the kernel what is small enough, and by NCCL what is not."""
     found = shared_group(group)
+    if found is not None and found not in _joined:
+        join(group)  # a process that reads its graphs from the compile cache has asked no condition
     workspace = None if found is None else _workspaces.get(found)
     num_bytes = x.numel() * x.element_size()
     if workspace is None or not 0 < num_bytes <= workspace.numel() or num_bytes % _ALIGNMENT:
@@ -74,14 +83,36 @@ def join(group: str) -> str:
 
 
 def _join(found: Any) -> str:
-    reasons: list[str] = [""] * found.size()
-    distributed.all_gather_object(reasons, _why_apart(found), group=found)
+    reasons = _told(found, _why_apart(found))
     reason = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
     if not reason:
         _workspaces[found] = _workspace(found)
     else:
         log.info("collectives of group %r go by NCCL: %s", found.group_name, reason)
     return reason
+
+
+def _told(found: Any, own: str) -> list[str]:
+    """Tell all processes of the group a text, and return those of all.
+
+    Through the group's store: one may come from the condition, another, with graphs from the compile cache, from its
+    first run, and collectives have to be in one order.
+    """
+    _num_joins[found.group_name] += 1
+    prefix = f"core_cuda/{_num_joins[found.group_name]}"
+    # Listed in no stub of torch's.
+    store = distributed.PrefixStore(prefix, found.get_group_store())  # type: ignore[attr-defined]
+    store.set(str(found.rank()), f"!{own}")  # a store may know no empty text
+    names = [str(rank) for rank in range(found.size())]
+    try:
+        store.wait(names, _TIMEOUT)
+    except RuntimeError:
+        raise LoweringError(
+            f"joining the memory of GPUs in group {found.group_name!r}, as rank {found.rank()} of {found.size()}",
+            found=f"not all ranks did so within {_TIMEOUT.total_seconds():.0f} s",
+            remedy="have all processes of a group compile and run the same, and look whether they all still run",
+        ) from None
+    return [bytes(store.get(name)).decode()[1:] for name in names]
 
 
 def _why_apart(found: Any) -> str:

@@ -58,6 +58,65 @@ def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
     assert collective._why_apart(Group(2)) == ""
 
 
+JOINING = """
+import sys, time
+from datetime import timedelta
+import torch
+from torch import distributed
+from core_cuda import collective
+rank, late, reason, timeout = int(sys.argv[1]), float(sys.argv[3]), sys.argv[4], float(sys.argv[5])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+collective._why_apart = lambda found: reason if rank else ""
+collective._workspace = lambda found: torch.empty(64, dtype=torch.uint8)
+collective._TIMEOUT = timedelta(seconds=timeout)
+ones = torch.ones(4)
+if rank:
+    distributed.all_reduce(ones)  # while the other waits for it to join
+    time.sleep(late)
+    print(collective.join(""))
+else:
+    work = distributed.all_reduce(ones, async_op=True)
+    print(collective.join(""))
+    work.wait()
+print(collective.join(""), len(collective._workspaces))
+"""
+
+
+def joined(folder: Path, late: float = 0.0, reason: str = "", timeout: float = 60.0) -> list[tuple[int, str]]:
+    """Return the exit status and the output of two processes that join; the second comes late, with a reason."""
+    command = [sys.executable, "-c", JOINING]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "store"), str(late), reason, str(timeout)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [each.communicate(timeout=120)[0] for each in ranks]
+    return [(each.returncode, text) for each, text in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_processes_join_whenever_they_come(tmp_path: Path) -> None:
+    """One from a condition, another from its first run: no collective of the group may be needed for it."""
+    for code, said in joined(tmp_path, late=1.0):
+        assert code == 0 and said.split() == ["1"], said
+
+
+@pytest.mark.slow
+def test_one_process_that_cant_keeps_all_out(tmp_path: Path) -> None:
+    for code, said in joined(tmp_path, reason="no way there"):
+        assert code == 0 and said.splitlines() == ["rank 1: no way there", "rank 1: no way there 0"], said
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    (code, said), _ = joined(tmp_path, late=6.0, timeout=1.0)
+    assert code == 1 and "not all ranks did so within 1 s" in said
+
+
 def test_one_process_gets_a_copy() -> None:
     x = torch.arange(6.0).view(2, 3)
     found = ALL_REDUCE.reference(x, "")
