@@ -8,10 +8,9 @@ from datetime import timedelta
 
 from torch import distributed
 
-from core.common.ops.collective.collectives import shared_group
 from core.errors import UsageError
 
-__all__ = ["Processes", "initialize", "rank_in"]
+__all__ = ["Processes", "initialize"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +22,6 @@ class Processes:
     size: int
     #: Its number among the processes of its host, which is the index of its device.
     local_rank: int
-
-
-def rank_in(group: str) -> int:
-    """Return this process's number in a group that a collective names; 0 where no process group is initialised."""
-    found = shared_group(group)
-    return 0 if found is None else int(found.rank())
 
 
 def _leave() -> None:

@@ -17,10 +17,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from core.common.ops.collective.collectives import group_size
-from core.engine.models.distributed import rank_in
 from core.engine.models.hf import import_transformers
 from core.engine.models.sharding import cut_parameters, plan_of, shard_model
-from core.engine.models.sharding.cuts import Cut
+from core.engine.models.sharding.cuts import Cut, rank_in
 from core.quantization.layers import num_weights
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.ops.collective.collectives import shared_group
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
@@ -50,3 +52,9 @@ class Cut:
     def of(self, whole: Tensor, rank: int, count: int) -> Tensor:
         """Return the part of a tensor in memory of its own."""
         return self.read(whole, tuple(whole.shape), rank, count).clone(memory_format=torch.contiguous_format)
+
+
+def rank_in(group: str) -> int:
+    """Return this process's number in a group that a collective names; 0 where no process group is initialised."""
+    found = shared_group(group)
+    return 0 if found is None else int(found.rank())

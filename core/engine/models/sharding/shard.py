@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from core.common.ops.collective.collectives import group_size
-from core.engine.models.distributed import rank_in
-from core.engine.models.sharding.cuts import Cut
+from core.engine.models.sharding.cuts import Cut, rank_in
 from core.engine.models.sharding.plan import pattern, plan_of
 from core.engine.models.sharding.styles import STYLES, Style
 from core.errors import UsageError

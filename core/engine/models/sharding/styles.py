@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.common.ops.collective.collectives import group_size
-from core.engine.models.distributed import rank_in
-from core.engine.models.sharding.cuts import Cut
+from core.engine.models.sharding.cuts import Cut, rank_in
 
 Hook = Callable[[Tensor, str], Tensor]
 
