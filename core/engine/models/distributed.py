@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,12 +23,6 @@ class Processes:
     local_rank: int
 
 
-def _leave() -> None:
-    """Destroy the groups, if nobody has: backends warn of what they leak otherwise."""
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 def initialize(backend: str | None = None, *, timeout_s: float = 600.0) -> Processes:
     """Join the default process group of the job that torchrun started, once, and return this process's place in it.
 
@@ -47,7 +40,6 @@ def initialize(backend: str | None = None, *, timeout_s: float = 600.0) -> Proce
             return Processes(rank=0, size=1, local_rank=0)
         try:
             distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-            atexit.register(_leave)
         except (ValueError, RuntimeError) as error:
             raise UsageError(
                 f"joining the process group of torchrun (backend {backend or 'by default'!r})",
