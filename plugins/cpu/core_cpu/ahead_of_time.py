@@ -29,7 +29,7 @@ from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
-from core_cpu.graph import Graph
+from core_cpu.graph import Graph, require
 from core_cpu.shared_object import build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
@@ -54,6 +54,7 @@ def begin_inductor(request: LoweringRequest) -> Steps[FlatCallable]:
     examples = [request.example_inputs[i] for i in kept] + constants
     refuse_shared_writes(graph, examples)
     try:
+        require()  # or what was kept would be taken for damaged, and what is made now could not be run
         compiled = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
     except Exception as error:  # any part of the compiler may raise
         request.note(

@@ -65,6 +65,11 @@ class _Step:
         return self._step()
 
 
+def require() -> None:
+    """Raise `OSError` with the reason where no graph can be run here."""
+    _api()
+
+
 @cache
 def _api() -> Any:
     """Return the C functions; raise `OSError` where they can't be built or loaded."""

@@ -220,6 +220,21 @@ def test_a_run_that_fails_says_so_and_the_next_one_is_right() -> None:
     assert watched() is None
 
 
+def test_without_what_runs_graphs_nothing_is_compiled_or_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("no compiler here")
+
+    class Kept:
+        def begin(self, *_: Any) -> Any:
+            raise AssertionError("artefacts were asked for")
+
+    notes: list[str] = []
+    monkeypatch.setattr(ahead_of_time, "require", missing)
+    monkeypatch.setattr(ahead_of_time, "compile_fixed", lambda graph, examples: lambda *args: ("ran", *args))
+    step = lowered(fx.symbolic_trace(lambda x: (x + 1,)), X, artifacts=Kept(), note=notes.append)
+    assert step(X)[0] == "ran" and "OSError: no compiler here" in notes[0]
+
+
 @pytest.mark.slow
 def test_other_threads_run_during_a_step() -> None:
     """Or a server could answer nobody meanwhile."""

@@ -12,7 +12,6 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +32,6 @@ the limit of torch's own choice between its ways (`kOneShotThreshBytes` of its i
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 4
 """Bytes of which the kernel moves whole multiples."""
-_TIMEOUT = timedelta(minutes=5)
-"""For which a process waits for the others: they may compile meanwhile."""
 _num_joins: Counter[str] = Counter()
 """By the name of a group: a group that is destroyed and made again has the same name and the same store."""
 _joined: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -83,13 +80,23 @@ def join(group: str) -> str:
 
 
 def _join(found: Any) -> str:
-    reasons = _told(found, _why_apart(found))
-    reason = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
+    reason = _first(_told(found, _why_apart(found)))
     if not reason:
-        _workspaces[found] = _workspace(found)
-    else:
+        own, memory = "", None
+        try:
+            memory = _workspace(found)
+        except Exception as error:  # a container may not let processes map each other's memory
+            own = f"{type(error).__name__}: {error}"
+        reason = _first(_told(found, own))
+        if not reason and memory is not None:
+            _workspaces[found] = memory
+    if reason:
         log.info("collectives of group %r go by NCCL: %s", found.group_name, reason)
     return reason
+
+
+def _first(reasons: list[str]) -> str:
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 
 def _told(found: Any, own: str) -> list[str]:
@@ -101,15 +108,15 @@ def _told(found: Any, own: str) -> list[str]:
     _num_joins[found.group_name] += 1
     prefix = f"core_cuda/{_num_joins[found.group_name]}"
     # Listed in no stub of torch's.
-    store = distributed.PrefixStore(prefix, found.get_group_store())  # type: ignore[attr-defined]
+    store: Any = distributed.PrefixStore(prefix, found.get_group_store())  # type: ignore[attr-defined]
     store.set(str(found.rank()), f"!{own}")  # a store may know no empty text
     names = [str(rank) for rank in range(found.size())]
     try:
-        store.wait(names, _TIMEOUT)
+        store.wait(names)  # as long as the group's timeout
     except RuntimeError:
         raise LoweringError(
             f"joining the memory of GPUs in group {found.group_name!r}, as rank {found.rank()} of {found.size()}",
-            found=f"not all ranks did so within {_TIMEOUT.total_seconds():.0f} s",
+            found=f"not all ranks did so within {store.timeout.total_seconds():.0f} s",
             remedy="have all processes of a group compile and run the same, and look whether they all still run",
         ) from None
     return [bytes(store.get(name)).decode()[1:] for name in names]

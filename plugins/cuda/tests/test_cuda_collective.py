@@ -65,10 +65,14 @@ import torch
 from torch import distributed
 from core_cuda import collective
 rank, late, reason, timeout = int(sys.argv[1]), float(sys.argv[3]), sys.argv[4], float(sys.argv[5])
-distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-collective._why_apart = lambda found: reason if rank else ""
-collective._workspace = lambda found: torch.empty(64, dtype=torch.uint8)
-collective._TIMEOUT = timedelta(seconds=timeout)
+wait = timedelta(seconds=timeout)
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=wait)
+collective._why_apart = lambda found: reason if rank and reason != "at the rendezvous" else ""
+def workspace(found):
+    if rank and reason == "at the rendezvous":
+        raise RuntimeError("not permitted")
+    return torch.empty(64, dtype=torch.uint8)
+collective._workspace = workspace
 ones = torch.ones(4)
 if rank:
     distributed.all_reduce(ones)  # while the other waits for it to join
@@ -112,9 +116,16 @@ def test_one_process_that_cant_keeps_all_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_memory_that_one_process_cant_map_keeps_all_out(tmp_path: Path) -> None:
+    for code, said in joined(tmp_path, reason="at the rendezvous"):
+        reason = "rank 1: RuntimeError: not permitted"
+        assert code == 0 and said.splitlines() == [reason, f"{reason} 0"], said
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_an_error(tmp_path: Path) -> None:
-    (code, said), _ = joined(tmp_path, late=6.0, timeout=1.0)
-    assert code == 1 and "not all ranks did so within 1 s" in said
+    (code, said), _ = joined(tmp_path, late=12.0, timeout=4.0)
+    assert code == 1 and "not all ranks did so within 4 s" in said
 
 
 def test_one_process_gets_a_copy() -> None:
