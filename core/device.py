@@ -140,6 +140,9 @@ class DeviceParts:
     record: Callable[[], Callable[[], None]] | None = None
     #: Makes memory that can sleep (see `SleepingMemory`); None where the device has none.
     sleeping_memory: Callable[[], SleepingMemory] | None = None
+    #: Whether weights are read faster from `sleeping_memory` than from the allocator's: an engine then moves them there
+    #: when it is made, whether it is to sleep or not.
+    places_weights: bool = False
     #: Compilers of this device's kernels besides torch's Inductor.
     kernel_compilers: tuple[KernelCompiler, ...] = ()
     #: Other ways to run a model on this device, which `core bench` measures in turns with `core`.

@@ -153,14 +153,15 @@ class CoreSubject:
         """Do nothing: an engine needs no preparation for a round."""
 
     def run(self, count: int) -> None:
-        """Take so many steps of the engine, or serve so many prompts up to their first token."""
+        """Take so many steps of the engine, as many of them in a row as it does for a user, or serve so many prompts up
+        to their first token."""
         engine = self._engine
         assert engine is not None
-        for _ in range(count):
-            if self._cell.phase == "prefill":
+        if self._cell.phase == "prefill":
+            for _ in range(count):
                 self._prefill(engine)
-            else:
-                self._decode(engine)
+        else:
+            self._decode(engine, count)
 
     def replay(self, count: int) -> bool:
         """Replay the captured graph on the last step's inputs: it writes the same keys and values to the same slots."""
@@ -215,10 +216,14 @@ class CoreSubject:
         self._decode(engine)
         self._record.details["fill_s"] = time.perf_counter() - start
 
-    def _decode(self, engine: Engine) -> None:
-        tokens, first = self._record.tokens, self._first
-        for output in engine.step():
-            tokens[output.request_id - first] += output.token_ids
+    def _decode(self, engine: Engine, count: int = 1) -> None:
+        tokens, first, stats = self._record.tokens, self._first, engine.stats
+        before, pace, most = stats().steps.total(), engine._steps.pace, engine._steps.pace.most
+        while (left := count + before - stats().steps.total()) > 0:
+            pace.most = min(left, most)
+            for output in engine.step():
+                tokens[output.request_id - first] += output.token_ids
+        pace.most = most
 
     def _prefill(self, engine: Engine) -> int:
         params = SamplingParams(max_new_tokens=1, ignore_eos=True, temperature=0)

@@ -71,10 +71,11 @@ class StaticBuffers:
         """
         sizes = self._table.sizes(key)
         found = {} if memory is not None else dict(self.bound)
-        for name, offset in self._offsets[key.phase].items():
-            spec = self._inputs[name]
-            part = (self.memory if memory is None else memory)[offset : offset + self._size(name, sizes)]
-            found[name] = part.view(spec.dtype).view(spec.resolve(sizes))
+        with torch.inference_mode(False):  # views that are made in that mode can be written to in it alone
+            for name, offset in self._offsets[key.phase].items():
+                spec = self._inputs[name]
+                part = (self.memory if memory is None else memory)[offset : offset + self._size(name, sizes)]
+                found[name] = part.view(spec.dtype).view(spec.resolve(sizes))
         return {name: found[name] for name in self._names if name in found}
 
     def span(self, key: GraphKey, without: Collection[str] = ()) -> slice:

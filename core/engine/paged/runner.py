@@ -27,7 +27,7 @@ from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
 from core.engine.steps.inputs import step_inputs, step_tensors
 from core.engine.steps.runner import EngineConfig
-from core.engine.steps.sampling import GREEDY_ROW, sampling_guard
+from core.engine.steps.sampling import GREEDY_ROW, sampling_guard, serves
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
@@ -141,6 +141,13 @@ class PagedRunner:
             self._paged.clear_step()  # an interrupted step's tables must not serve a later call of the model
             if self._states is not None:
                 self._states.clear()
+
+    def repeats(self, step: Step) -> bool:
+        """Tell whether a step of decode may run several times without the host."""
+        guard = sampling_guard(step.sampling, self._sampling)
+        if self._staged is None or not self._staged.repeats or guard == "shaped" or not serves(guard, step.sampling):
+            return False
+        return not self.num_drafts and self._staged.holds(step, {"sampling": guard})
 
     def _takes_tokens_there(self, key: GraphKey | None) -> bool:
         """Tell whether a step of this key may be given tokens that the host does not know."""

@@ -28,10 +28,10 @@ from core.engine.serve.resting import Resting
 from core.engine.serve.route import SERVED, make_runner
 from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import EngineStats
-from core.engine.serve.stepping import Done, StepLoop, StepTurn, Timeline
+from core.engine.serve.stepping import Done, Pace, StepLoop, StepTurn, Timeline
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence as EngineSequence
-from core.engine.steps.sleeper import Sleeper
+from core.engine.steps.sleeper import make_sleeper
 from core.engine.steps.speculation import accept
 from core.engine.steps.step import Part, Step
 from core.errors import UsageError
@@ -65,7 +65,7 @@ class Engine(Resting):
         self.max_model_len = self.config.context_length(loaded.max_position)
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
-        self._sleeper = Sleeper(loaded.model, device) if self.config.sleep_mode else None
+        self._sleeper = make_sleeper(loaded.model, device, self.config)
         how: Any = {"max_model_len": self.max_model_len, "progress": progress}
         #: The draft model; None without one.
         self.draft = load_draft(loaded, device, self.config, **how)
@@ -86,9 +86,9 @@ class Engine(Resting):
         self._num_requests = 0
         self._counts = EngineStats()
         self._turn = StepTurn()
-        self._steps = StepLoop(self._runner, scheduler, self.drafter, self._counts)
-        asked = self.config.run_ahead
-        self.runs_ahead = (device.capabilities.asynchronous if asked is None else asked) and not self._runner.num_drafts
+        self._steps = StepLoop(self._runner, scheduler, self.drafter, self._counts, Pace(self.config.decode_steps))
+        ahead = self.config.run_ahead
+        self.runs_ahead = (device.capabilities.asynchronous if ahead is None else ahead) and not self._runner.num_drafts
 
     @classmethod
     def load(
@@ -201,16 +201,16 @@ class Engine(Resting):
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Run the model once and return the outputs by request; empty if there is nothing to do.
+        """Run the model and return the outputs by request; empty if there is nothing to do.
 
-        A request joins at the first step that has room for it and leaves with the step that returns its completion. A
-        step that only computes a part of a prompt gives it no output. Where the model fails on the paged cache, every
-        request is as it was before: step again. On the static cache, whose states may be half-done, abort.
+        Once, or several times where sequences only generate (`EngineConfig.decode_steps`). A request joins at the first
+        step that has room for it and leaves with the step that returns its completion. A step that only computes a part
+        of a prompt gives it no output. Where the model fails on the paged cache, every request is as it was before:
+        step again. On the static cache, whose states may be half-done, abort.
         """
         self._check_ready("a step")
         with self._turn.taken("a step"):
-            lives, wants = self._requests.__contains__, self._wants_logits
-            done = self._steps.next(ahead=self.runs_ahead, lives=lives, wants_logits=wants)
+            done = self._steps.next(self._requests.__contains__, self._wants_logits, ahead=self.runs_ahead)
             return [] if done is None else self._hand_out(done)
 
     def abort(self, request_id: int) -> Completion | None:
@@ -259,7 +259,7 @@ class Engine(Resting):
                 self._counts.discarded += part.num_rows  # it ended while this step ran
             elif part.emits:
                 rows = None if done.logits is None else done.logits[first:row]
-                outputs.append(self._advance(request, part, done.tokens[first:row], rows))
+                outputs.append(self._advance(request, part, done.tokens_of(first, part), rows))
             else:
                 self._settle(part.sequence, part.end)
         return outputs
@@ -274,17 +274,17 @@ class Engine(Resting):
 
     def _advance(self, request: Request, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
         """Give a sequence the tokens of its part of a step, up to the one that ends it."""
-        sequence = request.sequence
-        num_generated = len(sequence.generated)
-        sequence.num_awaited -= 1
+        sequence, num_generated = request.sequence, len(request.sequence.generated)
+        sequence.num_awaited -= 1 if part.drafts else len(tokens)
         text = request.push_all(accept(part.drafts, tokens) if part.drafts else tokens, logits)
-        new = tuple(sequence.generated[num_generated:])
-        # The last of them is computed by a later step, the accepted drafts before it are in the cache.
-        accepted = len(new) - 1
-        sequence.num_computed += accepted
-        self._settle(sequence, part.end + accepted)
-        if accepted:
-            self._counts.accepted[self.drafter.kind] += accepted
+        # The last new token is computed by a later step, those before it are in the cache.
+        more = len(sequence.generated) - num_generated - 1
+        if part.drafts:
+            sequence.num_computed += more
+            self._counts.accepted[self.drafter.kind] += more
+        else:
+            self._counts.discarded += len(tokens) - 1 - more
+        self._settle(sequence, part.end + more)
         if (completion := request.completion()) is not None:
             self._leave(request, completion)
         return request.output(num_generated, text, completion)

@@ -173,13 +173,13 @@ def make_engine(
 ) -> Engine:
     """Compile this rank's part of a model, and tell the launcher the phases; on one rank, return a plain engine.
 
-    failed: as of `LeadingEngine`. With several ranks no implementation is chosen by its time: each rank would measure
-    another one.
+    failed: as of `LeadingEngine`. With several ranks nothing is chosen by its time, neither implementations nor how
+    many steps run in a row: each rank would measure another one.
     """
     if rank.size == 1:
         return Engine(loaded, device, config, progress=progress)
     note_phase("capture")
-    config = replace(config, options=replace(config.options, measure=False))
+    config = replace(config, options=replace(config.options, measure=False), decode_steps=config.decode_steps or 1)
     engine: Engine
     if rank.leads:
         engine = LeadingEngine(loaded, device, config, progress=progress, orders=Orders.of_job(), failed=failed)

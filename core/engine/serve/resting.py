@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from core.engine.serve.request import Request
     from core.engine.serve.stepping import StepLoop, StepTurn
     from core.engine.steps.drafts import Drafter
-    from core.engine.steps.runner import EngineConfig, ModelRunner
+    from core.engine.steps.model_runner import ModelRunner
+    from core.engine.steps.runner import EngineConfig
     from core.engine.steps.sleeper import Sleeper
 
 LEVELS = (1, 2)
@@ -31,7 +32,7 @@ class Resting:
     _turn: StepTurn
     _requests: dict[int, Request]
     _closed: bool
-    #: None without `EngineConfig(sleep_mode=True)`.
+    #: None where nothing is moved.
     _sleeper: Sleeper | None
     _asleep = False
     #: Why the weights are unusable; "" if they are complete.
@@ -56,7 +57,7 @@ class Resting:
             found = "level 1 keeps the weights in the host's memory, level 2 gives them up"
             raise UsageError(f"sleep(level={level!r})", found=found, remedy="choose 1 or 2")
         self._check_idle(f"sleep(level={level})")
-        if self._sleeper is None:
+        if self._sleeper is None or not self._sleeper.sleeps:
             found = "weights and cache lie in memory that can't be given back while graphs hold its addresses"
             remedy = "make the engine with EngineConfig(sleep_mode=True)"
             raise UsageError(f"sleep(level={level})", found=found, remedy=remedy)

@@ -19,7 +19,8 @@ from core.engine.serve.agreeing import after_compiling, before_compiling
 from core.engine.serve.drafting import run_with_draft
 from core.engine.static.runner import StaticRunner
 from core.engine.steps.drafts import Drafter, OwnText
-from core.engine.steps.runner import EngineConfig, ModelRunner
+from core.engine.steps.model_runner import ModelRunner
+from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sleeper import Sleeper
 from core.errors import UsageError
 

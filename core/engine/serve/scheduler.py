@@ -8,7 +8,7 @@ from itertools import repeat
 
 from core.engine.serve.waiting import WaitingSequences
 from core.engine.steps.drafts import OwnText
-from core.engine.steps.runner import SequenceCache
+from core.engine.steps.model_runner import SequenceCache
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part, Step
 
@@ -107,6 +107,13 @@ class Scheduler:
             # Every running sequence has some cache, but none has enough to continue.
             self._preempt(_least_urgent(active))
 
+    def grow(self, step: Step, times: int) -> int:
+        """Give the sequences of a step of one token each the cache to run it so many times; return how often they can,
+        at least once, without any cache of others."""
+        while times > 1 and not all(self._cache.grow(part.sequence, part.end + times - 1) for part in step.parts):
+            times //= 2
+        return times
+
     def _schedule(self) -> Step | None:
         preempted = self.num_preempted
         generating = self._generating()
@@ -198,8 +205,7 @@ class Scheduler:
     def _num_wanted(self, sequence: Sequence) -> int:
         """Return how many drafts a sequence may have, and take cache for them."""
         # The step itself gives one token more, and no token may lie beyond what may be generated.
-        left = sequence.params.max_new_tokens - len(sequence.generated) - 1
-        count = min(self._num_drafts, left)
+        count = min(self._num_drafts, sequence.num_left - 1)
         return count if count > 0 and self._cache.grow(sequence, sequence.num_computed + 1 + count) else 0
 
 

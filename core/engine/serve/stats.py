@@ -36,17 +36,20 @@ class EngineStats:
     accepted: Counter[str] = field(default_factory=Counter)
     #: Steps begun before the tokens of the step before were known.
     ahead: int = 0
-    #: Tokens of such steps for sequences that had ended meanwhile.
+    #: Steps of decode that ran behind another one before the host saw its tokens.
+    in_a_row: int = 0
+    #: Tokens of steps ahead or in a row for sequences that had ended meanwhile.
     discarded: int = 0
     #: Tokens sampled outside of the captured graphs.
     sampled_outside: int = 0
 
     def count(self, step: Step, *, padding: int, preempted: int, drafted_by: str) -> None:
         """Count a step that was computed, before its tokens are handed out. preempted: so often, so far."""
-        self.steps[step.phase] += 1
+        self.steps[step.phase] += step.times
         self.preempted = preempted
-        self.computed += step.num_tokens
+        self.computed += step.num_tokens * step.times
         self.padded += padding
+        self.in_a_row += step.times - 1
         if step.phase == "decode":
             return  # all its sequences have begun before
         if step.phase == "prefill":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -14,23 +15,35 @@ from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import EngineStats
 from core.engine.serve.tokens import TokenReader
 from core.engine.steps.drafts import Drafter
-from core.engine.steps.runner import ModelRunner
+from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.shaping import needs_host
-from core.engine.steps.step import Flight, Step
+from core.engine.steps.step import Flight, Part, Step
 from core.errors import UsageError
 
 Timeline = list[tuple[str, int, int, dict[str, Any]]]
 """A timed action of the engine: a name, begin and end in nanoseconds of `time.perf_counter_ns`, and further fields."""
+TURN_S = 0.02
+"""Seconds that steps in a row may take: a request that arrives waits so long at most, and a text grows so often."""
+MOST = 32
+"""Steps in a row at most: the host's work of each is small by then, and those behind the end of a text are in vain."""
 
 
 class Done(NamedTuple):
     """A step that was computed."""
 
     step: Step
-    #: One for each of its rows.
+    #: One for each of its rows, and all rows again for each further time that it ran.
     tokens: list[int]
     #: (rows, vocabulary) on the host, where they were wanted.
     logits: Tensor | None
+
+    def tokens_of(self, first: int, part: Part) -> list[int]:
+        """Return the tokens of a part whose rows begin at `first`: one for each row, or for each time."""
+        return (
+            self.tokens[first :: self.step.num_rows]
+            if self.step.times > 1
+            else self.tokens[first : first + part.num_rows]
+        )
 
 
 class StepTurn:
@@ -52,11 +65,44 @@ class StepTurn:
         return self._lock
 
 
+class Pace:
+    """Chooses how many decode steps run in a row before the host looks at their tokens (multi-step scheduling), by what
+    steps took before.
+
+    Where the device computes while the host waits, the host's work of a step (tokens to texts, the next step's inputs)
+    is added to each step, and of a small model it takes longer than the step itself. Steps in a row share it.
+    """
+
+    def __init__(self, asked: int | None) -> None:
+        """asked: `EngineConfig.decode_steps`."""
+        self._asked = asked
+        #: By number of sequences: seconds of one step, averaged over the last ones.
+        self._seconds: dict[int, float] = {}
+        #: Steps in a row at most, whatever was asked for; may be changed at any time.
+        self.most = MOST if asked is None else asked
+
+    def times(self, num_seqs: int) -> int:
+        """Return how many steps of so many sequences may run in a row."""
+        if self._asked is not None:
+            return min(self._asked, self.most)
+        seconds = self._seconds.get(num_seqs)
+        return 1 if seconds is None else max(1, min(self.most, int(TURN_S / seconds)))
+
+    def took(self, num_seqs: int, times: int, seconds: float) -> None:
+        """Note how long steps in a row took together."""
+        each = seconds / times
+        self._seconds[num_seqs] = (self._seconds.get(num_seqs, each) + each) / 2
+
+
 class StepLoop:
     """Schedules and runs the steps of one engine; at most one is under way when `next` returns."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, drafter: Drafter, counts: EngineStats) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, drafter: Drafter, counts: EngineStats, pace: Pace
+    ) -> None:
         self._runner = runner
+        #: How many steps run in a row.
+        self.pace = pace
         self._scheduler = scheduler
         self._drafter = drafter
         self._counts = counts
@@ -65,7 +111,7 @@ class StepLoop:
         #: The list that collects timed actions; None collects nothing.
         self.timeline: Timeline | None = None
 
-    def next(self, *, ahead: bool, lives: Callable[[int], object], wants_logits: Callable[[Step], bool]) -> Done | None:
+    def next(self, lives: Callable[[int], object], wants_logits: Callable[[Step], bool], *, ahead: bool) -> Done | None:
         """Wait for the next step and return what it gave; None where there is nothing to do.
 
         ahead: begin the step behind it first, where it can be queued; not where its logits are needed on the host,
@@ -76,7 +122,7 @@ class StepLoop:
         try:
             if flight is None or not any(lives(part.sequence.index) for part in flight.step.parts):
                 self._flight = None
-                flight = self._begin(None)
+                flight = self._begin(None, alone=None if ahead else wants_logits)
             if flight is None:
                 return None
             wanted = wants_logits(flight.step)
@@ -101,19 +147,34 @@ class StepLoop:
         """Forget the step under way."""
         self._flight = None
 
-    def _begin(self, behind: Flight | None) -> Flight | None:
-        """Run the next step; None where there is nothing to do, or where it can't be queued behind another one."""
+    def _begin(self, behind: Flight | None, alone: Callable[[Step], bool] | None = None) -> Flight | None:
+        """Run the next step; None where there is nothing to do, or where it can't be queued behind another one.
+
+        alone: where no step is queued behind another one, so that steps may run several times; tells whether one is
+        wanted with its logits, and may not.
+        """
         start = time.perf_counter_ns()
         step = self._scheduler.schedule()
+        if step is not None and alone is not None and step.phase == "decode":
+            step = self._repeated(step, alone)
         output = None if step is None else self._runner.run(step, behind)
         if step is None or output is None:
             return None
         self._drafter.follow(step)
         self._note("begin", start, step)
         for part in step.parts:
-            part.launched()
+            part.launched(step.times)
+        if step.phase == "decode" and behind is None:
+            self.pace.took(len(step.parts), step.times, (time.perf_counter_ns() - start) * 1e-9)
         self._counts.ahead += behind is not None
         return Flight(step, output)
+
+    def _repeated(self, step: Step, wants_logits: Callable[[Step], bool]) -> Step:
+        """Return a step of decode, to be run as often as is worth it, before all of its sequences end."""
+        times = min(self.pace.times(len(step.parts)), *(part.sequence.num_left for part in step.parts))
+        if times < 2 or needs_host(step) or wants_logits(step) or not self._runner.repeats(step):
+            return step
+        return replace(step, times=self._scheduler.grow(step, times))
 
     def _note(self, name: str, start: int, step: Step) -> None:
         if self.timeline is not None:

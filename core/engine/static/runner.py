@@ -166,6 +166,10 @@ class StaticRunner:
             tokens, logits = self.program("decode", guards={"sampling": guard}, **inputs)
         return StepOutput(tokens, logits, guard)
 
+    def repeats(self, step: Step) -> bool:
+        """Refuse: the model's own cache counts its tokens on the host."""
+        return False
+
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
         return self.program.report()

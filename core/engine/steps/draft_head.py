@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from core.engine.steps.draft_model import DraftModel
-from core.engine.steps.runner import ModelRunner
+from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part
 

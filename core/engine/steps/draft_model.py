@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from core.compilation.report import ProgramReport
 from core.engine.config import Phase
-from core.engine.steps.runner import ModelRunner
+from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Flight, Part, Step, StepOutput
 

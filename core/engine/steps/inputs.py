@@ -137,6 +137,22 @@ def write_step(
             written.versions[row] = _version(sequence)
 
 
+def later_places(
+    step: Step, arrays: Mapping[str, np.ndarray[Any, Any]], *, block_size: int, groups: slice = FIRST_GROUP
+) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """Return what inputs of a step of one token each hold the second time, the third time, … (`Step.times`), in the
+    places that are no padding; `input_ids`, and what stays the same, left out. arrays: as of the first time."""
+    seqs, times = _counted(len(step.parts))[0], np.arange(1, step.times)[:, None]
+    positions = np.array([part.first_position for part in step.parts]) + times
+    places = positions // block_size
+    found = {"position_ids": positions, "seq_lens": positions + 1}
+    for group in range(groups.stop - groups.start):
+        table, slots = table_names(group)
+        blocks = arrays[table][seqs, places].astype(np.int64)
+        found[slots] = (blocks - places) * block_size + positions
+    return [{name: values[time] for name, values in found.items()} for time in range(step.times - 1)]
+
+
 def _write_rows(
     step: Step, arrays: Mapping[str, np.ndarray[Any, Any]], ends: np.ndarray[Any, Any], written: Written | None
 ) -> None:

@@ -1,11 +1,11 @@
-"""`ModelRunner`: the interface between the engine and a loaded model, for either cache."""
+"""How an engine runs a model: `EngineConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from core.compilation.options import CompileOptions
 from core.engine.config import KV_CACHE_DTYPES, Phase, Sampling
@@ -14,12 +14,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from core.capabilities import Capabilities, Mode
     from core.compilation.options import ModeChoice
-    from core.compilation.program import Program
-    from core.compilation.report import ProgramReport
-    from core.engine.inspect.cache_codes import Rounding
     from core.engine.models.loading import LoadedModel
-    from core.engine.steps.sequence import Sequence as EngineSequence
-    from core.engine.steps.step import Flight, Step, StepOutput
 
 DEFAULT_MAX_LEN = 2048
 MAX_DECODE_BUCKETS = 35
@@ -77,6 +72,10 @@ class EngineConfig:
     #: Queue a decode step before the host knows the tokens of the step before, so that the device need not wait. None
     #: does so where the device computes while the host goes on.
     run_ahead: bool | None = None
+    #: Decode steps at most that run in a row before the host looks at their tokens (multi-step scheduling): they share
+    #: the host's work, but the end of a text is seen late, and requests that arrive wait. None takes as many as fit
+    #: into 20 ms, up to 32. Always 1 where the device computes while the host goes on, and with drafts.
+    decode_steps: int | None = None
     #: Whether weights and cache lie in memory that `Engine.sleep` can give back; the device must have such memory.
     sleep_mode: bool = False
     #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill
@@ -117,14 +116,16 @@ class EngineConfig:
         self._check_options()
 
     def _check_budgets(self) -> None:
-        budget, mixed = self.max_step_tokens, self.mixed_step_tokens
+        budget = self.max_step_tokens
         if budget is not None and not _is_size(budget, self.max_num_seqs):
             found = f"a step also holds one token of each of up to {self.max_num_seqs} sequences"
             raise _refusal("max_step_tokens", budget, found)
         if budget is not None and self.prefill_buckets is not None and budget > max(self.prefill_buckets):
             raise _refusal("max_step_tokens", budget, f"the largest prefill bucket is {max(self.prefill_buckets)}")
-        if mixed is not None and not _is_size(mixed, 1):
-            raise _refusal("mixed_step_tokens", mixed, "it is a positive whole number, or None")
+        for name in ("mixed_step_tokens", "decode_steps"):
+            value = getattr(self, name)
+            if value is not None and not _is_size(value, 1):
+                raise _refusal(name, value, "it is a positive whole number, or None")
 
     def _check_cache(self) -> None:
         tokens, share = self.cache_tokens, self.memory_fraction
@@ -221,65 +222,6 @@ class EngineConfig:
 def one_or_all(modes: tuple[Mode, ...]) -> ModeChoice:
     """Return the modes in the form of `core.compile`: a single mode is mandatory, several are a choice."""
     return modes[0] if len(modes) == 1 else modes
-
-
-class SequenceCache(Protocol):
-    """Manages the room of sequences in the key/value cache."""
-
-    def join(self, sequence: EngineSequence) -> bool:
-        """Take room for all tokens that a sequence has; False, and nothing done, where there is none at present.
-
-        Sets `num_computed`, `num_settled` and `num_reused` to what the cache holds of it already.
-        """
-
-    def grow(self, sequence: EngineSequence, num_tokens: int) -> bool:
-        """Make room for a sequence's first num_tokens tokens; False, with nothing changed, if there is none."""
-
-    def settle(self, sequence: EngineSequence) -> None:
-        """Take note of the sequence's `num_settled`, which has grown."""
-
-    def release(self, sequence: EngineSequence) -> None:
-        """Take back all room of a sequence; of one that has none, do nothing."""
-
-    def forget(self) -> None:
-        """Use nothing of what was computed so far for sequences that join later."""
-
-
-class ModelRunner(Protocol):
-    """Computes steps and owns the cache."""
-
-    #: Which cache: "paged" or "static".
-    route: str
-    #: Why that cache.
-    reason: str
-    max_num_seqs: int
-    #: Tokens at most in a step that holds prompts.
-    max_step_tokens: int
-    #: Drafts at most behind a pending token.
-    num_drafts: int
-    #: How the model's own forward gets a cache of the same codes; None where the cache holds no codes.
-    cache_rounding: Rounding | None
-
-    @property
-    def cache(self) -> SequenceCache:
-        """The room of sequences in the cache."""
-
-    @property
-    def program(self) -> Program:
-        """The compiled model."""
-
-    def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
-        """Compute a step; it changes the cache only, and only where these tokens belong.
-
-        behind: the step that is under way and gives the tokens which this one begins with. None, with nothing done,
-        where that can't be; never without `behind`.
-        """
-
-    def report(self) -> ProgramReport:
-        """Return the account of the compiled program."""
-
-    def close(self) -> None:
-        """Free graphs and cache and leave the model as it was."""
 
 
 def _is_size(value: object, least: int) -> bool:

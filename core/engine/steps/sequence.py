@@ -138,9 +138,14 @@ class Sequence:
         return done < prompt or done < prompt + len(self.generated) + self.num_awaited - 1
 
     @property
+    def num_left(self) -> int:
+        """Tokens that it may have besides those that are known or under way."""
+        return self.params.max_new_tokens - len(self.generated) - self.num_awaited
+
+    @property
     def has_all(self) -> bool:
         """Whether no further token is needed: the last one is known or under way."""
-        return len(self.generated) + self.num_awaited >= self.params.max_new_tokens
+        return self.num_left <= 0
 
     def token(self, position: int) -> int:
         """Return the token at a position, which the host knows."""

@@ -1,4 +1,5 @@
-"""Places an engine's weights and cache in memory that can be given back while captured graphs stay."""
+"""Places an engine's weights and cache in memory that can be given back while captured graphs stay, or its weights in
+memory that is read faster."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.device import Device, SleepingMemory
+from core.engine.steps.runner import EngineConfig
 from core.errors import EngineError, UsageError
 
 log = logging.getLogger("core.engine")
@@ -24,8 +26,9 @@ class Sleeper:
     where it is and keeps its values.
     """
 
-    def __init__(self, model: nn.Module, device: Device) -> None:
-        """Raise `UsageError` where the device has no memory that can sleep."""
+    def __init__(self, model: nn.Module, device: Device, *, sleeps: bool = True) -> None:
+        """sleeps: False moves weights alone, to where they are read faster. Raise `UsageError` where the device has no
+        memory that can sleep."""
         make = device.parts.sleeping_memory
         if make is None:
             raise UsageError(
@@ -36,13 +39,14 @@ class Sleeper:
             )
         self._model = model
         self._device = device
+        self.sleeps = sleeps
         self._weights, self._cache = _Part(make()), _Part(make())
         #: Copies of the weights on the host; None if the weights keep their values or need not come back.
         self._backup: list[Tensor] | None = None
 
     def placing(self, cache: Iterable[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         """Return what moves the weights and these tensors of the cache; for `CompileOptions(relocate=…)`."""
-        kept = tuple(cache)
+        kept = tuple(cache) if self.sleeps else ()
 
         def place(constants: Sequence[Tensor]) -> None:
             weights = list(self._model.parameters())
@@ -124,8 +128,15 @@ class Sleeper:
                 freed = 0
                 self._device.parts.empty_cache()
         self._device.parts.empty_cache()
-        if stays:
+        if stays and self.sleeps:
             log.warning("%d bytes stay in memory while the engine sleeps: others hold them too", stays)
+
+
+def make_sleeper(model: nn.Module, device: Device, config: EngineConfig) -> Sleeper | None:
+    """Return what moves the weights of an engine's model, where it is to sleep or the device places weights better;
+    raise as `Sleeper` does."""
+    places = device.parts.places_weights and config.draft_model is None  # weights of two models are not told apart
+    return Sleeper(model, device, sleeps=config.sleep_mode) if config.sleep_mode or places else None
 
 
 class _Part:

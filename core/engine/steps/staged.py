@@ -15,11 +15,11 @@ from core.compilation.program import MAX_PLANS, Program
 from core.device import Device
 from core.engine.config import Sampling
 from core.engine.steps.histories import STEP_OF_HISTORIES
-from core.engine.steps.inputs import Written, put, table_names, write_step
+from core.engine.steps.inputs import Written, later_places, put, table_names, write_step
 from core.engine.steps.step import Flight, Step, StepOutput, rows_ahead, write_sampling
 
 _MIRRORS = 2
-"""Number of mirrors on the host: one step runs while another is prepared."""
+"""Number of mirrors on the host where one step runs while another is prepared; one elsewhere."""
 
 
 class StagedSteps:
@@ -36,18 +36,21 @@ class StagedSteps:
         self._program = program
         self._device = device
         self._block_size = block_size
-        self._staging = program.staging(mirrors=_MIRRORS)
-        self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(_MIRRORS)]
+        #: Whether a step may run several times: what it reads is written while nothing reads it.
+        self.repeats = not device.capabilities.asynchronous
+        mirrors = 1 if self.repeats else _MIRRORS
+        self._staging = program.staging(mirrors=mirrors)
+        self._arrays: list[dict[GraphKey, dict[str, np.ndarray[Any, Any]]]] = [{} for _ in range(mirrors)]
         self._max_seqs = max_seqs
         # By phase: what each mirror holds, and the versions of the block tables that the device holds.
-        self._written: list[dict[str, Written]] = [{} for _ in range(_MIRRORS)]
+        self._written: list[dict[str, Written]] = [{} for _ in range(mirrors)]
         self._sent: dict[str, list[int]] = {}
         # Results of the search among all buckets, by size: the key that serves it, and the dropped bucket that this
         # replaces.
         self._keys: dict[tuple[Any, ...], tuple[GraphKey | None, GraphKey | None]] = {}
         # Host memory for tokens that are still being computed when the step returns.
         self._homes: Iterator[Tensor] | None = None
-        if device.capabilities.asynchronous:
+        if not self.repeats:
             homes = [torch.empty(max_rows, dtype=torch.int64, pin_memory=True) for _ in range(_MIRRORS)]
             self._homes = cycle(homes)
         self._tables = tuple(table_names(group)[0] for group in range(groups.stop - groups.start))
@@ -55,6 +58,16 @@ class StagedSteps:
 
     def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does. Call it once for each step."""
+        key, wanted = self._find(step, guards)
+        if key is not None and wanted is not None:
+            self._program.count_stand_in(wanted, key)
+        return key
+
+    def holds(self, step: Step, guards: dict[str, Sampling]) -> bool:
+        """Tell whether a captured key serves a step."""
+        return self._find(step, guards)[0] is not None
+
+    def _find(self, step: Step, guards: dict[str, Sampling]) -> tuple[GraphKey | None, GraphKey | None]:
         signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
         if signature not in self._keys:
             if len(self._keys) >= MAX_PLANS:
@@ -62,10 +75,7 @@ class StagedSteps:
             sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
             find, missed = self._program.bucket, self._program.stand_in
             self._keys[signature] = find(step.phase, sizes, guards), missed(step.phase, sizes, guards)
-        key, wanted = self._keys[signature]
-        if key is not None and wanted is not None:
-            self._program.count_stand_in(wanted, key)
-        return key
+        return self._keys[signature]
 
     def run(
         self, key: GraphKey, step: Step, *, sampling: Sampling, behind: Flight | None = None, rows: Any = None
@@ -89,9 +99,29 @@ class StagedSteps:
         feed = None if behind is None else {"input_ids": tokens_ahead(step, behind)}
         tokens, logits = self._staging.replay(key, kept=kept, feed=feed)
         self._sent[key.phase] = held
+        padding, read = len(arrays["input_ids"]) - step.num_tokens, None
+        if step.times > 1:
+            tokens, logits, made = self._repeat(key, step, arrays, tokens, sampling)
+            read = made.copy
         if len(arrays["logit_rows"]) > step.num_rows:
             tokens, logits = tokens[: step.num_rows], logits[: step.num_rows]
-        return StepOutput(tokens, logits, sampling, padding=len(arrays["input_ids"]) - step.num_tokens)
+        return StepOutput(tokens, logits, sampling, padding=padding * step.times, read=read)
+
+    def _repeat(
+        self, key: GraphKey, step: Step, arrays: dict[str, np.ndarray[Any, Any]], tokens: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """Run the step that ran last the other times; return its outputs, and the tokens of all times on the host."""
+        made = last = tokens.tolist()[: step.num_rows]
+        for time, places in enumerate(later_places(step, arrays, block_size=self._block_size, groups=self._groups), 1):
+            for name, values in places.items():
+                arrays[name][: step.num_tokens] = values
+            if sampling != "greedy":
+                write_sampling(step, arrays["sampling_params"], time)
+            arrays["input_ids"][: step.num_rows] = last
+            tokens, logits = self._staging.replay(key, kept=self._tables)
+            last = tokens.tolist()[: step.num_rows]
+            made = made + last
+        return tokens, logits, made
 
     def sent(self, key: GraphKey, step: Step) -> dict[str, Tensor]:
         """Return the inputs of the step that ran last, as they are on the device, without padding: views, valid until
@@ -102,6 +132,8 @@ class StagedSteps:
 
     def read_later(self, output: StepOutput) -> StepOutput:
         """Begin to copy the tokens to the host; call it before the next step is run."""
+        if output.read is not None:
+            return output
         if self._homes is None:  # the step is done
             found = output.tokens.tolist()
             return output._replace(read=found.copy)

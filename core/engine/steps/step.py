@@ -62,10 +62,10 @@ class Part:
         """The tokens to compute, drafts last; zero stands for one that is not known yet."""
         return [*self.sequence.tokens(self.first_position, self.num_tokens), *self.drafts]
 
-    def launched(self) -> None:
-        """Advance the sequence to its state after this part."""
-        self.sequence.num_computed += self.num_tokens
-        self.sequence.num_awaited += self.emits
+    def launched(self, times: int = 1) -> None:
+        """Advance the sequence to its state after a step that runs so many times."""
+        self.sequence.num_computed += self.num_tokens + times - 1
+        self.sequence.num_awaited += times if self.emits else 0
 
     def undone(self) -> None:
         """Reset the sequence to its state before this part and all later ones."""
@@ -80,9 +80,12 @@ class Step:
 
     phase: Phase
     parts: tuple[Part, ...]
-    #: All tokens that are computed, drafts included.
+    #: How often the graph runs, each time on the tokens of the time before: more than once for decode alone, where each
+    #: part is one token.
+    times: int = 1
+    #: All tokens that are computed each time, drafts included.
     num_tokens: int = field(init=False)
-    #: Rows of logits and tokens that the step gives, part by part.
+    #: Rows of logits and tokens that the step gives each time, part by part.
     num_rows: int = field(init=False)
     #: The cheapest way to choose tokens that does what all its sequences ask of the device.
     sampling: Sampling = field(init=False)
@@ -102,22 +105,23 @@ class Step:
         return torch.tensor(rows, dtype=torch.float32).to(device, non_blocking=True)
 
 
-def write_sampling(step: Step, array: np.ndarray[Any, Any]) -> None:
-    """Write `sampling_params` of a step into an array of a bucket's size; padding rows are greedy."""
-    rows = [row for part in step.parts for row in _sampling_rows(part)]
+def write_sampling(step: Step, array: np.ndarray[Any, Any], time: int = 0) -> None:
+    """Write `sampling_params` of a step into an array of a bucket's size; padding rows are greedy. time: which of the
+    `Step.times`."""
+    rows = [row for part in step.parts for row in _sampling_rows(part, time)]
     array[: len(rows)] = rows
     array[len(rows) :] = GREEDY_ROW
 
 
-def _sampling_rows(part: Part) -> Iterator[tuple[float, ...]]:
-    sequence, first = part.sequence, part.end - len(part.sequence.prompt)
+def _sampling_rows(part: Part, time: int = 0) -> Iterator[tuple[float, ...]]:
+    sequence, first = part.sequence, part.end - len(part.sequence.prompt) + time
     for offset in range(part.num_rows):
         greedy = sequence.params.greedy or not part.emits
         yield GREEDY_ROW if greedy else sampling_row(sequence.params, sequence.uniform(first + offset))
 
 
 class StepOutput(NamedTuple):
-    """The result of a step, valid until the next step."""
+    """The result of a step, valid until the next step; of one that runs several times, of the last time."""
 
     #: (rows,) int64.
     tokens: Tensor
@@ -129,8 +133,8 @@ class StepOutput(NamedTuple):
     captured: bool = True
     #: Padding tokens that were computed to fill the bucket.
     padding: int = 0
-    #: Waits for the tokens and returns them on the host, also when the next step runs already; None where they were
-    #: not sent there.
+    #: Waits for the tokens and returns them on the host, those of each time after those of the time before, also when
+    #: the next step runs already; None where they were not sent there.
     read: Callable[[], list[int]] | None = None
 
 

@@ -65,6 +65,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         memory=read_memory,
         reset_peak_memory=reset_peak_memory,
         sleeping_memory=HostMemory if CAN_SLEEP else None,
+        places_weights=CAN_SLEEP,
         kernel_compilers=(AOT_INDUCTOR, KERNELS),
         peers=PEERS,
         read_rates=read_rates,

@@ -289,12 +289,12 @@ def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
     assert loaded.config._attn_implementation != "core"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mamba"])
-def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str) -> None:
-    loaded = build_model(tiny_config(model_type), torch_device=CPU)
-    found = []
+@pytest.mark.parametrize(("model_type", "ahead"), [("llama", False), ("llama", True), ("mamba", False)])
+def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str, ahead: bool) -> None:
+    loaded, found = build_model(tiny_config(model_type), torch_device=CPU), []
+    config = replace(SMALL, options=CompileOptions(mode="full"), sampling=("greedy",), run_ahead=ahead)
     with torch.inference_mode():
-        engine = Engine(loaded, acme(), replace(SMALL, options=CompileOptions(mode="full"), sampling=("greedy",)))
+        engine = Engine(loaded, acme(), config)
     with engine:
         for mode in (torch.inference_mode, torch.enable_grad):
             with mode():

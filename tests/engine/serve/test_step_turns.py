@@ -34,10 +34,10 @@ def within_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     """Return a function that has another one called once, in the middle of the next step."""
     begin, asked = StepLoop._begin, []
 
-    def first(steps: StepLoop, behind: Any) -> Any:
+    def first(steps: StepLoop, behind: Any, **named: Any) -> Any:
         if asked:
             asked.pop()()
-        return begin(steps, behind)
+        return begin(steps, behind, **named)
 
     monkeypatch.setattr(StepLoop, "_begin", first)
     return asked.append

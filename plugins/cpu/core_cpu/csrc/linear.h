@@ -18,10 +18,9 @@ namespace core_cpu {
 constexpr int MAX_BLOCK_ROWS = 8;
 constexpr int64_t COLUMNS = 8;  // rows of the weight that all blocks of rows read, one after another
 constexpr int64_t BYTES = 1 << 15;  // of a block of rows: these stay in the first cache while the weight passes by
-// Whether to fetch what comes next ahead of its use. Measured: in favour of it on Zen 5, and on Zen 1 for numbers of 16
-// bits, of which the vectors there read fewer bytes at a time.
-template <typename T>
-constexpr bool FETCHES = WIDTH > 8 || sizeof(T) < 4;
+// How far ahead of its use a weight is fetched, in bytes: a block reads several of its rows at a time, which processors
+// do not foresee. Measured on Zen 1 from 1,024 to 8,192; 4,096 and more lost for one row.
+constexpr int64_t DISTANCE = 2048;
 
 // One share of a product: x (rows, depth), weight (columns, depth), bias (columns,) or null, out (rows, columns).
 template <typename T>
@@ -105,8 +104,8 @@ typename Arithmetic<T>::Numbers load_rest(const T* from, int64_t count) {
   return Arithmetic<T>::load(rest);
 }
 
-// Compute R rows of x times C rows of the weight, from row `r` and column `c` on. Fetches the C rows of the weight that
-// come next into the cache meanwhile, where `ahead`.
+// Compute R rows of x times C rows of the weight, from row `r` and column `c` on. Fetches as much of the weight into the
+// cache meanwhile, from DISTANCE on, where `ahead`.
 template <int R, int C, typename T>
 void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
   using Numbers = typename Arithmetic<T>::Numbers;
@@ -115,7 +114,8 @@ void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
   static_assert(COUNT <= WIDTH);
   const T* x = product.x + r * product.ldx;
   const T* weight = product.weight + c * product.ldw;
-  [[maybe_unused]] const int64_t next = ahead ? C * product.ldw : 0;
+  // How much of each row is fetched ahead; behind its end, of the row that comes C rows later.
+  const int64_t early = std::min<int64_t>(DISTANCE / C / static_cast<int64_t>(sizeof(T)), product.depth);
   Vec sums[COUNT];
 #pragma GCC unroll 16
   for (int i = 0; i < COUNT; ++i) {
@@ -144,9 +144,12 @@ void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
   constexpr int64_t STEPS = std::max<int64_t>(LINE / (STEP * static_cast<int64_t>(sizeof(T))), 1);
   int64_t k = 0;
   for (; k + STEPS * STEP <= product.depth; k += STEPS * STEP) {
+    if (ahead) {
+      const T* next = weight + k + early + (k + early < product.depth ? 0 : C * product.ldw - product.depth);
 #pragma GCC unroll 8
-    for (int j = 0; FETCHES<T> && j < C; ++j) {
-      __builtin_prefetch(weight + next + j * product.ldw + k);
+      for (int j = 0; j < C; ++j) {
+        __builtin_prefetch(next + j * product.ldw);
+      }
     }
     unrolled<STEPS>([&](auto i) __attribute__((always_inline)) { step(full, k + i * STEP); });
   }
@@ -178,7 +181,7 @@ void linear_rows(const Product<T>& product, int64_t r, int64_t c, int64_t count,
   constexpr int C = std::max<int>(std::min<int>(WIDTH / R, 8), 1);
   for (const int64_t end = c + count; c < end;) {
     if (end - c >= C) {
-      linear_block<R, C>(product, r, c, ahead && product.columns - c >= 2 * C);
+      linear_block<R, C>(product, r, c, ahead);
       c += C;
     } else {
       linear_block<R, 1>(product, r, c, false);
