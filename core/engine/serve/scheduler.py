@@ -8,8 +8,7 @@ from itertools import repeat
 
 from core.engine.serve.waiting import WaitingSequences
 from core.engine.steps.drafts import OwnText
-from core.engine.steps.runner import SequenceCache
-from core.engine.steps.sequence import Sequence
+from core.engine.steps.sequence import Sequence, SequenceCache
 from core.engine.steps.step import Part, Step
 
 Propose = Callable[[List[tuple[Sequence, int]]], List[tuple[int, ...]]]

@@ -79,6 +79,8 @@ class Sequence:
     num_published: int = 0
     #: First part of the key of its first block: sequences with different salts share no blocks.
     cache_salt: bytes = b""
+    #: The slot of its adapter, 0 for none (`core.engine.lora`).
+    adapter: int = 0
     #: Changes with `tables`, and is unique among sequences.
     version: int = field(default_factory=_versions.__next__)
     finish_reason: FinishReason | None = None
@@ -182,3 +184,25 @@ class Sequence:
         while len(self._uniforms) <= index:
             self._uniforms.append(float(torch.rand(1, generator=self.generator)))
         return self._uniforms[index]
+
+
+class SequenceCache(Protocol):
+    """Manages the room of sequences in the key/value cache."""
+
+    def join(self, sequence: Sequence) -> bool:
+        """Take room for all tokens that a sequence has; False, and nothing done, where there is none at present.
+
+        Sets `num_computed`, `num_settled` and `num_reused` to what the cache holds of it already.
+        """
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for a sequence's first num_tokens tokens; False, with nothing changed, if there is none."""
+
+    def settle(self, sequence: Sequence) -> None:
+        """Take note of the sequence's `num_settled`, which has grown."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back all room of a sequence; of one that has none, do nothing."""
+
+    def forget(self) -> None:
+        """Use nothing of what was computed so far for sequences that join later."""

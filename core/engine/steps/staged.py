@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -53,9 +53,9 @@ class StagedSteps:
         self._tables = tuple(table_names(group)[0] for group in range(groups.stop - groups.start))
         self._groups = groups
 
-    def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
+    def key(self, step: Step, guards: Mapping[str, Hashable]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does. Call it once for each step."""
-        signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
+        signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, *guards.items())
         if signature not in self._keys:
             if len(self._keys) >= MAX_PLANS:
                 self._keys.clear()
