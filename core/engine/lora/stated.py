@@ -49,7 +49,7 @@ class AdapterConfig:
     @property
     def max_rank(self) -> int:
         """The largest rank of any layer."""
-        return max(self.rank, *self.ranks.values())
+        return max((self.rank, *self.ranks.values()))
 
     def rank_of(self, layer: str) -> int:
         """Return the rank at a layer, by its path in the model."""
