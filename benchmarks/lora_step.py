@@ -33,7 +33,7 @@ def write_adapter(folder: Path, engine: Engine, rank: int, seed: int) -> Path:
     adapters = engine._runner.adapters
     assert adapters is not None
     for path, layer in adapters.layers.items():
-        shapes = {"A": (rank, layer.a.shape[0]), "B": (layer.b.shape[1], rank)}
+        shapes = {"A": (rank, layer.a.shape[1]), "B": (layer.b.shape[0], rank)}
         for side, shape in shapes.items():
             tensors[f"base_model.model.{path}.lora_{side}.weight"] = torch.randn(shape, generator=generator) * 0.01
     folder.mkdir()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import core.common.ops.linear  # noqa: F401  # registers core::linear
 from core.engine.inspect.attention import SIZE, implementation, register_interfaces
 from core.engine.models.hf import import_transformers
 from core.quantization.layers import QuantizedLinear, WeightOnlyLinear
@@ -38,9 +39,9 @@ class AdapterStep:
 class AdaptedLayer:
     """The adapters of one linear layer, in the dtype of its input."""
 
-    #: (I, K * R): A of each adapter, transposed.
+    #: (K * R, I): A of each adapter.
     a: Tensor
-    #: (K * R, O): B of each adapter, transposed, times its scale.
+    #: (O, K * R): B of each adapter, times its scale.
     b: Tensor
     #: The step being run, shared by all layers.
     step: AdapterStep
@@ -53,9 +54,13 @@ class AdaptedLayer:
         """Return the layer's output (…, T, O) for x (…, T, I) with what the tokens' adapters add."""
         if self.step.mask is None:
             return out
+        # The canonical op: devices have kernels for it, and no pass joins A with the layer's weight, which the graph
+        # without adapters joins with others.
+        linear = torch.ops.core.linear.default
         # Not by a product with the mask: what one adapter makes infinite must not reach the tokens of the others.
-        kept = torch.where(self.step.mask, x @ self.a, 0.0)
-        return out + kept @ self.b
+        kept = torch.where(self.step.mask, linear(x, self.a, None), 0.0)
+        added: Tensor = linear(kept, self.b, None)
+        return out + added
 
 
 def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:

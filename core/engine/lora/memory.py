@@ -40,8 +40,8 @@ class AdapterMemory:
             with torch.inference_mode(False):  # tensors made in that mode can't be compiled
                 self.layers = {
                     path: AdaptedLayer(
-                        torch.zeros((size_in, width), dtype=dtype, device=device),
-                        torch.zeros((width, size_out), dtype=dtype, device=device),
+                        torch.zeros((width, size_in), dtype=dtype, device=device),
+                        torch.zeros((size_out, width), dtype=dtype, device=device),
                         self._step,
                     )
                     for path, (size_in, size_out, dtype) in found.items()
@@ -70,7 +70,7 @@ class AdapterMemory:
         tensors = [each for layer in self.layers.values() for each in (layer.a, layer.b)]
         with torch.no_grad():
             for each in tensors:
-                each.view(-1).copy_(torch.arange(each.numel(), device=each.device).sin() * each.shape[0] ** -0.5)
+                each.view(-1).copy_(torch.arange(each.numel(), device=each.device).sin() * each.shape[1] ** -0.5)
         attach(self._model, self.layers)
         yield
         for each in tensors:
@@ -101,7 +101,7 @@ class AdapterMemory:
             if len(down) > self.max_rank:
                 found = f"{path!r} is of rank {len(down)}, and there is room for {self.max_rank}"
                 raise ModelError(asked, found=found, remedy=f"make the engine with max_lora_rank={len(down)}")
-            sizes, own = (down.shape[1], up.shape[0]), (layer.a.shape[0], layer.b.shape[1])
+            sizes, own = (down.shape[1], up.shape[0]), (layer.a.shape[1], layer.b.shape[0])
             if sizes != own:
                 found = f"{path!r} takes {sizes[0]} numbers to {sizes[1]}, the model's layer {own[0]} to {own[1]}"
                 raise ModelError(asked, found=found, remedy="take an adapter of this very model")
@@ -118,9 +118,9 @@ class AdapterMemory:
             b.zero_()
             if path in tensors:
                 down, up = tensors[path]
-                a[:, : down.shape[0]].copy_(down.T)
-                b[: up.shape[1]].copy_(up.T)
+                a[: down.shape[0]].copy_(down)
+                b[:, : up.shape[1]].copy_(up)
 
     def _views(self, layer: AdaptedLayer, slot: int) -> tuple[Tensor, Tensor]:
         places = slice((slot - 1) * self.max_rank, slot * self.max_rank)
-        return layer.a[:, places], layer.b[places]
+        return layer.a[places], layer.b[:, places]

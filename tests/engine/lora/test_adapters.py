@@ -177,11 +177,11 @@ def test_what_one_adapter_makes_infinite_stays_with_its_tokens(model: Any) -> No
     layer = memory.layers[LAYER]
     layer.a.fill_(1.0)
     layer.b.fill_(1.0)
-    layer.a[:, :2] = 3e38
+    layer.a[:2] = 3e38
     memory.begin_step(torch.tensor([0, 1, 2]))
-    x, out = torch.ones(1, 3, layer.a.shape[0]), torch.zeros(1, 3, layer.b.shape[1])
+    x, out = torch.ones(1, 3, layer.a.shape[1]), torch.zeros(1, 3, layer.b.shape[0])
     none, first, second = layer.add(x, out)[0]
-    assert (none == 0).all() and first.isinf().all() and (second == 2 * layer.a.shape[0]).all()
+    assert (none == 0).all() and first.isinf().all() and (second == 2 * layer.a.shape[1]).all()
     memory.end_step()
     assert layer.add(x, out) is out
 
