@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from core.compilation.options import CompileOptions, Verify
     from core.compilation.rewrite.order import PassSwitches
     from core.device import Device
+    from core.engine.lora.stated import AdapterConfig
     from core.engine.steps.runner import EngineConfig
 
 MODEL: Any = typer.Argument(
@@ -47,6 +48,12 @@ DRAFT_MODEL: Any = typer.Option(
     metavar="FOLDER",
     help="What drafts: a smaller model of the same tokenizer, an EAGLE head, or `self` for the model's own heads.",
 )
+LORA: Any = typer.Option(
+    [],
+    "--lora",
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter in PEFT's form, which requests choose as `model`; repeatable (docs/lora.md).",
+)
 QUANTIZE: Any = typer.Option(
     None, "--quantize", metavar="SCHEME", help="Quantise the model first: fp8, int8, w4a16, ... (docs/quantization.md)."
 )
@@ -67,7 +74,7 @@ MIXED_STEP_TOKENS: Any = typer.Option(
     None, "--mixed-step-tokens", min=1, help="Of these, of prompts, in steps in which others generate; default: all."
 )
 """Defaults of a subcommand's parameters `model`, `model_option`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
-`speculative`, `draft_model`, `quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
+`speculative`, `draft_model`, `lora`, `quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
 
 
 def one_model(model: str | None, option: str | None) -> str | None:
@@ -159,6 +166,20 @@ def _parse_providers(texts: Sequence[str]) -> dict[str, str] | None:
             )
         found[op] = name
     return found or None
+
+
+def parse_loras(texts: Sequence[str]) -> dict[str, AdapterConfig]:
+    """Return what the adapters of `--lora` state, by name; raise `ModelError` for a folder that holds none."""
+    from core.engine.lora.stated import read_stated
+
+    found: dict[str, AdapterConfig] = {}
+    for text in texts:
+        name, _, folder = (part.strip() for part in text.partition("="))
+        if not name or not folder or name in found:
+            wrong = f"{name!r} is given twice" if name in found else "it is not of the form NAME=FOLDER"
+            raise UsageError(f"--lora {text}", found=wrong, remedy="write --lora NAME=FOLDER, once for each name")
+        found[name] = read_stated(folder)
+    return found
 
 
 def _parse_modes(text: str | None) -> Any:

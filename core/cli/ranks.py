@@ -40,7 +40,12 @@ COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=(
 
 
 def run_on_ranks(
-    tp: int | None, timeout_s: float, *, draft_model: Path | str | None = None, drain_timeout_s: float | None = None
+    tp: int | None,
+    timeout_s: float,
+    *,
+    draft_model: Path | str | None = None,
+    lora: object = None,
+    drain_timeout_s: float | None = None,
 ) -> int | None:
     """Run the command on `tp` ranks of this machine and return its exit code; None where this process shall run it.
 
@@ -54,6 +59,9 @@ def run_on_ranks(
     if wanted > 1 and draft_model is not None:
         found = "a draft model can't be shared by several ranks yet"
         raise UsageError(f"--draft-model with {wanted} ranks", found=found, remedy="leave --draft-model out")
+    if wanted > 1 and lora:
+        found = "the layers are cut among the ranks, and adapters are not"
+        raise UsageError(f"--lora with {wanted} ranks", found=found, remedy="leave --lora or --tp out")
     if size > 1 or wanted == 1:
         return None
     from core.engine.parallel.launch import run_ranks

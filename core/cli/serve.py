@@ -16,6 +16,7 @@ from core.cli.model_argument import (
     DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
+    LORA,
     MAX_STEP_TOKENS,
     MEASURE,
     MIXED_STEP_TOKENS,
@@ -28,6 +29,7 @@ from core.cli.model_argument import (
     check_model_options,
     compile_options,
     one_model,
+    parse_loras,
 )
 from core.cli.output import status
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried
@@ -69,6 +71,7 @@ def serve(
     kv_cache_dtype: str = KV_CACHE_DTYPE,
     speculative: int = SPECULATIVE,
     draft_model: Path | None = DRAFT_MODEL,
+    lora: list[str] = LORA,
     cache_tokens: int | None = typer.Option(
         None, min=1, help="Tokens that the key/value cache has room for; default: what memory and sequences ask for."
     ),
@@ -96,6 +99,7 @@ def serve(
 
     model = one_model(model, model_option)
     check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
+    adapters = parse_loras(lora)
     engine_config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -108,6 +112,8 @@ def serve(
         speculative=speculative,
         sampling=("greedy", "random", *(("shaped",) if capture_penalties else ())),
         draft_model=draft_model,
+        max_loras=len(adapters),
+        max_lora_rank=max((each.max_rank for each in adapters.values()), default=1),
         options=compile_options(mode, lowering, provider=provider, measure=measure),
     )
     config = _server_config(
@@ -119,10 +125,11 @@ def serve(
         max_queue=max_queue,
         max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout,
+        loras=tuple((name, each.path) for name, each in adapters.items()),
     )
     check_name(device)
     # From here on torch is imported.
-    ranked: dict[str, Any] = {"draft_model": draft_model, "drain_timeout_s": drain_timeout}
+    ranked: dict[str, Any] = {"draft_model": draft_model, "lora": lora, "drain_timeout_s": drain_timeout}
     if (code := run_on_ranks(tp, tp_timeout, **ranked)) is not None:
         return code
     _serve(config, device, model, dtype, engine_config, (quantize, calibration), tp_timeout)
@@ -139,7 +146,11 @@ def _server_config(model: str | None, name: str | None, api_key: str | None, **f
     folder = embedded_model() if model is None else Path(model).expanduser().resolve()
     if name is not None and not name.strip():
         raise UsageError("--served-model-name ''", found="it is empty", remedy="give a name, or leave it out")
-    return ServerConfig(model_name=name or folder.name, api_key=key or Settings.from_environment().api_key, **fields)
+    model_name = name or folder.name
+    if model_name in dict(fields["loras"]):
+        found = "the model itself has that name"
+        raise UsageError(f"--lora {model_name}", found=found, remedy="give the adapter another name")
+    return ServerConfig(model_name=model_name, api_key=key or Settings.from_environment().api_key, **fields)
 
 
 def _serve(
@@ -173,6 +184,8 @@ def _serve(
             if isinstance(engine, FollowingEngine):
                 engine.follow(Orders.of_job())
             elif listener is not None:
+                for lora, folder in config.loras:
+                    engine.load_lora(lora, folder)
                 run(engine, config, listener)
             if isinstance(engine, LeadingEngine) and engine.failure is not None:
                 raise engine.failure

@@ -129,6 +129,11 @@ def test_a_launcher_and_the_option_may_not_differ(monkeypatch: pytest.MonkeyPatc
         ranks.run_on_ranks(2, 300)
 
 
+def test_adapters_are_refused() -> None:
+    with refused(UsageError, "--lora with 2 ranks"):
+        ranks.run_on_ranks(2, 300, lora=["a=folder"])
+
+
 def test_a_draft_model_is_refused() -> None:
     with refused(UsageError, "--draft-model with 2 ranks"):
         ranks.run_on_ranks(2, 300, draft_model="x")

@@ -45,6 +45,8 @@ WITHOUT_TORCH = (
         ("--max-body-bytes 1", ("--max-body-bytes",)),
         ("--api-key= ", ("CORE_API_KEY", "unset it")),
         ("--served-model-name=", ("--served-model-name", "it is empty")),
+        ("--lora sql", ("--lora sql", "not of the form NAME=FOLDER")),
+        ("--lora sql=nowhere", ("'nowhere'", "no adapter_config.json")),
     ],
 )
 def test_a_wrong_value_is_refused_without_torch(arguments: str, phrases: tuple[str, ...]) -> None:

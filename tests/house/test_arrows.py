@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/quantization",),
     ("core/engine/__init__.py", "core/engine/config.py", "core/engine/models"),
     ("core/engine/heads", "core/engine/inspect", "core/engine/parallel"),
+    ("core/engine/lora",),
     ("core/engine/steps",),
     ("core/engine/static",),
     ("core/engine/paged",),

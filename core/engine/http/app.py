@@ -59,10 +59,15 @@ class Service:
             await self.engine.close()
             self.texts.close()
 
+    @property
+    def models(self) -> list[str]:
+        """The names by which clients may ask: of the model, and of the adapters that are loaded now."""
+        return [self.config.model_name, *self.engine.engine.loras]
+
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` for a model that is not served here."""
-        if name not in (None, self.config.model_name):
-            message = f"the model {name!r} is not served here; there is {self.config.model_name!r}"
+        if name is not None and name not in self.models:
+            message = f"the model {name!r} is not served here; there is {', '.join(map(repr, self.models))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def generate(
@@ -74,7 +79,9 @@ class Service:
         max_tokens_field, max_tokens = body.asked_max_tokens
         params = body.sampling(self.max_model_len if max_tokens is None else max_tokens)
         self._check_biases(params)
-        generation = Generation(self.engine, self.admission, self.metrics, http.scope["core.request_id"])
+        name = body.model or self.config.model_name
+        lora = None if name == self.config.model_name else name
+        generation = Generation(self.engine, self.admission, self.metrics, http.scope["core.request_id"], lora)
         try:
             if params.logprobs is not None:
                 await self.texts.names((0,))  # a model without a tokenizer is refused before the answer starts
@@ -85,8 +92,7 @@ class Service:
             generation.close(user=body.user)
             raise
         id = f"{prefix}-{generation.request_id}"
-        name, token_ids = self.config.model_name, body.return_token_ids
-        reply = Reply(generation, shape, self.texts, name, id=id, token_ids=token_ids)
+        reply = Reply(generation, shape, self.texts, name, id=id, token_ids=body.return_token_ids)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             events = reply.events(usage=usage)
@@ -144,14 +150,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the one model."""
-        return {"object": "list", "data": [_model(service)]}
+        """List the model and its adapters."""
+        return {"object": "list", "data": [_model(service, name) for name in service.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Describe the model."""
+        """Describe the model, or one of its adapters."""
         service.check_model(name)
-        return _model(service)
+        return _model(service, name)
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
@@ -213,12 +219,14 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
+    base = service.config.model_name
     return {
-        "id": service.config.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "core",
+        "parent": None if name == base else base,
         "max_model_len": service.max_model_len,
     }
 

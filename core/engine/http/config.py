@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,6 +12,8 @@ class ServerConfig:
 
     #: The name by which clients ask for the model.
     model_name: str
+    #: Names and folders of the adapters to load.
+    loras: tuple[tuple[str, Path], ...] = ()
     host: str = "127.0.0.1"
     #: 0 takes a free one.
     port: int = 8000

@@ -19,7 +19,7 @@ from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.load import max_running
 from core.engine.serve.prompts import EncodedPrompt, Prompt
 from core.engine.serve.request import Completion, RequestOutput
-from core.engine.serve.tickets import Ticket
+from core.engine.serve.tickets import Receive, Ticket
 from core.errors import CoreError, EngineError, ModelError
 
 log = logging.getLogger("core.serve")
@@ -87,7 +87,11 @@ class Admission:
 class Generation:
     """The sequences of one request. `close` it in any case: what still runs is ended."""
 
-    def __init__(self, engine: AsyncEngine, admission: Admission, metrics: Metrics, request_id: str) -> None:
+    def __init__(
+        self, engine: AsyncEngine, admission: Admission, metrics: Metrics, request_id: str, lora: str | None = None
+    ) -> None:
+        """lora: the name of the adapter that they have."""
+        self._lora = lora
         self._engine, self._admission, self._metrics = engine, admission, metrics
         self._ready = asyncio.Event()
         self.request_id = request_id
@@ -147,6 +151,7 @@ class Generation:
         ]
         fields = {
             "request_id": self.request_id,
+            **({} if self._lora is None else {"lora": self._lora}),
             **self.usage(),
             "outcomes": outcomes,
             "first_token_ms": first,
@@ -186,8 +191,9 @@ class Generation:
         choice = Choice(len(self.choices), prompt, number)
         self.choices.append(choice)
         self._metrics.prompt_tokens.inc(len(prompt))
+        receive: Receive = lambda output: self._receive(choice, output)  # noqa: E731  (a callback)
         try:
-            choice.ticket = self._engine.submit(prompt.token_ids, params, lambda output: self._receive(choice, output))
+            choice.ticket = self._engine.submit(prompt.token_ids, params, receive, self._lora)
         except CoreError as error:
             self._receive(choice, error)
 

@@ -134,8 +134,9 @@ def read_config(path: Path) -> dict[str, Any]:
         # Without the adapter library the base weights would load alone, as if the adapter were not there.
         raise ModelError(
             asked_for(path),
-            found="adapter_config.json: the folder holds an adapter, which is not applied here",
-            remedy="merge it into its base model first (peft: `merge_and_unload()`, then `save_pretrained`)",
+            found="adapter_config.json: the folder holds an adapter, and no model",
+            remedy="load its base model, and the adapter by `core serve --lora NAME=FOLDER` or `Engine.load_lora`, or "
+            "merge both first (peft: `merge_and_unload()`, then `save_pretrained`)",
         )
     if (path / "config.json").is_file():
         return read_stated(path, "config.json")

@@ -10,6 +10,7 @@ from torch import Tensor
 from core.engine.config import Sampling
 from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
+from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
@@ -27,14 +28,17 @@ class PagedLogits:
         *,
         states: HiddenStates | None = None,
         states_group: int = 0,
+        adapters: AdapterMemory | None = None,
     ) -> None:
-        """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group."""
+        """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group.
+        adapters: those that its linear layers have."""
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
         self._max_query_len = max_query_len
         self._states = states
         self._state_slots = table_names(states_group)[1]
+        self._adapters = adapters
         self._selects_rows = "logits_to_keep" in accepted_arguments(model)
 
     def __repr__(self) -> str:
@@ -47,17 +51,22 @@ class PagedLogits:
         seq_lens: Tensor,
         query_starts: Tensor,
         logit_rows: Tensor,
+        lora: bool = False,
         **tables: Tensor,
     ) -> Tensor:
         """Return logits (rows, vocabulary) after the tokens at logit_rows; shapes as in `step_inputs`.
 
-        tables: the block table and the slot mapping of each group of layers, and what else `step_inputs` declares.
+        lora: a guard; whether tokens have adapters. tables: the block table and the slot mapping of each group of
+        layers, and what else `step_inputs` declares.
         """
         for step, (table, slots) in zip(self._steps, self._names, strict=True):
             step.block_table, step.slot_mapping = tables[table], tables[slots]
             step.seq_lens, step.query_starts, step.max_query_len = seq_lens, query_starts, self._max_query_len
         if self._states is not None:
             self._states.slots, self._states.next_slots = tables[self._state_slots], tables.get("next_slots")
+        if lora:
+            assert self._adapters is not None
+            self._adapters.begin_step(tables["adapter_slots"])
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         output = self._model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
@@ -66,6 +75,8 @@ class PagedLogits:
             step.clear()
         if self._states is not None:
             self._states.clear()
+        if self._adapters is not None:
+            self._adapters.end_step()
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
 
@@ -87,11 +98,12 @@ class PagedCall:
         sampling_params: Tensor,
         history_rows: Tensor | None = None,
         sampling: Sampling = "greedy",
+        lora: bool = False,
         **step: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return tokens (rows,) and the model's logits (rows, vocabulary). sampling: a guard; with "shaped", the
-        tokens are those of `Histories.choose`."""
-        logits = self.logits(**step)
+        tokens are those of `Histories.choose`. lora: a guard; see `PagedLogits`."""
+        logits = self.logits(lora=lora, **step)
         if sampling == "shaped":
             assert history_rows is not None and self._histories is not None
             inputs = {name: step[name] for name in STEP_OF_HISTORIES}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
 from core.device import Device
 from core.engine.heads.states import HiddenStates
+from core.engine.lora.memory import AdapterMemory
 from core.engine.paged.blocks import BlockPool
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.groups import CacheNeeds
@@ -91,3 +93,23 @@ class Room:
     def _no_room(self, error: BaseException) -> ModelError:
         # What other processes hold, `memory` may not know.
         return no_room(self._needs, self._size, " ".join(str(error).split())[:200])
+
+
+class Place(NamedTuple):
+    """A model, and the room in which its cache lies."""
+
+    model: PagedModel
+    room: Room
+    #: Whether it drafts, and verifies nothing.
+    drafts: bool = False
+    #: What a head reads in the slots of its first group, which follows the groups of the model that writes it.
+    states: HiddenStates | None = None
+    adapters: AdapterMemory | None = None
+
+    @classmethod
+    def alone(cls, model: Any, device: Device, config: EngineConfig, *, max_model_len: int) -> Place:
+        """Inspect a model, and size a cache for it alone beside its adapters, if it may have some."""
+        paged, adapters = PagedModel(model, device, config, max_model_len=max_model_len), None
+        if config.max_loras:
+            adapters = AdapterMemory(model, device.torch_device, config.max_loras, config.max_lora_rank)
+        return cls(paged, Room([paged], device, config, max_model_len=max_model_len), adapters=adapters)

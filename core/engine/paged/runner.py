@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,12 +17,10 @@ from core.compilation.options import Progress
 from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
-from core.engine.config import Sampling, SamplingParams
-from core.engine.heads.states import HiddenStates
+from core.engine.config import SamplingParams
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
-from core.engine.paged.model import PagedModel
-from core.engine.paged.room import Room
+from core.engine.paged.room import Place
 from core.engine.paged.self_check import check_same_function, probe_limits
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
@@ -33,23 +32,6 @@ from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
 from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request
 from core.quantization.layers import continuous
-
-
-class Place(NamedTuple):
-    """A model, and the room in which its cache lies."""
-
-    model: PagedModel
-    room: Room
-    #: Whether it drafts, and verifies nothing.
-    drafts: bool = False
-    #: What a head reads in the slots of its first group, which follows the groups of the model that writes it.
-    states: HiddenStates | None = None
-
-    @classmethod
-    def alone(cls, model: Any, device: Device, config: EngineConfig, *, max_model_len: int) -> Place:
-        """Inspect a model and size a cache for it alone."""
-        paged = PagedModel(model, device, config, max_model_len=max_model_len)
-        return cls(paged, Room([paged], device, config, max_model_len=max_model_len))
 
 
 class PagedRunner:
@@ -83,7 +65,7 @@ class PagedRunner:
         self._closed = False
         self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
         place = place or Place.alone(model, device, config, max_model_len=max_model_len)
-        paged, room, self._drafts, self._states = place
+        paged, room, self._drafts, self._states, self.adapters = place
         self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
         self.max_step_tokens = paged.max_step_tokens
         own = room.groups_of(paged)
@@ -106,9 +88,9 @@ class PagedRunner:
             how: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
             how |= {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
             options = config.compile_options(self._calls, device.capabilities, **how)
-            kinds = {"shaped": "shaped" in self._sampling, "chained": self._is_chained}
-            inputs = step_inputs(self._max_blocks, self.num_groups, **kinds)
-            self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
+            inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling, **self._kinds)
+            with nullcontext() if self.adapters is None else self.adapters.attaching():
+                self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self.program.keys:
                 most_seqs = max(b["seqs"] for sizes in buckets.values() for b in sizes)
                 limits: dict[str, Any] = {"max_rows": max_rows, "max_seqs": most_seqs, "groups": self.groups}
@@ -119,7 +101,7 @@ class PagedRunner:
 
     def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
         """Compute a step in a graph of its own phase; a captured step is queued and not waited for."""
-        guards = {"sampling": sampling_guard(step.sampling, self._sampling)} if step.phase == "decode" else {}
+        guards = self._guards(step)
         sampling = guards.get("sampling", "greedy")
         key = self._staged.key(step, guards) if self._staged is not None else None
         if behind is not None and not self._takes_tokens_there(key):
@@ -141,13 +123,22 @@ class PagedRunner:
             self._paged.clear_step()  # an interrupted step's tables must not serve a later call of the model
             if self._states is not None:
                 self._states.clear()
+            if self.adapters is not None:
+                self.adapters.end_step()
 
     def repeats(self, step: Step) -> bool:
         """Tell whether a step of decode may run several times without the host."""
-        guard = sampling_guard(step.sampling, self._sampling)
-        if self._staged is None or not self._staged.repeats or guard == "shaped" or not serves(guard, step.sampling):
+        guards, staged = self._guards(step), self._staged
+        sampling = guards["sampling"]
+        if staged is None or not staged.repeats or sampling == "shaped" or not serves(sampling, step.sampling):
             return False
-        return not self.num_drafts and self._staged.holds(step, {"sampling": guard})
+        return not self.num_drafts and staged.holds(step, guards)
+
+    def _guards(self, step: Step) -> dict[str, Any]:
+        guards: dict[str, Any] = {} if self.adapters is None else {"lora": step.lora}
+        if step.phase == "decode":
+            guards["sampling"] = sampling_guard(step.sampling, self._sampling)
+        return guards
 
     def _takes_tokens_there(self, key: GraphKey | None) -> bool:
         """Tell whether a step of this key may be given tokens that the host does not know."""
@@ -155,7 +146,7 @@ class PagedRunner:
             return False
         return not (self._device.capabilities.update and "input_ids" in self.program.host_arguments(key))
 
-    def _run_unstaged(self, step: Step, guards: dict[str, Sampling], rows: Any) -> tuple[StepOutput, dict[str, Tensor]]:
+    def _run_unstaged(self, step: Step, guards: dict[str, Any], rows: Any) -> tuple[StepOutput, dict[str, Tensor]]:
         """Compute a step that no graph serves, which the program counts; return its inputs, too."""
         if self._staged is not None:
             self._staged.forget()
@@ -179,6 +170,8 @@ class PagedRunner:
         self._staged = None
         if self.program is not None:
             self.program.close()
+        if self.adapters is not None:
+            self.adapters.detach()
         self._paged.close()
         self._model.set_attn_implementation(self._before)
 
@@ -188,8 +181,8 @@ class PagedRunner:
         return int(self.groups.stop - self.groups.start)
 
     @property
-    def _is_chained(self) -> bool:
-        return self._drafts and self._states is not None
+    def _kinds(self) -> dict[str, bool]:
+        return {"chained": self._drafts and self._states is not None, "lora": self.adapters is not None}
 
     def phases(self) -> tuple[CachedPhase, ...]:
         """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
@@ -210,10 +203,10 @@ class PagedRunner:
             for name in ("prefill", "decode")
         )
 
-    def _tensors(self, step: Step) -> dict[str, Tensor]:
-        where: dict[str, Any] = {"device": self._device.torch_device, "groups": self.groups}
+    def _tensors(self, step: Step) -> dict[str, Any]:
+        where: dict[str, Any] = {"device": self._device.torch_device, "groups": self.groups, **self._kinds}
         where |= {"max_blocks": self._max_blocks, "block_size": self._block_size}
-        return step_tensors(step, chained=self._is_chained, **where)
+        return step_tensors(step, **where)
 
     def _greedy_params(self, num_rows: int) -> Tensor:
         return torch.tensor([GREEDY_ROW], device=self._device.torch_device).repeat(num_rows, 1)
@@ -227,8 +220,9 @@ class PagedRunner:
 
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         model, histories = self._model, self._histories
-        lens, kept = self._query_lens().items(), {"states": self._states, "states_group": self._states_group}
-        return {phase: PagedCall(PagedLogits(model, cache.steps, most, **kept), histories) for phase, most in lens}  # type: ignore[arg-type]
+        kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
+        lens = self._query_lens().items()
+        return {phase: PagedCall(PagedLogits(model, cache.steps, most, **kept), histories) for phase, most in lens}
 
     def _buckets(self, config: EngineConfig, prefill: Sequence[int]) -> dict[str, list[dict[str, int]]]:
         sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts

@@ -10,10 +10,12 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 from core.compilation.weights import NamedTensors
 from core.engine.config import SamplingParams
+from core.engine.lora.adapters import Adapter
 from core.engine.serve.engine import Engine
 from core.engine.serve.prompts import Prompt
 from core.engine.serve.request import RequestOutput
@@ -71,18 +73,22 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
             await asyncio.sleep(0)  # delivers the thread's last messages
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None, receive: Receive) -> Ticket:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None, receive: Receive, lora: str | None = None
+    ) -> Ticket:
         """Queue a request: `receive` gets its outputs or its error. Raises `EngineError` once the thread has ended."""
         self._check()
         ticket = Ticket(self._abort, receive)
-        self._put(lambda: self._add(ticket, prompt, params), lambda error: self._post([(ticket, error)]))
+        self._put(lambda: self._add(ticket, prompt, params, lora), lambda error: self._post([(ticket, error)]))
         return ticket
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
         """Yield what each step gives the prompt; the last output has the completion. Leaving early ends the request.
 
-        Raises what `Engine.add_request` raises for a prompt that the model can't take, and `EngineError` where the
-        engine fails.
+        lora: the name of a loaded adapter. Raises what `Engine.add_request` raises for a prompt that the model can't
+        take or an adapter that is not loaded, and `EngineError` where the engine fails.
         """
         outputs: deque[RequestOutput | Exception] = deque()
         ready = asyncio.Event()
@@ -91,7 +97,7 @@ class AsyncEngine:
             outputs.append(output)
             ready.set()
 
-        ticket = self.submit(prompt, params, receive)
+        ticket = self.submit(prompt, params, receive, lora)
         try:
             while not (ticket.ended and not outputs):
                 await ready.wait()
@@ -150,6 +156,14 @@ class AsyncEngine:
         """Load weights as `Engine.load_weights` does; an iterator runs in the engine's thread."""
         await self.call(lambda engine: engine.load_weights(weights, partial=partial))
 
+    async def load_lora(self, name: str, path: str | Path) -> Adapter:
+        """Load an adapter as `Engine.load_lora` does, between steps."""
+        return await self.call(lambda engine: engine.load_lora(name, path))
+
+    async def unload_lora(self, name: str) -> None:
+        """Remove an adapter as `Engine.unload_lora` does, between steps."""
+        await self.call(lambda engine: engine.unload_lora(name))
+
     def _check(self) -> None:
         if self.failure is not None:
             raise self.failure
@@ -199,9 +213,9 @@ class AsyncEngine:
                 self._inbox.get(block=wait)[0]()
                 wait = False
 
-    def _add(self, ticket: Ticket, prompt: Prompt, params: SamplingParams | None) -> None:
+    def _add(self, ticket: Ticket, prompt: Prompt, params: SamplingParams | None, lora: str | None) -> None:
         try:
-            ticket.request_id = self.engine.add_request(prompt, params)
+            ticket.request_id = self.engine.add_request(prompt, params, lora=lora)
         except Exception as error:
             self._post([(ticket, error)])
         else:

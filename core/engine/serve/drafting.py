@@ -15,8 +15,8 @@ from core.engine.heads.loading import load_head
 from core.engine.inspect.attention import NotPageable
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.paged.model import PagedModel
-from core.engine.paged.room import Room
-from core.engine.paged.runner import PagedRunner, Place
+from core.engine.paged.room import Place, Room
+from core.engine.paged.runner import PagedRunner
 from core.engine.steps.draft_head import DraftHead
 from core.engine.steps.draft_model import CATCH_UP, DraftModel
 from core.engine.steps.runner import EngineConfig

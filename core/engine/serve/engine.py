@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from core.compilation.options import Progress
-from core.compilation.report import ProgramReport
 from core.device import Device
 from core.engine.config import SamplingParams
-from core.engine.inspect.cache_codes import Rounding
+from core.engine.lora.adapters import Adapters
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.serve.drafting import load_draft
-from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts
+from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts, one_each
 from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
 from core.engine.serve.resting import Resting
 from core.engine.serve.route import SERVED, make_runner
 from core.engine.serve.scheduler import Scheduler
-from core.engine.serve.stats import EngineStats
+from core.engine.serve.stats import Described, EngineStats
 from core.engine.serve.stepping import Done, Pace, StepLoop, StepTurn, Timeline
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence as EngineSequence
@@ -41,7 +40,7 @@ OnText = Callable[[int, str], None]
 """Called as `on_text(prompt index, piece)` when a piece of text has become certain."""
 
 
-class Engine(Resting):
+class Engine(Resting, Described):
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go; `sleep`, `wake` and
@@ -72,6 +71,7 @@ class Engine(Resting):
         start = time.perf_counter()
         self._runner, self.drafter = make_runner(loaded, self.draft, device, self.config, sleeper=self._sleeper, **how)
         self.compile_time_s = time.perf_counter() - start
+        self._adapters = Adapters(self._runner.adapters)
         scheduler = self._scheduler = Scheduler(
             self._runner.cache,
             max_num_seqs=self._runner.max_num_seqs,
@@ -107,29 +107,6 @@ class Engine(Resting):
             loaded = load_model(path, torch_device=resolved.torch_device, dtype=dtype, progress=progress)
         return cls(loaded, resolved, config, progress=progress)
 
-    @property
-    def route(self) -> str:
-        """ "paged" or "static": which cache the model runs on."""
-        return self._runner.route
-
-    @property
-    def route_reason(self) -> str:
-        """Why the model runs on that cache."""
-        return self._runner.reason
-
-    @property
-    def cache_rounding(self) -> Rounding | None:
-        """How the model's own forward gets a cache of the same codes; None where the cache holds no codes."""
-        return self._runner.cache_rounding
-
-    def report(self) -> ProgramReport:
-        """Return the account of the compiled programs."""
-        return self._runner.report()
-
-    def stats(self) -> EngineStats:
-        """Return what the engine did so far, in counts."""
-        return self._counts.copied()
-
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
         """Record what the steps within a block spend their time on; the list grows until the block ends."""
@@ -147,16 +124,18 @@ class Engine(Resting):
         *,
         on_text: OnText | None = None,
         collect_logits: bool = False,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Generate for all prompts (a text is a list of one) and return one completion for each, in their order.
 
-        params: one for all, or one each. on_text may call `step`, `abort` and `close`: what they end has the finish
-        reason "abort". Prompts beyond `max_num_seqs` wait until a sequence leaves. Raises `ModelError` for an empty
-        prompt or one longer than the context, before anything runs, and `UsageError` while requests of `add_request`
-        are unfinished: their outputs would be lost.
+        params: one for all, or one each. lora: the name of a loaded adapter, likewise. on_text may call `step`, `abort`
+        and `close`: what they end has the finish reason "abort". Prompts beyond `max_num_seqs` wait until a sequence
+        leaves. Raises `ModelError` for an empty prompt or one longer than the context, before anything runs, and
+        `UsageError` while requests of `add_request` are unfinished: their outputs would be lost.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        names = one_each("adapters", lora, len(prompts))
         encoded = encode_prompts(prompts, self.loaded, each, max_context=self.max_model_len)
         if self.has_unfinished:
             raise UsageError(
@@ -168,8 +147,8 @@ class Engine(Resting):
         around, self._completions = self._completions, completions
         try:
             first = self._num_requests
-            for prompt, sampling in zip(encoded, each, strict=True):
-                self._add(prompt, sampling, collect_logits)
+            for prompt, sampling, name in zip(encoded, each, names, strict=True):
+                self._add(prompt, sampling, collect_logits, name)
             while self._requests:
                 for output in self.step():
                     if output.text and on_text is not None:
@@ -180,11 +159,18 @@ class Engine(Resting):
             self._completions = around
         return [completions[first + index] for index in range(len(encoded))]
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, collect_logits: bool = False) -> int:
-        """Queue a prompt, at any time, and return the id by which `step` and `abort` know it.
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        collect_logits: bool = False,
+        lora: str | None = None,
+    ) -> int:
+        """Queue a prompt, at any time, and return the id by which `step` and `abort` know it. lora: an adapter's name.
 
-        Raises as `generate` does for a prompt that the model can't take, and `UsageError` from a callback of
-        `generate`, which would take the outputs.
+        Raises as `generate` does for a prompt that the model can't take or an adapter that is not loaded, and
+        `UsageError` from a callback of `generate`, which would take the outputs.
         """
         if self._completions is not None:
             found = "generate is running, and would take its outputs"
@@ -192,7 +178,7 @@ class Engine(Resting):
         params = SamplingParams() if params is None else params
         check_params(params)
         (encoded,) = encode_prompts([prompt], self.loaded, [params], max_context=self.max_model_len)
-        return self._add(encoded, params, collect_logits)
+        return self._add(encoded, params, collect_logits, lora)
 
     @property
     def has_unfinished(self) -> bool:
@@ -237,10 +223,11 @@ class Engine(Resting):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool, lora: str | None = None) -> int:
         self._check_ready("a request")
         with self._turn.taken("a request"):
             sequence = prompt.sequence(self._num_requests, params)
+            sequence.adapter, sequence.cache_salt = self._adapters.find(lora)
             request = Request(sequence, self.loaded, collect_logits=collect_logits)
             self._num_requests += 1
             self._requests[sequence.index] = request

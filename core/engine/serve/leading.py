@@ -125,10 +125,10 @@ class LeadingEngine(Engine):
         """Refuse: each rank holds a part of the weights."""
         raise UsageError("load weights", found="several ranks serve", remedy="start the job with the new weights")
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool) -> int:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams, collect_logits: bool, lora: str | None = None) -> int:
         if params.seed is None and not params.greedy:
             params = replace(params, seed=int(torch.Generator().seed() % 2**63))
-        request = super()._add(prompt, params, collect_logits)
+        request = super()._add(prompt, params, collect_logits, lora)  # no name is known: make_engine refuses adapters
         self._untold.append(("add", prompt, params, collect_logits))
         return request
 
@@ -178,6 +178,9 @@ def make_engine(
     """
     if rank.size == 1:
         return Engine(loaded, device, config, progress=progress)
+    if config.max_loras:
+        found = f"the model is cut among {rank.size} ranks, and adapters are not"
+        raise UsageError(f"max_loras={config.max_loras}", found=found, remedy="serve adapters on one rank")
     note_phase("capture")
     config = replace(config, options=replace(config.options, measure=False), decode_steps=config.decode_steps or 1)
     engine: Engine

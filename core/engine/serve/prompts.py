@@ -44,6 +44,18 @@ class EncodedPrompt:
         return EngineSequence(index, list(self.token_ids), params, make_generator(params), array=self.array)
 
 
+def one_each(what: str, given: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    """Return one name for each prompt: the one given for all, or theirs. Raises `UsageError` for another number."""
+    names = [given] * count if given is None or isinstance(given, str) else list(given)
+    if len(names) != count:
+        raise UsageError(
+            f"generate for {count} prompts",
+            found=f"{len(names)} {what} are named",
+            remedy="name one for all, or one for each prompt, None for those without",
+        )
+    return names
+
+
 def check_params(params: object) -> None:
     """Raise `UsageError` for anything but a `SamplingParams`."""
     if not isinstance(params, SamplingParams):

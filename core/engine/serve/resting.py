@@ -1,7 +1,9 @@
-"""An engine between requests: sleep, wake, and new weights."""
+"""An engine between requests: sleep, wake, and new weights; and between steps: adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +13,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from core.compilation.weights import NamedTensors
     from core.device import Device
+    from core.engine.lora.adapters import Adapter, Adapters
     from core.engine.serve.request import Request
     from core.engine.serve.stepping import StepLoop, StepTurn
     from core.engine.steps.drafts import Drafter
@@ -22,7 +25,7 @@ LEVELS = (1, 2)
 
 
 class Resting:
-    """The part of `Engine` that changes weights and memory; between requests only."""
+    """The part of `Engine` that changes weights and memory; between requests only, adapters between steps."""
 
     device: Device
     config: EngineConfig
@@ -32,6 +35,7 @@ class Resting:
     _turn: StepTurn
     _requests: dict[int, Request]
     _closed: bool
+    _adapters: Adapters
     #: None where nothing is moved.
     _sleeper: Sleeper | None
     _asleep = False
@@ -104,6 +108,29 @@ class Resting:
             spoilt = program.weights.mixed
             self._spoilt = spoilt or self._spoilt
         self._spoilt = ""
+
+    @property
+    def loras(self) -> Mapping[str, Adapter]:
+        """The adapters that are loaded, by name."""
+        return self._adapters.loaded
+
+    def load_lora(self, name: str, path: str | Path) -> Adapter:
+        """Load a LoRA adapter from a folder of PEFT's; requests may then ask for it by its name, others go on.
+
+        Raises `UsageError` without `EngineConfig(max_loras=…)`, where all of them are loaded, and for a name that is
+        taken; `ModelError` for a folder whose adapter is damaged, does not fit the model, or is more than LoRA.
+        """
+        self._check_ready(f"load_lora({name!r}, {str(path)!r})")
+        with self._turn.taken(f"load_lora({name!r}, {str(path)!r})"), torch.inference_mode(False):
+            self.device.synchronize()  # the step under way may hold a request that was ended, and its adapter
+            return self._adapters.load(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Remove an adapter; `UsageError` for an unknown name, and while unfinished requests use it."""
+        self._check_ready(f"unload_lora({name!r})")
+        with self._turn.taken(f"unload_lora({name!r})"):
+            self.device.synchronize()
+            self._adapters.unload(name, {each.sequence.adapter for each in self._requests.values()})
 
     def _check_ready(self, asked: str) -> None:
         """Raise `UsageError` where nothing can be computed at present."""

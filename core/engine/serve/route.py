@@ -79,6 +79,12 @@ def _make(
     except NotPageable as refusal:
         # Pass the error as text: a handler that keeps records would keep the model alive through the error's frames.
         reason = str(refusal)
+        if config.max_loras:
+            raise UsageError(
+                f"max_loras={config.max_loras}",
+                found=f"{type(model).__name__} can't run on the paged cache, where alone adapters are: {reason}",
+                remedy="take max_loras=0, and serve the adapter merged into the model",
+            ) from None
         if config.kv_cache_dtype != "auto":
             raise UsageError(
                 f"a key/value cache of {config.kv_cache_dtype!r}",

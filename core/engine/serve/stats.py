@@ -1,10 +1,13 @@
-"""Counts of an engine's work: kept by the engine while it runs, returned as a copy by `Engine.stats`."""
+"""Counts of an engine's work, returned as a copy by `Engine.stats`, and what else an engine tells of itself."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from core.compilation.report import ProgramReport
+from core.engine.inspect.cache_codes import Rounding
+from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.step import Step
 
 
@@ -67,3 +70,33 @@ class EngineStats:
     def copied(self) -> EngineStats:
         """Return the counts as they are now; later steps do not change them."""
         return replace(self, steps=Counter(self.steps), drafted=Counter(self.drafted), accepted=Counter(self.accepted))
+
+
+class Described:
+    """The part of `Engine` that tells what it is and what it did."""
+
+    _runner: ModelRunner
+    _counts: EngineStats
+
+    @property
+    def route(self) -> str:
+        """ "paged" or "static": which cache the model runs on."""
+        return self._runner.route
+
+    @property
+    def route_reason(self) -> str:
+        """Why the model runs on that cache."""
+        return self._runner.reason
+
+    @property
+    def cache_rounding(self) -> Rounding | None:
+        """How the model's own forward gets a cache of the same codes; None where the cache holds no codes."""
+        return self._runner.cache_rounding
+
+    def report(self) -> ProgramReport:
+        """Return the account of the compiled programs."""
+        return self._runner.report()
+
+    def stats(self) -> EngineStats:
+        """Return what the engine did so far, in counts."""
+        return self._counts.copied()

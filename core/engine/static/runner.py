@@ -29,6 +29,7 @@ from core.quantization.layers import continuous
 
 if TYPE_CHECKING:
     from core.engine.inspect.cache_codes import Rounding
+    from core.engine.lora.memory import AdapterMemory
 
 log = logging.getLogger("core.engine")
 NUM_EXAMPLES = 5
@@ -43,6 +44,7 @@ class StaticRunner:
     max_num_seqs = 1
     num_drafts = 0
     cache_rounding: Rounding | None = None
+    adapters: AdapterMemory | None = None
     _cache: Any  # a `StaticCache`; None once closed
 
     def __init__(

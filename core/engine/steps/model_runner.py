@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from core.compilation.program import Program
     from core.compilation.report import ProgramReport
     from core.engine.inspect.cache_codes import Rounding
+    from core.engine.lora.memory import AdapterMemory
     from core.engine.steps.sequence import Sequence as EngineSequence
     from core.engine.steps.step import Flight, Step, StepOutput
 
@@ -48,6 +49,8 @@ class ModelRunner(Protocol):
     num_drafts: int
     #: How the model's own forward gets a cache of the same codes; None where the cache holds no codes.
     cache_rounding: Rounding | None
+    #: The room for adapters; None without.
+    adapters: AdapterMemory | None
 
     @property
     def cache(self) -> SequenceCache:

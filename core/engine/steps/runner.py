@@ -25,6 +25,7 @@ MAX_PREFILL_TOKENS = 2048
 enough that generating sequences do not wait long."""
 OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress")
 """Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
+_LEAST = {"max_num_seqs": 1, "block_size": 1, "max_model_len": 2, "speculative": 0, "max_loras": 0, "max_lora_rank": 1}
 _COSTLY = ("compile",)
 """Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
 
@@ -76,6 +77,10 @@ class EngineConfig:
     #: the host's work, but the end of a text is seen late, and requests that arrive wait. None takes as many as fit
     #: into 20 ms, up to 32. Always 1 where the device computes while the host goes on, and with drafts.
     decode_steps: int | None = None
+    #: Adapters (LoRA) that may be loaded at once, each with slots in memory of the engine's own; 0 for none.
+    max_loras: int = 0
+    #: Rank that each of them has room for.
+    max_lora_rank: int = 16
     #: Whether weights and cache lie in memory that `Engine.sleep` can give back; the device must have such memory.
     sleep_mode: bool = False
     #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill
@@ -84,7 +89,7 @@ class EngineConfig:
     options: CompileOptions = field(default_factory=CompileOptions)
 
     def __post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("block_size", 1), ("max_model_len", 2), ("speculative", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if not (_is_size(value, least) or (name == "max_model_len" and value is None)):
                 raise _refusal(name, value, f"it is a whole number of at least {least}")
@@ -94,6 +99,8 @@ class EngineConfig:
             raise _refusal("speculative", 0, "a draft model or a head is given, which drafts nothing then")
         if self.draft_model is not None and self.sleep_mode:
             raise _refusal("sleep_mode", True, "a draft model or a head is given, which can't sleep")
+        if self.draft_model is not None and self.max_loras:
+            raise _refusal("max_loras", self.max_loras, "a draft model or a head is given, which takes no adapters")
         for name in ("decode_buckets", "prefill_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(_is_size(s, 1) for s in sizes)):
@@ -177,12 +184,10 @@ class EngineConfig:
 
     def compile_options(self, phases: Iterable[str], capabilities: Capabilities, **own: Any) -> CompileOptions:
         """Return the options by which these phases are compiled. own: the runner's values of `OF_THE_ENGINE`."""
-        options = replace(
-            self.options,
-            mode={phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases},
-            guards={"decode": {"sampling": self.sampling}},
-            **own,
-        )
+        modes = {phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases}
+        lora: dict[str, Any] = {"lora": (False, True)} if self.max_loras else {}
+        guards = {phase: lora for phase in modes if lora} | {"decode": {"sampling": self.sampling, **lora}}
+        options = replace(self.options, mode=modes, guards=guards, **own)
         return options.with_defaults(cache=True)
 
     def decode_sizes(self, capabilities: Capabilities) -> tuple[int, ...]:

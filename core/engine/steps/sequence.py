@@ -79,6 +79,8 @@ class Sequence:
     num_published: int = 0
     #: First part of the key of its first block: sequences with different salts share no blocks.
     cache_salt: bytes = b""
+    #: The slot of its adapter, 0 for none (`core.engine.lora`).
+    adapter: int = 0
     #: Changes with `tables`, and is unique among sequences.
     version: int = field(default_factory=_versions.__next__)
     finish_reason: FinishReason | None = None

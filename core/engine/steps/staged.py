@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -56,19 +56,19 @@ class StagedSteps:
         self._tables = tuple(table_names(group)[0] for group in range(groups.stop - groups.start))
         self._groups = groups
 
-    def key(self, step: Step, guards: dict[str, Sampling]) -> GraphKey | None:
+    def key(self, step: Step, guards: Mapping[str, Hashable]) -> GraphKey | None:
         """Return the captured key that serves a step; None where none does. Call it once for each step."""
         key, wanted = self._find(step, guards)
         if key is not None and wanted is not None:
             self._program.count_stand_in(wanted, key)
         return key
 
-    def holds(self, step: Step, guards: dict[str, Sampling]) -> bool:
+    def holds(self, step: Step, guards: Mapping[str, Hashable]) -> bool:
         """Tell whether a captured key serves a step."""
         return self._find(step, guards)[0] is not None
 
-    def _find(self, step: Step, guards: dict[str, Sampling]) -> tuple[GraphKey | None, GraphKey | None]:
-        signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, guards.get("sampling"))
+    def _find(self, step: Step, guards: Mapping[str, Hashable]) -> tuple[GraphKey | None, GraphKey | None]:
+        signature = (step.phase, step.num_tokens, len(step.parts), step.num_rows, *guards.items())
         if signature not in self._keys:
             if len(self._keys) >= MAX_PLANS:
                 self._keys.clear()

@@ -99,6 +99,11 @@ class Step:
         sampled = "random" if any(part.emits for part in hot) else "greedy"
         object.__setattr__(self, "sampling", "shaped" if any(part.is_shaped for part in hot) else sampled)
 
+    @property
+    def lora(self) -> bool:
+        """Whether any of its sequences has an adapter."""
+        return any(part.sequence.adapter for part in self.parts)
+
     def sampling_params(self, device: torch.device) -> Tensor:
         """Return how the token of each row is to be chosen, (num_rows, 4) float32; see `sampling_row`."""
         rows = [row for part in self.parts for row in _sampling_rows(part)]

@@ -1,0 +1,126 @@
+"""Linear layers with room for adapters beside their weight, in memory that captured graphs may hold.
+
+Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021): an adapter adds x A^T B^T to the layer's output, A
+and B of a small rank. All adapters stand side by side in one A and one B. Each token keeps the columns of its own
+adapter and drops the others, so nothing is gathered, any device runs it, and an adapter is loaded by writing values.
+
+Legend of shapes: T tokens of a step, K slots for adapters, R rank that each has room for, I and O sizes of a layer's
+input and output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import core.common.ops.linear  # noqa: F401  # registers core::linear
+from core.engine.inspect.attention import SIZE, implementation, register_interfaces
+from core.engine.models.hf import import_transformers
+from core.quantization.layers import QuantizedLinear, WeightOnlyLinear
+
+_LAYER = "_core_lora"
+_NUM_TOKENS = 17
+"""Of the step by which layers are found: enough that a layer for some of the tokens does not see all of them."""
+
+
+@dataclass(slots=True)
+class AdapterStep:
+    """Which columns of all adapters each token of the step that runs keeps, (T, K * R) bool; None for no adapter."""
+
+    mask: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class AdaptedLayer:
+    """The adapters of one linear layer, in the dtype of its input."""
+
+    #: (K * R, I): A of each adapter.
+    a: Tensor
+    #: (O, K * R): B of each adapter, times its scale.
+    b: Tensor
+    #: The step being run, shared by all layers.
+    step: AdapterStep
+
+    def __deepcopy__(self, memo: object) -> AdaptedLayer:
+        """Stay with the original: a copied model must not duplicate the adapters."""
+        return self
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return the layer's output (…, T, O) for x (…, T, I) with what the tokens' adapters add."""
+        if self.step.mask is None:
+            return out
+        # The canonical op: devices have kernels for it, and no pass joins A with the layer's weight, which the graph
+        # without adapters joins with others.
+        linear = torch.ops.core.linear.default
+        # Not by a product with the mask: what one adapter makes infinite must not reach the tokens of the others.
+        kept = torch.where(self.step.mask, linear(x, self.a, None), 0.0)
+        added: Tensor = linear(kept, self.b, None)
+        return out + added
+
+
+def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:
+    """Return the linear layers that adapters may have, by path: I, O and the dtype of the input.
+
+    They are those that a forward runs once, over all of its tokens: not the output layer, nor experts of their own.
+    """
+    sizes = {module: found for module in model.modules() if (found := _sizes(module)) is not None}
+    sizes.pop(model.get_output_embeddings(), None)
+    runs: dict[nn.Module, list[tuple[torch.Size, torch.dtype]]] = {module: [] for module in sizes}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        runs[module].append((args[0].shape[:-1], args[0].dtype))
+
+    register_interfaces()
+    ids = torch.arange(_NUM_TOKENS, device=next(model.parameters()).device)[None]
+    tokens = ids % model.config.get_text_config().vocab_size
+    handles = [module.register_forward_pre_hook(note) for module in sizes]
+    try:
+        with torch.no_grad(), implementation(model, SIZE):
+            model(input_ids=tokens, position_ids=torch.zeros_like(ids), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    paths = {module: path for path, module in model.named_modules()}
+    whole = {
+        module: each[0][1] for module, each in runs.items() if len(each) == 1 and each[0][0].numel() == _NUM_TOKENS
+    }
+    return {paths[module]: (*sizes[module], dtype) for module, dtype in whole.items()}
+
+
+def attach(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> None:
+    """Give linear layers their adapters; by plain attributes, so that neither state dict nor `.to()` sees them."""
+    for path, layer in layers.items():
+        module = model.get_submodule(path)
+        object.__setattr__(module, _LAYER, layer)
+        object.__setattr__(module, "forward", MethodType(_forward, module))
+
+
+def detach(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> None:
+    """Take the adapters away again."""
+    for path in layers:
+        module = model.get_submodule(path)
+        for name in (_LAYER, "forward"):
+            module.__dict__.pop(name, None)
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    layer: AdaptedLayer = module._core_lora
+    return layer.add(x, type(module).forward(module, x))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Return I and O of a linear layer, None for other modules."""
+    if isinstance(module, nn.Linear | QuantizedLinear | WeightOnlyLinear):
+        return module.in_features, module.out_features
+    import_transformers()
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        size_in, size_out = module.weight.shape
+        return int(size_in), int(size_out)
+    return None

@@ -1,0 +1,126 @@
+"""The memory of an engine's adapters: slots of fixed addresses in every linear layer that may have one.
+
+Legend of shapes: T tokens of a step, K slots, R rank that each has room for, I and O sizes of a layer's input and
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.engine.lora.layers import AdaptedLayer, AdapterStep, attach, detach, find_layers
+from core.errors import ModelError
+
+NO_SLOT = 0
+"""Of tokens without an adapter; the slots of adapters are numbered from 1."""
+LayerTensors = tuple[Tensor, Tensor]
+"""A (rank, I) and B (O, rank) of one layer, B times the adapter's scale."""
+
+
+class AdapterMemory:
+    """A and B of all slots, owned by the engine. An empty slot is zero, and so are places beyond an adapter's rank."""
+
+    def __init__(self, model: Any, device: torch.device, max_loras: int, max_rank: int) -> None:
+        """Find the model's linear layers and take K * R * (I + O) numbers for each; `ModelError` where there is no room
+        or no such layer."""
+        asked = f"{max_loras} adapters of rank {max_rank} for a {type(model).__name__}"
+        self._model = model
+        self.max_loras, self.max_rank = max_loras, max_rank
+        self._step = AdapterStep()
+        found, width = find_layers(model), max_loras * max_rank
+        if not found:
+            raise ModelError(asked, found="it has no linear layer that may have one", remedy="take max_loras=0")
+        try:
+            with torch.inference_mode(False):  # tensors made in that mode can't be compiled
+                self.layers = {
+                    path: AdaptedLayer(
+                        torch.zeros((width, size_in), dtype=dtype, device=device),
+                        torch.zeros((size_out, width), dtype=dtype, device=device),
+                        self._step,
+                    )
+                    for path, (size_in, size_out, dtype) in found.items()
+                }
+                #: The slot that each column belongs to, (K * R,) int64.
+                self._slots = (torch.arange(width, device=device) // max_rank) + 1
+        except torch.OutOfMemoryError as error:
+            num_bytes = sum(width * (i + o) * dtype.itemsize for i, o, dtype in found.values())
+            raise ModelError(
+                asked,
+                found=f"{num_bytes / 2**30:.2f} GiB are needed: {' '.join(str(error).split())[:200]}",
+                remedy="lower max_loras or max_lora_rank, or free memory of the device",
+            ) from None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all slots."""
+        return sum(layer.a.nbytes + layer.b.nbytes for layer in self.layers.values())
+
+    @contextmanager
+    def attaching(self) -> Iterator[None]:
+        """Let the model's linear layers add what adapters give, from now on.
+
+        Within the block all slots hold some numbers: a compile that is checked on zeros is not checked.
+        """
+        tensors = [each for layer in self.layers.values() for each in (layer.a, layer.b)]
+        with torch.no_grad():
+            for each in tensors:
+                each.view(-1).copy_(torch.arange(each.numel(), device=each.device).sin() * each.shape[1] ** -0.5)
+        attach(self._model, self.layers)
+        yield
+        for each in tensors:
+            each.zero_()
+
+    def detach(self) -> None:
+        """Leave the model's layers as they were; a second call does nothing."""
+        detach(self._model, self.layers)
+
+    def begin_step(self, slots: Tensor) -> None:
+        """Let the layers see which slot each token has, (T,) int64; `NO_SLOT` for none."""
+        self._step.mask = slots[:, None] == self._slots
+
+    def end_step(self) -> None:
+        """Forget the step: until the next one, the layers are the model's own."""
+        self._step.mask = None
+
+    def check(self, asked: str, tensors: Mapping[str, LayerTensors]) -> None:
+        """Raise `ModelError` for an adapter that does not fit the model or a slot. asked: the error's first line."""
+        for path, (down, up) in tensors.items():
+            layer = self.layers.get(path)
+            if layer is None:
+                names = sorted({each.rpartition(".")[2] for each in self.layers})
+                near = get_close_matches(path, self.layers, n=1)
+                found = f"the {type(self._model).__name__} has no layer {path!r} that may have adapters"
+                remedy = f"take an adapter of {', '.join(names)}" + (f"; there is {near[0]!r}" if near else "")
+                raise ModelError(asked, found=found, remedy=remedy)
+            if len(down) > self.max_rank:
+                found = f"{path!r} is of rank {len(down)}, and there is room for {self.max_rank}"
+                raise ModelError(asked, found=found, remedy=f"make the engine with max_lora_rank={len(down)}")
+            sizes, own = (down.shape[1], up.shape[0]), (layer.a.shape[1], layer.b.shape[0])
+            if sizes != own:
+                found = f"{path!r} takes {sizes[0]} numbers to {sizes[1]}, the model's layer {own[0]} to {own[1]}"
+                raise ModelError(asked, found=found, remedy="take an adapter of this very model")
+            if not all(bool(each.to(layer.a.dtype).isfinite().all()) for each in (down, up)):
+                found = f"{path!r} holds NaN, infinity, or what is infinite as {layer.a.dtype}"
+                raise ModelError(asked, found=found, remedy="copy the adapter again, or serve in a wider dtype")
+
+    @torch.no_grad()
+    def write(self, slot: int, tensors: Mapping[str, LayerTensors]) -> None:
+        """Put an adapter into a slot, by the path of each layer; layers that it leaves out add nothing."""
+        for path, layer in self.layers.items():
+            a, b = self._views(layer, slot)
+            a.zero_()
+            b.zero_()
+            if path in tensors:
+                down, up = tensors[path]
+                a[: down.shape[0]].copy_(down)
+                b[:, : up.shape[1]].copy_(up)
+
+    def _views(self, layer: AdaptedLayer, slot: int) -> tuple[Tensor, Tensor]:
+        places = slice((slot - 1) * self.max_rank, slot * self.max_rank)
+        return layer.a[places], layer.b[:, places]

@@ -1,0 +1,195 @@
+"""Folders of adapters: what is read, by which formula, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.engine.lora.adapters import Adapters, read_tensors
+from core.engine.lora.memory import AdapterMemory
+from core.engine.lora.stated import CONFIG_NAME, WEIGHTS_NAME, read_stated
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.errors import ModelError, UsageError
+from tests.engine.lora.folders import ATTENTION, make_layers, save_adapter
+from tests.support import refused
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_model(tiny_config("llama"), torch_device=CPU, dtype=torch.float32).model
+
+
+@pytest.fixture
+def folder(model: Any, tmp_path: Path) -> Path:
+    """An adapter of rank 4 on the attention's layers."""
+    layers = make_layers(model, ATTENTION, rank=4, seed=0)
+    return save_adapter(tmp_path / "adapter", layers, rank=4, alpha=8)
+
+
+@pytest.fixture
+def adapters(model: Any) -> Adapters:
+    return Adapters(AdapterMemory(model, CPU, 2, 8))
+
+
+def state(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / CONFIG_NAME).read_text())
+    (folder / CONFIG_NAME).write_text(json.dumps({**config, **fields}))
+
+
+def change(folder: Path, changed: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / WEIGHTS_NAME)
+    changed(tensors)
+    save_file(tensors, folder / WEIGHTS_NAME)
+
+
+@pytest.mark.parametrize(
+    ("stated", "scale"),
+    [
+        ({}, 8 / 4),
+        ({"use_rslora": True}, 8 / 2),
+        ({"alpha_pattern": {"q_proj": 2}}, 2 / 4),
+        ({"alpha_pattern": {"layers.0.self_attn.q_proj": 2, "q_proj": 3}}, 2 / 4),
+        ({"alpha_pattern": {"_proj": 2}}, 8 / 4),  # a pattern begins behind a point
+        ({"r": 16, "rank_pattern": {".*": 4}}, 8 / 4),
+        ({"init_lora_weights": "gaussian", "modules_to_save": None, "use_dora": False}, 8 / 4),
+    ],
+)
+def test_b_is_scaled_as_peft_does(folder: Path, stated: dict[str, Any], scale: float) -> None:
+    before = load_file(folder / WEIGHTS_NAME)
+    state(folder, **stated)
+    down, up = read_tensors(read_stated(folder))[LAYER]
+    assert torch.equal(down, before[f"base_model.model.{LAYER}.lora_A.weight"])
+    assert torch.equal(up, before[f"base_model.model.{LAYER}.lora_B.weight"] * scale)
+
+
+@pytest.mark.parametrize(
+    ("stated", "phrase"),
+    [
+        ({"peft_type": None}, "peft_type is None"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', not 'LORA'"),
+        ({"r": 0}, "the rank 'r' is 0"),
+        ({"r": True}, "the rank 'r' is True"),
+        ({"lora_alpha": "8"}, "'lora_alpha' is '8', not a number"),
+        ({"rank_pattern": {"(": 4}}, "regular expressions"),
+        ({"bias": "all"}, "bias='all': it changes biases"),
+        ({"use_dora": True}, "use_dora=True: DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters="),
+        ({"layer_replication": [[0, 2]]}, "layer_replication="),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices="),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused(folder: Path, stated: dict[str, Any], phrase: str) -> None:
+    state(folder, **stated)
+    with refused(ModelError, str(folder), phrase):
+        read_stated(folder)
+
+
+def _move(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def _set(side: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = f"base_model.model.{LAYER}.lora_{side}.weight"
+        tensors[name] = make(tensors[name]).contiguous()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changed", "phrase"),
+    [
+        (_move("layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj"), "no layer 'model.layers.7.self_attn.q_proj'"),
+        (_move("model.layers.0.self_attn.q_proj", "lm_head"), "no layer 'lm_head' that may have adapters"),
+        (_move("lora_A", "lora_embedding_A"), "which is no A or B of a linear layer"),
+        (_move("q_proj.lora_B", "q_proj.lora_magnitude_vector"), "which is no A or B"),
+        (_set("A", lambda a: a[:, :-1]), f"{LAYER!r} takes 63 numbers to 64, the model's layer 64 to 64"),
+        (_set("B", lambda b: b[:-1]), f"{LAYER!r} takes 64 numbers to 63"),
+        (_set("A", lambda a: a[:-1]), f"{LAYER!r} is of rank 4 and has A (3, 64) and B (64, 4)"),
+        (lambda tensors: tensors.pop(f"base_model.model.{LAYER}.lora_B.weight"), "is of rank 4 and has A"),
+        (_set("A", lambda a: a.fill_(math.inf)), "holds NaN, infinity"),
+        (lambda tensors: tensors.clear(), "is empty"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_changes_nothing(
+    folder: Path, adapters: Adapters, changed: Callable[[dict[str, torch.Tensor]], None], phrase: str
+) -> None:
+    change(folder, changed)
+    with refused(ModelError, str(folder), phrase):
+        adapters.load("a", folder)
+    assert not adapters.loaded
+    assert adapters._memory is not None
+    assert not any(layer.a.any() or layer.b.any() for layer in adapters._memory.layers.values())
+
+
+def test_a_rank_beyond_the_room_says_which_would_do(model: Any, adapters: Adapters, tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "a", make_layers(model, ATTENTION, rank=9, seed=0), rank=9, alpha=8)
+    with refused(ModelError, "is of rank 9, and there is room for 8", "max_lora_rank=9"):
+        adapters.load("a", folder)
+
+
+def test_damaged_and_absent_files_are_named(folder: Path, adapters: Adapters, tmp_path: Path) -> None:
+    with refused(ModelError, f"no {CONFIG_NAME} and no {WEIGHTS_NAME}"):
+        adapters.load("a", tmp_path / "absent")
+    weights = (folder / WEIGHTS_NAME).read_bytes()
+    (folder / WEIGHTS_NAME).write_bytes(weights[:100])
+    with refused(ModelError, f"{WEIGHTS_NAME}: "):
+        adapters.load("a", folder)
+    (folder / CONFIG_NAME).write_text("{")
+    with refused(ModelError, f"{CONFIG_NAME} is not JSON"):
+        adapters.load("a", folder)
+    with refused(UsageError, "the name is empty"):
+        adapters.load(" ", folder)
+
+
+def test_an_adapter_is_told_with_its_rank_and_layers(folder: Path, adapters: Adapters) -> None:
+    adapter = adapters.load("a", folder)
+    assert (adapter.name, adapter.path, adapter.rank, adapter.num_layers) == ("a", folder, 4, 8)
+    assert dict(adapters.loaded) == {"a": adapter}
+    other = adapters.load("b", folder)
+    assert adapter.slot != other.slot and adapter.cache_salt != other.cache_salt
+    adapters.unload("a", ())
+    assert adapters.load("c", folder).slot == adapter.slot
+
+
+def test_what_one_adapter_makes_infinite_stays_with_its_tokens(model: Any) -> None:
+    memory = AdapterMemory(model, CPU, 2, 2)
+    layer = memory.layers[LAYER]
+    layer.a.fill_(1.0)
+    layer.b.fill_(1.0)
+    layer.a[:2] = 3e38
+    memory.begin_step(torch.tensor([0, 1, 2]))
+    x, out = torch.ones(1, 3, layer.a.shape[1]), torch.zeros(1, 3, layer.b.shape[0])
+    none, first, second = layer.add(x, out)[0]
+    assert (none == 0).all() and first.isinf().all() and (second == 2 * layer.a.shape[1]).all()
+    memory.end_step()
+    assert layer.add(x, out) is out
+
+
+def test_the_configuration_is_read_without_torch(folder: Path) -> None:
+    code = (
+        "import sys; from core.engine.lora.stated import read_stated; "
+        "print(read_stated(sys.argv[1]).max_rank, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["4", "False"]
