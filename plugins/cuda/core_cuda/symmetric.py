@@ -53,6 +53,8 @@ class Shared:
     mine: Tensor
     #: where the areas of each GPU, by rank, lie in this process's address space
     places: tuple[int, ...]
+    #: keeps them mapped
+    handle: Any
     #: (num_programs,) int32: the half that the next sum of a program is sent to
     turns: Tensor
 
@@ -168,5 +170,6 @@ def _share(found: Any) -> Shared:
         area_bytes=AREA_BYTES[size],
         mine=mine,
         places=tuple(handle.buffer_ptrs),
+        handle=handle,
         turns=turns,
     )

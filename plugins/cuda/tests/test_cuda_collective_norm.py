@@ -16,12 +16,13 @@ pytest.importorskip("triton", reason="needs triton")
 from core.common.ops.collective import ALL_REDUCE_ADD_RMS_NORM
 from core_cuda.collective_norm import IMPLEMENTATIONS
 from core_cuda.ops.summing import MAX_ROW_BYTES, shares_of
-from core_cuda.symmetric import AREA_BYTES, Shared
+from core_cuda.symmetric import AREA_BYTES, EMPTY, HALVES, Shared
+from plugins.cuda.tests.summing_worker import CALLS, PROGRAMS
 
 WIDEST = MAX_ROW_BYTES // 2
 """In halves."""
 ROOT = Path(__file__).resolve().parents[3]
-WORKER = Path(__file__).with_name("collective_norm_worker.py")
+WORKER, SIMULATED = (Path(__file__).with_name(f"{name}_worker.py") for name in ("collective_norm", "summing"))
 
 
 def asked(width: int = 48, dtype: torch.dtype = torch.bfloat16, **options: Any) -> str | None:
@@ -45,7 +46,14 @@ def shared(size: int = 2, num_programs: int = 132) -> Shared:
     turns = torch.zeros(num_programs, dtype=torch.int32)
     area, places = AREA_BYTES[size], tuple(number << 40 for number in range(1, size + 1))
     return Shared(
-        rank=1, size=size, num_programs=num_programs, area_bytes=area, mine=memory, places=places, turns=turns
+        rank=1,
+        size=size,
+        num_programs=num_programs,
+        area_bytes=area,
+        mine=memory,
+        places=places,
+        handle=None,
+        turns=turns,
     )
 
 
@@ -118,6 +126,34 @@ def test_the_kernel_compiles_and_waits_and_fits() -> None:
         assert each["registers"] * each["warps"] * 32 <= 65536
     # Of 8192 elements a thread sends and reads 8 at once, and what it waits for it reads past the L1 cache.
     assert "ld.volatile.global.v4.b32" in made[0]["ptx"] and "ld.volatile.global.v4.b32" in made[2]["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_sum_in_the_interpreter_through_memory_that_they_map(size: int, tmp_path: Path) -> None:
+    """Several calls of all kinds, of which one process or another comes late to some; each sends to halves in turns."""
+    num_bytes = HALVES * size * PROGRAMS * AREA_BYTES[size]
+    for rank in range(size):
+        (tmp_path / str(rank)).write_bytes(bytes([EMPTY]) * num_bytes)
+    places = os.pathsep.join([str(ROOT / "plugins/cuda"), str(ROOT)])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SIMULATED), str(rank), str(size), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [each.communicate(timeout=150)[0] for each in ranks]
+    finally:
+        for each in ranks:  # where one has failed, the others wait for it
+            each.kill()
+    assert [each.returncode for each in ranks] == [0] * size, said
+    assert all(text == f"{CALLS} calls\n" for text in said), said
 
 
 @pytest.mark.gpu

@@ -70,8 +70,8 @@ def sum_kernel(
     """Sum x over GPUs in fp32, in the order of ranks, rounded to its dtype; with NORM, RMSNorm of that.
 
     x, residual, out, total (rows, WIDTH), contiguous; weight (WIDTH,). residual: None, or added to the sum first, which
-    goes to `total`, rounded. mine: this GPU's areas; areas: the address of each GPU's. AREA: elements
-    of an area. EARLY: whether the kernel may overlap with those around it, as OVERLAP says of other kernels.
+    goes to `total`, rounded. mine: this GPU's areas; areas: the address of each GPU's. AREA: elements of an area.
+    EARLY: whether the kernel may overlap with those around it, as OVERLAP says of other kernels.
     """
     TILE: tl.constexpr = ROWS * WIDTH
     STRIDE: tl.constexpr = PROGRAMS * AREA
@@ -174,7 +174,7 @@ def launch_sum(
     x, residual, out, total: contiguous, of one shape. norm: None for a plain sum, else weight, eps, OFFSET, NORMED,
     FACTOR and PRODUCT as `core_cuda.ops.norm.norms.options_of` gives them.
     """
-    bits = tl.int32 if x.element_size() == 4 else tl.int16
+    early, wide = launching.can_overlap(), x.element_size() == 4
     launching.launch(
         sum_kernel,
         (shares.num_programs,),
@@ -182,7 +182,7 @@ def launch_sum(
         residual=residual,
         out=out,
         total=total,
-        mine=shared.mine.view(torch.int32 if x.element_size() == 4 else torch.int16),
+        mine=shared.mine.view(torch.int32 if wide else torch.int16),
         areas=shared.places,
         turns=shared.turns,
         num_elements=x.numel(),
@@ -191,12 +191,12 @@ def launch_sum(
         SIZE=shared.size,
         PROGRAMS=shared.num_programs,
         AREA=shared.area_bytes // x.element_size(),
-        BITS=bits,
+        BITS=tl.int32 if wide else tl.int16,
         WIDTH=shares.width,
         BLOCK=triton.next_power_of_2(shares.width),
         ROWS=shares.rows,
         NORM=norm is not None,
-        EARLY=launching.can_overlap(),
-        launch_pdl=launching.can_overlap(),
+        EARLY=early,
         num_warps=shares.num_warps,
+        **({"launch_pdl": True} if early else {}),
     )
