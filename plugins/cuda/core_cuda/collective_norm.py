@@ -1,4 +1,5 @@
-"""`core::all_reduce_add_rms_norm` and `core::all_reduce_rms_norm` in one kernel, where GPUs share memory."""
+"""`core::all_reduce_add_rms_norm` and `core::all_reduce_rms_norm` where GPUs share memory: in one kernel, or in two
+that overlap."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from core_cuda.ops.registration import OP_OF, kernel_of
 from core_cuda.ops.rows import outputs
 from core_cuda.ops.summing import MAX_ROW_BYTES, launch_sum
 
+FUSED_BYTES = 2**20
+"""Of x, from which one kernel is faster than two: below, the sum's threads are too few to normalise a row quickly."""
+
 
 def _short(call: OpCall) -> str | None:
     """Refuse rows that a program can't hold in registers."""
@@ -26,9 +30,10 @@ def _short(call: OpCall) -> str | None:
 
 
 def _sum_and_norm(op: CanonicalOp, group: str, **args: Any) -> Any:
-    """Do what an op does that is an RMSNorm of a sum over GPUs; in the kernels of its two parts what is too large."""
+    """Do what an op does that is an RMSNorm of a sum over GPUs; in the kernels of its two parts what is small, or too
+    large."""
     x, residual = args["x"], args.get("residual")
-    way = by_kernel(x, group, x.shape[-1])
+    way = by_kernel(x, group, x.shape[-1]) if x.numel() * x.element_size() >= FUSED_BYTES else None
     if way is None:
         norm = norms.rms_norm if residual is None else norms.add_rms_norm
         return norm(**{**args, "x": all_reduce(x, group)})

@@ -16,7 +16,7 @@ import core
 from core.common.numerics import MIN_ELEMENTS, Fp64Mode, judge, judge_pooled
 from core.common.ops.collective import ALL_REDUCE, ALL_REDUCE_ADD_RMS_NORM, ALL_REDUCE_RMS_NORM
 from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.engine.models.distributed import Place, initialize
+from core.engine.models.distributed import Processes, initialize
 from core_cuda.collective import all_reduce
 from core_cuda.collective_norm import all_reduce_add_rms_norm, all_reduce_rms_norm
 from core_cuda.symmetric import join
@@ -57,7 +57,7 @@ def everybodys(own: Tensor, size: int) -> list[Tensor]:
     return found
 
 
-def judged(place: Place) -> dict[str, str]:
+def judged(place: Processes) -> dict[str, str]:
     """Return what was wrong about calls of any size: numbers by criterion T1, and bits that differ between ranks."""
     faults, small = {}, {dtype: [] for dtype in DTYPES}
     for tokens, hidden, dtype in product(TOKENS, HIDDEN, DTYPES):
@@ -83,7 +83,7 @@ def judged(place: Place) -> dict[str, str]:
     return faults
 
 
-def options(place: Place) -> dict[str, bool]:
+def options(place: Processes) -> dict[str, bool]:
     """Return, by case, whether calls that are unlike most are right."""
     found = {}
     base = call_of((16, 4096), torch.bfloat16, place.rank)
@@ -132,7 +132,7 @@ def captured(calls: list[dict[str, Any]]) -> tuple[torch.cuda.CUDAGraph, list[Te
         return graph, chain(calls)
 
 
-def replayed(place: Place, times: int, before: Callable[[int], None]) -> int:
+def replayed(place: Processes, times: int, before: Callable[[int], None]) -> int:
     """Return how many replays of a graph, each with other input, gave other bits than calls and than NCCL's sums."""
     calls = [call_of(shape, torch.bfloat16, place.rank) for shape in CHAINED]
     graph, found = captured(calls)
@@ -151,9 +151,9 @@ def replayed(place: Place, times: int, before: Callable[[int], None]) -> int:
     return wrong
 
 
-def kernels(place: Place) -> list[str]:
+def kernels(place: Processes) -> list[str]:
     """Return the names of what a call launches."""
-    call = call_of((16, 4096), torch.bfloat16, place.rank)
+    call = call_of((128, 8192), torch.bfloat16, place.rank)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         all_reduce_add_rms_norm(**call)
         torch.cuda.synchronize()

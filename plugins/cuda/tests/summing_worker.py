@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import time
@@ -15,28 +16,26 @@ from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
 from core_cuda.ops.norm.norms import options_of
 from core_cuda.ops.summing import launch_sum, shares_of
 from core_cuda.symmetric import AREA_BYTES, HALVES, Shared
-from plugins.cuda.tests.conftest import _mend
 
-PROGRAMS, CALLS = 3, 9
 SHAPES = ((1, 64), (7, 48), (2, 1000), (5, 333), (2, 2, 3, 128))
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def shared_file(folder: Path, rank: int, size: int) -> Shared:
+def shared_file(folder: Path, rank: int, size: int, num_programs: int) -> Shared:
     """Return the memory of a rank; the test has made it, a file for each rank, empty."""
-    num_bytes = HALVES * size * PROGRAMS * AREA_BYTES[size]
+    num_bytes = HALVES * size * num_programs * AREA_BYTES[size]
     memories = [
         torch.from_file(str(folder / str(of)), shared=True, size=num_bytes, dtype=torch.uint8) for of in range(size)
     ]
     return Shared(
         rank=rank,
         size=size,
-        num_programs=PROGRAMS,
+        num_programs=num_programs,
         area_bytes=AREA_BYTES[size],
         mine=memories[rank],
         places=tuple(memory.data_ptr() for memory in memories),
         handle=memories,
-        turns=torch.zeros(PROGRAMS, dtype=torch.int32),
+        turns=torch.zeros(num_programs, dtype=torch.int32),
     )
 
 
@@ -73,10 +72,10 @@ def check(shared: Shared, parts: list[Tensor], kind: str, generator: torch.Gener
 
 def main() -> None:
     """Do the same calls as all others, late in some."""
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    _mend(pytest.MonkeyPatch())
-    shared, chance = shared_file(folder, rank, size), random.Random(0)
-    for turn in range(CALLS):
+    rank, size, num_programs, num_calls = map(int, sys.argv[1:5])
+    importlib.import_module("conftest")._mend(pytest.MonkeyPatch())  # that of this folder
+    shared, chance = shared_file(Path(sys.argv[5]), rank, size, num_programs), random.Random(0)
+    for turn in range(num_calls):
         generator = torch.Generator().manual_seed(turn)
         shape, dtype, kind = chance.choice(SHAPES), chance.choice(DTYPES), ("plain", "norm", "add")[turn % 3]
         parts = [torch.randn(shape, generator=generator).to(dtype) for _ in range(size)]
@@ -92,7 +91,7 @@ def main() -> None:
     launch_sum(shared, shares, ones, out)
     assert out.isnan().all()
     assert bool((shared.mine == 255).all())  # all that was sent was read and emptied
-    sys.stdout.write(f"{CALLS} calls\n")
+    sys.stdout.write(f"{num_calls} calls\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from core.common.ops.collective import ALL_REDUCE_ADD_RMS_NORM
 from core_cuda.collective_norm import IMPLEMENTATIONS
 from core_cuda.ops.summing import MAX_ROW_BYTES, shares_of
 from core_cuda.symmetric import AREA_BYTES, EMPTY, HALVES, Shared
-from plugins.cuda.tests.summing_worker import CALLS, PROGRAMS
 
 WIDEST = MAX_ROW_BYTES // 2
 """In halves."""
@@ -83,14 +82,14 @@ def test_what_is_empty_or_too_large_goes_by_nccl() -> None:
 
 COMPILED = """
 import json, sys
-sys.path.insert(0, "tools/cuda")
+sys.path[:0] = ["tools/cuda", "plugins/cuda/tests"]
 import torch
 from compile_cuda_kernels import compile_only, resources
 from overlap_rule import overlap
 from core_cuda.ops.summing import launch_sum, shares_of
 from core_cuda.ops import launching
 from core_cuda.ops.norm.norms import options_of
-from plugins.cuda.tests.test_cuda_collective_norm import shared
+from test_cuda_collective_norm import shared
 
 def launch(kernel, grid, **arguments):
     made = kernel.warmup(grid=grid, **arguments)
@@ -132,14 +131,15 @@ def test_the_kernel_compiles_and_waits_and_fits() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_sum_in_the_interpreter_through_memory_that_they_map(size: int, tmp_path: Path) -> None:
     """Several calls of all kinds, of which one process or another comes late to some; each sends to halves in turns."""
-    num_bytes = HALVES * size * PROGRAMS * AREA_BYTES[size]
+    num_programs, num_calls = 3, 9
+    num_bytes = HALVES * size * num_programs * AREA_BYTES[size]
     for rank in range(size):
         (tmp_path / str(rank)).write_bytes(bytes([EMPTY]) * num_bytes)
     places = os.pathsep.join([str(ROOT / "plugins/cuda"), str(ROOT)])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SIMULATED), str(rank), str(size), str(tmp_path)],
+            [sys.executable, SIMULATED, *map(str, (rank, size, num_programs, num_calls, tmp_path))],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -153,7 +153,7 @@ def test_processes_sum_in_the_interpreter_through_memory_that_they_map(size: int
         for each in ranks:  # where one has failed, the others wait for it
             each.kill()
     assert [each.returncode for each in ranks] == [0] * size, said
-    assert all(text == f"{CALLS} calls\n" for text in said), said
+    assert all(text == f"{num_calls} calls\n" for text in said), said
 
 
 @pytest.mark.gpu
