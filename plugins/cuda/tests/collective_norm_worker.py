@@ -78,7 +78,7 @@ def judged(place: Processes) -> dict[str, str]:
                 elif not (verdict := judge(*triple)).passed:
                     faults[name] = str(verdict)
     for dtype, triples in small.items():
-        if not (verdict := judge_pooled(*zip(*triples, strict=True))).passed:
+        if triples and not (verdict := judge_pooled(*zip(*triples, strict=True))).passed:
             faults[f"small {dtype}"] = str(verdict)
     return faults
 
