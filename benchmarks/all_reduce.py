@@ -1,4 +1,4 @@
-"""Time sums over GPUs of one host in CUDA graphs: NCCL's and `core_cuda::all_reduce`, alone and with add and RMSNorm.
+"""Time sums over GPUs of one host in CUDA graphs: NCCL's and `core_cuda`'s, alone, with add and RMSNorm, and fused.
 
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/all_reduce.py [--hidden 8192] [--json FILE]
 
@@ -22,23 +22,23 @@ import core
 from core.common.ops.collective import ALL_REDUCE
 from core.engine.models.distributed import initialize
 from core_cuda import collective
+from core_cuda.collective_norm import all_reduce_add_rms_norm
 from core_cuda.ops.norm.norms import add_rms_norm
+from core_cuda.symmetric import join
 
 CHAIN, REPLAYS, WARM = 32, 40, 5
 TOKENS = (1, 16, 32, 64, 128, 256, 512)
-Sum = Callable[[Tensor, str], Tensor]
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _timed(reduce: Sum, tokens: int, weight: Tensor, *, with_norm: bool) -> tuple[float, float, float]:
+def _timed(step: Step, tokens: int, hidden: int) -> tuple[float, float, float]:
     """Return the median, and the 10th and 90th percentile, of microseconds."""
-    x, residual = (torch.randn(tokens, weight.numel(), device="cuda").bfloat16() for _ in range(2))
+    x, residual = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
 
     def chain() -> Tensor:
         total, rest = x, residual
         for _ in range(CHAIN):
-            total = reduce(total, "")
-            if with_norm:
-                total, rest = add_rms_norm(x=total, residual=rest, weight=weight, eps=1e-5)
+            total, rest = step(total, rest)
         return total
 
     side = torch.cuda.Stream()
@@ -65,6 +65,29 @@ def _timed(reduce: Sum, tokens: int, weight: Tensor, *, with_norm: bool) -> tupl
     return statistics.median(times[WARM:]), tenths[0], tenths[-1]
 
 
+def _steps(hidden: int) -> dict[str, Step]:
+    """Return, by name, what a chain repeats: from x and a residual to what the next step takes."""
+    weight = (1 + 0.1 * torch.randn(hidden, device="cuda")).bfloat16()
+
+    def normed(total: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = add_rms_norm(x=total, residual=rest, weight=weight, eps=1e-5)
+        return found
+
+    def fused(total: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = all_reduce_add_rms_norm(total, rest, weight, 1e-5, group="")
+        return found
+
+    sums: dict[str, Callable[[Tensor, str], Tensor]] = {
+        "NCCL": ALL_REDUCE.reference,
+        "core_cuda::all_reduce": collective.all_reduce,
+    }
+    steps: dict[str, Step] = {}
+    for name, reduce in sums.items():
+        steps[name] = lambda total, rest, reduce=reduce: (reduce(total, ""), rest)  # type: ignore[misc]
+        steps[f"{name} + add_rms_norm"] = lambda total, rest, reduce=reduce: normed(reduce(total, ""), rest)  # type: ignore[misc]
+    return steps | {"core_cuda::all_reduce_add_rms_norm": fused}
+
+
 def main() -> None:
     """Time all on each rank; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,19 +97,19 @@ def main() -> None:
     core.select_device("cuda", int(os.environ["LOCAL_RANK"]))
     place = initialize("nccl")
     collective.MOST_BYTES = dict.fromkeys(collective.MOST_BYTES, max(TOKENS) * asked.hidden * 2)
-    if reason := collective.join(""):
+    if reason := join(""):
         raise SystemExit(f"these GPUs share no memory: {reason}")
-    weight = (1 + 0.1 * torch.randn(asked.hidden, device="cuda")).bfloat16()
-    ways = {"NCCL": ALL_REDUCE.reference, "core_cuda::all_reduce": collective.all_reduce}
+    largest = torch.empty(max(TOKENS), asked.hidden, device="cuda", dtype=torch.bfloat16)
+    if collective.by_kernel(largest, "") is None or collective.by_kernel(largest, "", asked.hidden) is None:
+        raise SystemExit(f"{max(TOKENS)} rows of {asked.hidden} do not fit the memory of {place.size} GPUs")
     found = {}
-    for name, reduce in ways.items():
-        for with_norm in (False, True):
-            for tokens in TOKENS:
-                figures = _timed(reduce, tokens, weight, with_norm=with_norm)
-                row = f"{name}{' + add_rms_norm' if with_norm else ''}, {tokens} tokens"
-                found[row] = dict(zip(("median_us", "p10_us", "p90_us"), figures, strict=True))
-                if place.rank == 0:
-                    print(f"{row:45} {figures[0]:7.2f} us ({figures[1]:.2f} to {figures[2]:.2f})", flush=True)
+    for name, step in _steps(asked.hidden).items():
+        for tokens in TOKENS:
+            figures = _timed(step, tokens, asked.hidden)
+            row = f"{name}, {tokens} tokens"
+            found[row] = dict(zip(("median_us", "p10_us", "p90_us"), figures, strict=True))
+            if place.rank == 0:
+                print(f"{row:60} {figures[0]:7.2f} us ({figures[1]:.2f} to {figures[2]:.2f})", flush=True)
     if place.rank == 0 and asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -167,16 +167,28 @@ def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
 
 
 def _device_of_rank(name: str, local: int) -> Device:
-    """Open the device of a rank's own number and no other, which would take memory there; or that of all ranks."""
+    """Open the device of a rank's own number and no other, which would take memory there; or that of all ranks.
+
+    Raises `DeviceUnavailableError` where there are fewer devices than ranks.
+    """
     from core.host.selection import select_device
 
     try:
         return select_device(name, local)
-    except DeviceUnavailableError:
+    except DeviceUnavailableError as error:
         device = select_device(name) if local else None
-        if device is None or not _is_common(device):
+        if device is None:
             raise
-        return device
+        if _is_common(device):
+            return device
+        if device.name != name:  # "auto" tells of the last that it tried, not of the device that other ranks have
+            return _device_of_rank(device.name, local)
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks()))
+        raise DeviceUnavailableError(
+            f"a device {name!r} for each of the {ranks} ranks of this machine",
+            found=f"none of number {local}, counted from 0: {error.found}",
+            remedy=f"start no more ranks than there are devices (--tp), or make more of them visible: {error.remedy}",
+        ) from error
 
 
 def _is_common(device: Device) -> bool:

@@ -76,10 +76,10 @@ def core_register_ops(context: DeviceContext) -> Sequence[OpImplementation]:
     properties = torch.cuda.get_device_properties(context.parts.torch_device)
     if kernels_missing((properties.major, properties.minor)):
         return ()
-    from core_cuda import collective
+    from core_cuda import collective, collective_norm
     from core_cuda.implementations import IMPLEMENTATIONS
 
-    return (*IMPLEMENTATIONS, *collective.IMPLEMENTATIONS)
+    return (*IMPLEMENTATIONS, *collective.IMPLEMENTATIONS, *collective_norm.IMPLEMENTATIONS)
 
 
 def kernels_missing(capability: tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from core.common.ops.collective import ALL_REDUCE
 from core.common.ops.implementation import OpCall
-from core_cuda import collective
+from core_cuda import symmetric
 from core_cuda.collective import why_not
 
 WORKER = Path(__file__).with_name("collective_worker.py")
@@ -23,7 +23,7 @@ def asked(x: torch.Tensor) -> str | None:
 
 
 def test_calls_that_the_kernel_does_not_take() -> None:
-    assert "x is torch.float16" in str(asked(torch.ones(2, dtype=torch.float16)))
+    assert "x is torch.float64" in str(asked(torch.ones(2, dtype=torch.float64)))
     assert asked(torch.ones(2)) == "nobody shares the group"
 
 
@@ -39,23 +39,17 @@ class Group:
         return self._size
 
 
-@pytest.mark.parametrize(
-    ("size", "local", "reason"),
-    [(3, "3", "measured for 2, 4, 8 GPUs"), (4, "2", "2 ranks are on this host"), (2, "", "an unknown number of")],
-)
-def test_groups_that_share_no_memory(monkeypatch: pytest.MonkeyPatch, size: int, local: str, reason: str) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "0")
-    assert reason in collective._why_apart(Group(size))
+def test_groups_of_a_size_that_the_kernel_is_not_for() -> None:
+    assert symmetric._why_apart(Group(3)) == "the kernel is for 2, 4, 8 GPUs, and the group has 3"
 
 
 def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    assert collective._why_apart(Group(2)) == "GPU 1 can't reach the memory of GPU 0"
+    assert symmetric._why_apart(Group(2)) == "GPU 1 can't reach the memory of GPU 0"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    assert collective._why_apart(Group(2)) == ""
+    assert symmetric._why_apart(Group(2)) == ""
 
 
 JOINING = """
@@ -63,35 +57,39 @@ import sys, time
 from datetime import timedelta
 import torch
 from torch import distributed
-from core_cuda import collective
+from core_cuda import symmetric
 rank, late, reason, timeout = int(sys.argv[1]), float(sys.argv[3]), sys.argv[4], float(sys.argv[5])
+hosts = sys.argv[6].split(',')
 wait = timedelta(seconds=timeout)
 distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=wait)
-collective._why_apart = lambda found: reason if rank and reason != "at the rendezvous" else ""
-def workspace(found):
+symmetric._place = lambda: hosts[rank % len(hosts)]
+symmetric._why_apart = lambda found: reason if rank and reason != "at the rendezvous" else ""
+def share(found):
     if rank and reason == "at the rendezvous":
         raise RuntimeError("not permitted")
-    return torch.empty(64, dtype=torch.uint8)
-collective._workspace = workspace
+    return object()
+symmetric._share = share
 ones = torch.ones(4)
 if rank:
     distributed.all_reduce(ones)  # while the other waits for it to join
     time.sleep(late)
-    print(collective.join(""))
+    print(symmetric.join(""))
 else:
     work = distributed.all_reduce(ones, async_op=True)
-    print(collective.join(""))
+    print(symmetric.join(""))
     work.wait()
-print(collective.join(""), len(collective._workspaces))
+print(symmetric.join(""), len(symmetric._shared))
 """
 
 
-def joined(folder: Path, late: float = 0.0, reason: str = "", timeout: float = 60.0) -> list[tuple[int, str]]:
+def joined(
+    folder: Path, late: float = 0.0, reason: str = "", timeout: float = 60.0, hosts: str = "here"
+) -> list[tuple[int, str]]:
     """Return the exit status and the output of two processes that join; the second comes late, with a reason."""
     command = [sys.executable, "-c", JOINING]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), str(late), reason, str(timeout)],
+            [*command, str(rank), str(folder / "store"), str(late), reason, str(timeout), hosts],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -113,6 +111,27 @@ def test_processes_join_whenever_they_come(tmp_path: Path) -> None:
 def test_one_process_that_cant_keeps_all_out(tmp_path: Path) -> None:
     for code, said in joined(tmp_path, reason="no way there"):
         assert code == 0 and said.splitlines() == ["rank 1: no way there", "rank 1: no way there 0"], said
+
+
+@pytest.mark.slow
+def test_processes_on_two_hosts_share_no_memory(tmp_path: Path) -> None:
+    """Whatever the launcher says of the number of processes on each: a group may have some of each host."""
+    for code, said in joined(tmp_path, hosts="here (boot 1),there (boot 2)"):
+        reason = "rank 1 is on there (boot 2), rank 0 on here (boot 1)"
+        assert code == 0 and said.splitlines() == [reason, f"{reason} 0"], said
+
+
+def test_a_place_is_a_host_since_it_was_started_and_a_kind_of_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr(symmetric, "_BOOT_ID", boot)
+    monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(symmetric.launching, "num_multiprocessors", lambda: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    assert symmetric._place() == "node7 (boot unknown), H100 with 132 multiprocessors"
+    boot.write_text("ab-cd\n")
+    assert symmetric._place() == "node7 (ab-cd), H100 with 132 multiprocessors"
 
 
 @pytest.mark.slow

@@ -39,10 +39,26 @@ def test_a_rank_touches_no_device_but_its_own(install_vendor: InstallVendor) -> 
     assert module.opened == [1]
 
 
-def test_a_rank_without_a_device_is_refused(install_vendor: InstallVendor) -> None:
+def test_a_rank_without_a_device_is_refused(install_vendor: InstallVendor, monkeypatch: pytest.MonkeyPatch) -> None:
     install_vendor(plugin=NUMBERED, probe=None)
-    with pytest.raises(DeviceUnavailableError, match="there are two"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(DeviceUnavailableError) as raised:
         _device_of_rank("acme", 2)
+    assert raised.value.asked == "a device 'acme' for each of the 4 ranks of this machine"
+    assert raised.value.found == "none of number 2, counted from 0: there are two"
+    assert (
+        "no more ranks than there are devices (--tp)" in raised.value.remedy and "ask for less" in raised.value.remedy
+    )
+
+
+def test_a_rank_without_a_device_that_was_chosen_hears_of_that_device(
+    install_vendor: InstallVendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the processor, which is tried last."""
+    install_vendor(plugin=NUMBERED)
+    assert _device_of_rank("auto", 1).name == "acme"
+    with pytest.raises(DeviceUnavailableError, match="none of number 2, counted from 0: there are two"):
+        _device_of_rank("auto", 2)
 
 
 @pytest.mark.parametrize("local", [0, 1, 3])
