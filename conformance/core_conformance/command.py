@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from core.cli.interrupts import interrupted_by_sigterm
+from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
 from core_conformance.report.write import FORMS
 

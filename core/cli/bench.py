@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.cli.bench_load import bench_load, check_goes_with
-from core.cli.interrupts import interrupted_by_sigterm
 from core.cli.model_argument import (
     CALIBRATION,
     DEVICE,
@@ -31,6 +30,7 @@ from core.cli.output import check_file, json_text, print_items, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
 from core.cli.values import number_text
+from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.cli.interrupts import EXIT_TERMINATED, Terminated
+from core.engine.parallel.interrupts import EXIT_TERMINATED, Terminated
 from core.errors import UsageError
 from core.paths import local_path
 

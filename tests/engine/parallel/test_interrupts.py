@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from core.cli.interrupts import EXIT_TERMINATED, Terminated, interrupted_by_sigterm
 from core.cli.values import checked
+from core.engine.parallel.interrupts import EXIT_TERMINATED, Terminated, interrupted_by_sigterm
 
 
 def terminate() -> None:
@@ -39,7 +39,7 @@ def test_a_launched_process_and_a_thread_keep_their_handler(monkeypatch: pytest.
     thread = threading.Thread(target=note)
     thread.start()
     thread.join()
-    monkeypatch.setattr("core.cli.interrupts.is_launched", lambda: True)
+    monkeypatch.setattr("core.engine.parallel.interrupts.is_launched", lambda: True)
     note()
     assert seen == [before, before]
 
