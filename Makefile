@@ -35,7 +35,12 @@ DOCS_VENV ?= .venv-docs
 DOCS_BIN := $(abspath $(DOCS_VENV))/bin
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs reports test-gpu test-npu-sim test-triton36 test-ipex test-openreg clean
+# What checks the metadata of a release, which nothing else needs; it stands on $(VENV).
+DIST_VENV ?= .venv-dist
+DIST_BIN := $(abspath $(DIST_VENV))/bin
+DIST_STAMP := $(DIST_VENV)/.installed
+
+.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs dist reports test-gpu test-npu-sim test-triton36 test-ipex test-openreg clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +55,7 @@ help:
 	@echo "make check-install  install every extra from public wheels, on each tested Python that is here (tens of minutes;"
 	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; .ci/run calls it when the requirements changed)"
 	@echo "make docs      the site of the documentation, in build/site; a warning or a broken link is an error"
+	@echo "make dist      the wheel and the source distribution, in dist, checked (docs/releasing.md; ARGS='--tag v0.1.0')"
 	@echo "make reports   the reports below docs/ that this machine can write: conformance, planted faults, coverage,"
 	@echo "               architectures (hours; ARGS=cpu writes one; ARGS=--pages renders conformance's pages, running nothing)"
 	@echo "make test-gpu  the tests marked gpu, in the python at hand (PYTHON=$(PYTHON)), no venv"
@@ -58,7 +64,7 @@ help:
 	@echo "make test-triton36  the tests of the CUDA kernels with Triton 3.6, in Triton's interpreter"
 	@echo "make test-ipex  the tests marked ipex: intel-extension-for-pytorch and torch 2.8 (7 GB the first time)"
 	@echo "make test-openreg  the tests marked openreg, in the python at hand (PYTHON=$(PYTHON)), which has torch_openreg of PyTorch's sources"
-	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), $(DOCS_VENV), caches and build results"
+	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), $(DOCS_VENV), $(DIST_VENV), caches and build results"
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ ! -x "$(BIN)/python" ]; then python="$$(sh tools/choose_python.sh "$(NAMED)")" || exit 1; \
@@ -169,6 +175,19 @@ docs: $(DOCS_STAMP)
 	@echo "== mkdocs build --strict, into build/site"
 	@NO_MKDOCS_2_WARNING=1 "$(DOCS_BIN)/python" -m mkdocs build --strict
 
+$(DIST_STAMP): $(STAMP) requirements-dist.txt
+	@echo "== installing build and twine into $(DIST_VENV), which stands on $(VENV)"
+	$(call stand_on_venv,$(DIST_VENV))
+	@"$(DIST_BIN)/python" -m pip install --quiet --disable-pip-version-check --requirement requirements-dist.txt
+	@touch "$@"
+
+# The wheel is built from the source distribution, as an installer without wheels builds it.
+dist: $(DIST_STAMP)
+	@echo "== build, twine check --strict, tools/releases/check_dist.py"
+	@rm -rf dist && "$(DIST_BIN)/python" -m build --no-isolation --outdir dist .
+	@"$(DIST_BIN)/python" -m twine check --strict dist/*
+	@"$(DIST_BIN)/python" tools/releases/check_dist.py dist $(ARGS)
+
 $(IPEX_STAMP): pyproject.toml
 	@echo "== installing core[ipex,conformance] into $(IPEX_VENV), with a torch of its own: 7 GB"
 	@python="$$(sh tools/choose_python.sh "$(NAMED)")" && "$$python" -m venv "$(IPEX_VENV)"
@@ -190,7 +209,7 @@ test-openreg:
 	else echo "skipped: the tests on torch_openreg (make test-openreg PYTHON=...); $(PYTHON) has no torch_openreg"; fi
 
 clean:
-	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), $(DOCS_VENV), caches and build results"
-	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" "$(DOCS_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), $(DOCS_VENV), $(DIST_VENV), caches and build results"
+	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" "$(DOCS_VENV)" "$(DIST_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

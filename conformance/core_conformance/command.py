@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
+from core_conformance.report.write import FORMS
 
 if TYPE_CHECKING:
     from core_conformance.case import CaseInfo
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _STDOUT = Path("-")
 
-_REPORTS = frozenset({"--json", "--html", "--junit", "--badge"})
+_REPORTS = frozenset(FORMS)
 _NO_EFFECT: Mapping[str, tuple[frozenset[str], str]] = MappingProxyType(
     {
         "--list": (_REPORTS | {"--from"}, "it lists cases and runs none: there is no report"),
@@ -53,6 +55,7 @@ def conformance(
     html: Path | None = typer.Option(None, help="Write one self-contained page to this file."),
     junit: Path | None = typer.Option(None, help="Write JUnit XML to this file."),
     badge: Path | None = typer.Option(None, help="Write a badge (SVG) to this file."),
+    badge_json: Path | None = typer.Option(None, help="Write the badge's data to this file, as shields.io reads it."),
     source: Path | None = typer.Option(None, "--from", help="Report on an earlier run's JSON instead of running."),
 ) -> int:
     """Prove a device plugin numerically against eager: exit code 0 where all that was asked for holds."""
@@ -60,8 +63,8 @@ def conformance(
     from core_conformance.runner.session import Options, list_chosen
 
     _check_together(_given(context))
-    targets = {"json": json, "html": html, "junit": junit, "badge": badge}
-    check_targets(**targets)
+    targets = dict(zip(FORMS, (json, junit, html, badge, badge_json), strict=True))
+    check_targets(targets)
     options = Options(
         device=device,
         level=level,
@@ -78,13 +81,16 @@ def conformance(
     if list_cases:
         _print_lines([_line(info) for info in list_chosen(options)])
         return 0
+    interrupt = None
     if source is not None:
         report = load(source)
     else:
         with _stdout_kept() if json == _STDOUT else nullcontext():
-            report = _run(options, pdb=pdb)
-    write(report, **targets)
+            report, interrupt = _run(options, pdb=pdb)
+    write(report, targets)
     _print(report, [path for path in targets.values() if path not in (None, _STDOUT)], to_stderr=json == _STDOUT)
+    if interrupt is not None:
+        raise interrupt
     return 0 if proven(report) else 1
 
 
@@ -158,11 +164,12 @@ def _stdout_kept() -> Iterator[None]:
         os.close(kept)
 
 
-def _run(options: Options, *, pdb: bool) -> Report:
+def _run(options: Options, *, pdb: bool) -> tuple[Report, KeyboardInterrupt | None]:
+    """Run the suite; return the report, and the interrupt (Ctrl-C or SIGTERM) that ended the run early."""
     from core_conformance.runner.progress import Progress
-    from core_conformance.runner.session import run
+    from core_conformance.runner.session import Interrupted, run
 
-    with Progress() as progress:
+    with interrupted_by_sigterm(), Progress() as progress:
 
         def debug(error: BaseException) -> None:
             from pdb import post_mortem
@@ -170,7 +177,10 @@ def _run(options: Options, *, pdb: bool) -> Report:
             with progress.paused():
                 post_mortem(error.__traceback__)
 
-        return run(options, progress, on_exception=debug if pdb else None)
+        try:
+            return run(options, progress, on_exception=debug if pdb else None), None
+        except Interrupted as interrupted:
+            return interrupted.report, interrupted.interrupt
 
 
 def _print(report: Report, written: Sequence[Path | None], *, to_stderr: bool) -> None:

@@ -45,7 +45,8 @@ EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0 for success, 1 for a failure that a command found or an internal error, 2 for a `CoreError` or a wrong usage.
+    0 for success, 1 for a failure that a command found or an internal error, 2 for a `CoreError` or a wrong usage, 130
+    and 143 for an interrupt and for SIGTERM, where the command has not answered it itself.
     argv: arguments without the program's name (default: the process's own).
     """
     from core.cli import ranks

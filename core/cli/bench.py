@@ -30,6 +30,7 @@ from core.cli.output import check_file, json_text, print_items, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
 from core.cli.values import number_text
+from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def bench(
 ) -> int:
     """Compare decode and prefill of transformers eager, torch.compile and core, and check that they agree.
 
-    The exit code is 1 if core's logits break the numeric criterion, nothing could be measured, or an interrupt came.
+    Ctrl-C and SIGTERM end it with what was measured until then. The exit code is 1 after that, and if core's logits
+    break the numeric criterion, or nothing could be measured.
     """
     from dataclasses import replace
 
@@ -169,7 +171,7 @@ def bench(
         choice = choice.without_peers("peers run in one process, and core on several ranks")
         settings = replace(settings, engine=replace(engine, options=replace(options, measure=False)))
     asked = _asked(resolved.name, model, preset, dtype, quantize, calibration, engine_options(engine))
-    with status("loading the model", quiet=json == _STDOUT) as say:
+    with interrupted_by_sigterm(), status("loading the model", quiet=json == _STDOUT) as say:
         report = _bench((resolved, rank), asked, settings, choice, references, start, say)
     if not rank.leads:
         return 0

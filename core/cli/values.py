@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.engine.parallel.interrupts import EXIT_TERMINATED, Terminated
 from core.errors import UsageError
 from core.paths import local_path
 
@@ -33,12 +35,17 @@ def check_text(arguments: Sequence[str]) -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a subcommand's function: refuse invalid values, and expand `~` in paths."""
+    """Wrap a subcommand's function: refuse invalid values, expand `~` in paths, and answer SIGTERM by its exit code."""
     names = {name: _label(name, each.default) for name, each in inspect.signature(function).parameters.items()}
 
     @functools.wraps(function)
     def run(**values: Any) -> Any:
-        return function(**{name: _checked(names[name], value) for name, value in values.items()})
+        given = {name: _checked(names[name], value) for name, value in values.items()}
+        try:
+            return function(**given)
+        except Terminated:  # here, since typer takes every KeyboardInterrupt for Ctrl-C
+            print("core: ended by SIGTERM", file=sys.stderr)
+            return EXIT_TERMINATED
 
     return run
 

@@ -78,10 +78,11 @@ def _judge(info: PluginInfo, defect: str, claimants: list[PluginInfo], settings:
     if len(claimants) > 1:
         return PluginEntry(info=info, verdict="conflict", reason=_conflict(claimants), hint=_separation(claimants))
     if not accepts_host(info):
+        age = _age(info)
         return PluginEntry(
             info=info,
             verdict="incompatible",
-            reason=f"it requires core {info.requires_core}, and this is core {__version__}",
+            reason=f"it requires core {info.requires_core}, and this is core {__version__}{age and f': {age}'}",
             hint=f"install a version of {info.distribution} made for core {__version__}, or core {info.requires_core}",
         )
     return PluginEntry(info=info)
@@ -105,6 +106,20 @@ def accepts_host(info: PluginInfo) -> bool:
 
     # A pre-release of core is a core one can test a plugin against.
     return SpecifierSet(info.requires_core).contains(__version__, prereleases=True)
+
+
+def _age(info: PluginInfo) -> str:
+    """Return which of the two is too old, "" where the range says neither."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    here = Version(__version__)
+    ends = [(each.operator, Version(each.version.removesuffix(".*"))) for each in SpecifierSet(info.requires_core)]
+    if any(operator in (">=", ">", "~=", "==", "===") and end > here for operator, end in ends):
+        return "this core is too old for it"
+    if any(operator in ("<", "<=", "~=", "==", "===") and end <= here for operator, end in ends):
+        return "it was made for an older core"
+    return ""
 
 
 def _names(info: PluginInfo) -> set[str]:

@@ -88,8 +88,8 @@ def choose_names(
 def range_of(core_version: str) -> str:
     """Return the range of `core` versions that a package made by this one may expect to work with."""
     major, minor = (int(part) for part in core_version.split(".")[:2])
-    # Below 1.0 the second number may break plugins.
-    return f">={major}.{minor},<{major}.{minor + 1}" if major == 0 else f">={major}.{minor},<{major + 1}"
+    # What one minor version (from 1.0 on, major version) promises, the next one keeps: docs/releasing.md.
+    return f">={major}.{minor},<{major}.{minor + 2}" if major == 0 else f">={major}.{minor},<{major + 2}"
 
 
 def _check_device(device: str, installed: Discovery) -> None:

@@ -16,6 +16,7 @@ FILES: Mapping[str, str] = {
     "README.md": "README.md",
     "gitignore": ".gitignore",
     "ci.yml": ".github/workflows/ci.yml",
+    "conformance.yml": ".github/workflows/conformance.yml",
     "xfail.toml": "xfail.toml",
     "package/__init__.py": "{package}/__init__.py",
     "package/plugin.py": "{package}/plugin.py",

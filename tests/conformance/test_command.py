@@ -36,6 +36,9 @@ def skips(trial):
 def interrupted(trial):
     raise KeyboardInterrupt
 
+def terminated(trial):
+    os.kill(os.getpid(), 15)
+
 def collect(device, profile):
     for area in ("torch", "ops", "fakes", "graphs", "passes"):
         yield case(f"{area}/a", prints)
@@ -45,6 +48,7 @@ def collect(device, profile):
     yield case("models/skips", skips)
     yield case("fuzz/a")
     yield case("fuzz/interrupted", interrupted)
+    yield case("fuzz/terminated", terminated)
 """
 
 COMMAND = "import sys; from core.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -209,7 +213,7 @@ def test_the_option_stays_a_flag_elsewhere(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_report_is_written_in_every_form_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forms = ("json", "html", "junit", "badge")
+    forms = ("json", "html", "junit", "badge", "badge-json")
     files = {form: tmp_path / f"report.{form}" for form in forms}
     targets = [part for form, file in files.items() for part in (f"--{form}", str(file))]
     assert main([*RUN, "--level", "0", *targets]) == 0
@@ -274,6 +278,28 @@ def test_the_first_failure_ends_the_run_where_asked(tmp_path: Path, capsys: pyte
     assert cases["models/fails"]["status"] == "fail"
     assert cases["models/skips"]["reason"] == "not run: the run stopped at the first failure, models/fails"
     assert "models/fails" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("interrupted", 130), ("terminated", 143)])
+def test_an_interrupt_leaves_the_report_on_what_was_done(
+    name: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = chosen("models/a", f"fuzz/{name}", "host/one")
+    assert main([*cases, "--fuzz", "1", "--json", str(tmp_path / "r.json")]) == code
+    report = json.loads((tmp_path / "r.json").read_text())
+    done = {case["id"]: (case["status"], case["reason"]) for case in report["cases"]}
+    assert done[f"fuzz/{name}"] == ("skip", "not run: the run was interrupted") and done["host/one"][0] == "pass"
+    assert report["reached"] is None and report["obstacles"][0] == "the run was interrupted"
+    assert "the run was interrupted" in capsys.readouterr().out
+
+
+def test_an_unknown_device_is_refused_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("core_conformance.runner.session._lane", lambda *arguments: pytest.fail("a lane was made"))
+    assert main(["conformance", "--device", "nonsense"]) == main([*RUN, "--device", "nonsense", "--list"]) == 2
+    assert capsys.readouterr().err.count("no installed plugin has that name") == 2
 
 
 @pytest.mark.slow

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from core.errors import PluginVersionError
 from core.host.discovery import Discovery, PluginEntry, discover
+from core.host.selection import select_device
+from core.scaffold.names import range_of
 from core.settings import Settings
+from tests.support import refused
 
 InstallVendor = Callable[..., Any]
 
@@ -62,6 +66,33 @@ def test_a_plugin_for_another_core_is_incompatible(install_vendor: InstallVendor
     entry = found("acme")
     assert entry.verdict == "incompatible"
     assert entry.info.requires_core in entry.reason and "acme-device" in entry.hint
+
+
+@pytest.mark.parametrize(
+    ("core_version", "verdict", "phrase"),
+    [
+        ("0.1.0", "incompatible", "this core is too old for it"),
+        ("0.2.7", "ready", ""),
+        ("0.3.0", "ready", ""),
+        ("0.3.1+g1af209fdc.dirty", "ready", ""),
+        ("0.4.0", "incompatible", "it was made for an older core"),
+        ("1.0.0", "incompatible", "it was made for an older core"),
+    ],
+)
+def test_a_plugin_loads_under_its_minor_version_and_the_next(
+    core_version: str, verdict: str, phrase: str, install_vendor: InstallVendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promise of docs/releasing.md, for a plugin whose range `core new-plugin` of core 0.2 has written."""
+    install_vendor(requires=(f"core{range_of('0.2.5')}",))
+    monkeypatch.setattr("core.host.discovery.__version__", core_version)
+    entry = found("acme")
+    assert entry.verdict == verdict and phrase in entry.reason
+    if verdict == "ready":
+        assert select_device("acme").capabilities.device_name == "Acme One"
+    else:
+        assert f"and this is core {core_version}: " in entry.reason and "acme-device" in entry.hint
+        with refused(PluginVersionError, phrase):
+            select_device("acme")
 
 
 @pytest.mark.parametrize("requires", ["core-utils>=99", "core_metrics==7", "corex"])

@@ -164,7 +164,7 @@ def test_the_example_device_is_listed(environment: Environment) -> None:
     row = _row(environment.devices(), "acme-device")
     assert (row["device"], row["state"], row["device_count"]) == ("acme", "available", 1)
     assert row["plugin"]["version"] == "0.1.0"
-    assert row["plugin"]["requires_core"] in (">=0.1,<0.2", "<0.2,>=0.1")
+    assert row["plugin"]["requires_core"] in (">=0.1,<0.3", "<0.3,>=0.1")
     assert row["plugin"]["in_tree"] is False
 
 

@@ -96,11 +96,11 @@ def test_names_that_are_taken_are_refused(install_vendor: InstallVendor) -> None
 
 def test_the_range_of_core_is_that_of_compatible_versions() -> None:
     assert [range_of(v) for v in ("0.1.0", "0.12.3", "1.0.0", "2.3.1", "0.2.0.dev1")] == [
-        ">=0.1,<0.2",
-        ">=0.12,<0.13",
-        ">=1.0,<2",
-        ">=2.3,<3",
-        ">=0.2,<0.3",
+        ">=0.1,<0.3",
+        ">=0.12,<0.14",
+        ">=1.0,<3",
+        ">=2.3,<4",
+        ">=0.2,<0.4",
     ]
 
 
@@ -117,7 +117,7 @@ def test_every_template_is_written_and_nothing_is_left_open() -> None:
     project = tomllib.loads(files["pyproject.toml"])["project"]
     assert project["entry-points"]["core.plugins"] == {"Wave-2": "core_wave_2.plugin"}
     assert project["entry-points"]["core.probes"] == {"Wave-2": "core_wave_2.probe:probe"}
-    assert project["dependencies"] == ["core>=0.1,<0.2"] and project["authors"] == [{"name": "Wave Computing"}]
+    assert project["dependencies"] == ["core>=0.1,<0.3"] and project["authors"] == [{"name": "Wave Computing"}]
     assert tomllib.loads(files["xfail.toml"]) == {"schema": "core.xfail/1"}
     hooks = [name for name in vars(CoreSpec) if name.startswith("core_")]
     assert all(f"def {hook}(" in files["core_wave_2/plugin.py"] for hook in hooks)

@@ -6,6 +6,7 @@ measurements that pass and the beginnings of long tracebacks are left out beyond
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -80,10 +81,7 @@ def to_html(report: Report) -> str:
 
 def to_badge(report: Report) -> str:
     """Return a small SVG image that says which level the device has reached by which plugin and suite."""
-    report = printable(report)
-    level = headline(report).lower().replace(f" of {MAX_LEVEL}", "", 1)
-    plugin = "no plugin" if report.plugin is None else str(report.plugin)
-    parts = [f"core conformance {report.suite}".rstrip(), level, one_line(plugin, 60)]
+    parts = _badge_parts(report)
     widths = [round(len(text) * _CHARACTER_WIDTH) + 14 for text in parts]
     return (
         _environment()
@@ -94,6 +92,26 @@ def to_badge(report: Report) -> str:
             standing=_standing(report),
         )
     )
+
+
+def to_badge_json(report: Report) -> str:
+    """Return what the badge says as the JSON document that shields.io draws badges from (its "endpoint" badge)."""
+    label, level, plugin = _badge_parts(report)
+    document = {
+        "schemaVersion": 1,
+        "label": label,
+        "message": f"{level}, {plugin}",
+        "color": {"good": "brightgreen", "part": "yellow", "bad": "red"}[_standing(report)],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _badge_parts(report: Report) -> tuple[str, str, str]:
+    """Return the three texts of a badge: which suite, what was reached, and by which plugin."""
+    report = printable(report)
+    level = headline(report).lower().replace(f" of {MAX_LEVEL}", "", 1)
+    plugin = "no plugin" if report.plugin is None else str(report.plugin)
+    return f"core conformance {report.suite}".rstrip(), level, one_line(plugin, 60)
 
 
 @cache

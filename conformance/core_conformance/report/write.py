@@ -16,16 +16,21 @@ from core_conformance.report.report import SCHEMA, Report
 
 STANDARD_OUTPUT = Path("-")
 
+# JSON first: everything else can be made from it again.
+FORMS = ("--json", "--junit", "--html", "--badge", "--badge-json")
+"""The forms of a report by the option that names the file, in the order in which they are written."""
 
-def check_targets(
-    *, json: Path | None = None, html: Path | None = None, junit: Path | None = None, badge: Path | None = None
-) -> None:
-    """Raise `UsageError`, before a run, for a file that could not be written; `-` as json is standard output."""
+
+def check_targets(targets: Mapping[str, Path | None]) -> None:
+    """Raise `UsageError`, before a run, for a file that could not be written; `-` for `--json` is standard output.
+
+    targets: a path by option, one of `FORMS`; None for a form that is not wanted.
+    """
     seen: dict[Path, str] = {}
-    for option, path in _given(json=json, html=html, junit=junit, badge=badge):
+    for option, path in _given(targets):
         asked = f"{option} {str(path)!r}"
         if path == STANDARD_OUTPUT:
-            if json == path and option == "--json":
+            if option == "--json":
                 continue
             raise UsageError(asked, found="only --json goes to standard output", remedy="name a file")
         target = path.resolve()
@@ -37,31 +42,15 @@ def check_targets(
         seen[target] = option
 
 
-def write(
-    report: Report,
-    *,
-    json: Path | None = None,
-    html: Path | None = None,
-    junit: Path | None = None,
-    badge: Path | None = None,
-) -> None:
-    """Write the report in each form that has a path, `-` as json to standard output.
+def write(report: Report, targets: Mapping[str, Path | None]) -> None:
+    """Write the report in each form that has a path, `-` for `--json` to standard output.
 
     A file appears whole or not at all. Where one can't be written the others are all the same, and then `UsageError` is
-    raised.
+    raised. targets: as for `check_targets`.
     """
-    from core_conformance.report.html import to_badge, to_html
-    from core_conformance.report.junit import to_junit
-
-    # JSON first: everything else can be made from it again.
-    makers: dict[str, Callable[[Report], str]] = {
-        "--json": to_json_text,
-        "--junit": to_junit,
-        "--html": to_html,
-        "--badge": to_badge,
-    }
+    makers = _makers()
     problems = []
-    for option, path in _given(json=json, junit=junit, html=html, badge=badge):
+    for option, path in _given(targets):
         text = makers[option](report)
         if path == STANDARD_OUTPUT:
             sys.stdout.write(text)
@@ -118,8 +107,16 @@ def _invalid(document: Mapping[str, Any]) -> str:
     return "" if error is None else f"{error.json_path}: {error.message[:300]}"
 
 
-def _given(**paths: Path | None) -> Iterator[tuple[str, Path]]:
-    return ((f"--{name}", path) for name, path in paths.items() if path is not None)
+def _makers() -> dict[str, Callable[[Report], str]]:
+    from core_conformance.report.html import to_badge, to_badge_json, to_html
+    from core_conformance.report.junit import to_junit
+
+    makers = (to_json_text, to_junit, to_html, to_badge, to_badge_json)
+    return dict(zip(FORMS, makers, strict=True))
+
+
+def _given(targets: Mapping[str, Path | None]) -> Iterator[tuple[str, Path]]:
+    return ((option, path) for option in FORMS if (path := targets.get(option)) is not None)
 
 
 def _problem(target: Path) -> str:

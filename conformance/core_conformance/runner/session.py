@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.errors import error_from_json
+from core.errors import CoreError, PluginConflictError, UnknownDeviceError, UsageError, error_from_json
+from core.host.selection import check_name
 from core_conformance.case import MAX_LEVEL, CaseInfo
 from core_conformance.outcome import BAD, Outcome
 from core_conformance.report.report import Environment, Report
@@ -31,7 +32,7 @@ CASES_PER_WORKER = 16
 """Number of cases from which another process pays off; it must first import torch and open the device."""
 
 # Errors in the request itself, not in the device: nothing can be run.
-_NOTHING_TO_RUN = ("UsageError", "UnknownDeviceError", "PluginConflictError")
+_NOTHING_TO_RUN = (UsageError, UnknownDeviceError, PluginConflictError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,14 @@ class Options:
     suite: SuiteModules = field(default_factory=SuiteModules)
 
 
+class Interrupted(KeyboardInterrupt):
+    """An interrupt that came while cases ran; it carries the report on those that were done by then."""
+
+    def __init__(self, report: Report, interrupt: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.report, self.interrupt = report, interrupt
+
+
 class _Stopped(Exception):
     """Raised where --fail-fast has seen its failure."""
 
@@ -69,8 +78,10 @@ def run(options: Options, progress: Progress | None = None, *, on_exception: OnE
 
     on_exception: for `in_process`, called with what a case raised before it becomes a failure. A device that does not
     open is reported, with level 0 run. Raises `CoreError` where nothing can be run: an unknown device or case, a bad
-    file of expected failures. A KeyboardInterrupt goes through once every worker is killed.
+    file of expected failures. A KeyboardInterrupt goes through once every worker is killed; as `Interrupted` where some
+    cases were done by then.
     """
+    _check_device(options.device)
     started, start = datetime.now(UTC), time.perf_counter()
     expectations = Expectations() if options.xfail is None else Expectations.load(options.xfail)
     with ExitStack() as stack:
@@ -88,11 +99,11 @@ def run(options: Options, progress: Progress | None = None, *, on_exception: OnE
         outcomes = _Outcomes(cases, rules, progress, options.fail_fast)
         to_run = outcomes.take_declared()
         lanes = [first, *(lane(collected.name) for _ in range(_num_lanes(options, len(to_run)) - 1))]
-        outcomes.run(lanes, to_run, in_process=options.in_process)
+        interrupt = outcomes.run(lanes, to_run, in_process=options.in_process)
     place = Environment.from_json(collected.environment)
     place = replace(place, workers=len(lanes), threads=options.threads or DEFAULT_THREADS)
     level, obstacles = outcomes.reached(collected, options)
-    return Report(
+    report = Report(
         name=collected.name,
         plugin=collected.plugin,
         environment=place,
@@ -107,10 +118,14 @@ def run(options: Options, progress: Progress | None = None, *, on_exception: OnE
         obstacles=obstacles,
         chosen=options.chosen,
     )
+    if interrupt is not None:
+        raise Interrupted(report, interrupt)
+    return report
 
 
 def list_chosen(options: Options) -> list[CaseInfo]:
     """Return the cases that `run` would run or report, without running any."""
+    _check_device(options.device)
     with closing(_lane(options, options.device, Opening(), None)) as lane:
         collected = collect(lane)
     if collected.error is not None:
@@ -121,14 +136,24 @@ def list_chosen(options: Options) -> list[CaseInfo]:
     return [case if outcome is None else replace(case, not_supported=outcome.reason) for case, outcome in declared]
 
 
+def _check_device(name: str) -> None:
+    """Refuse a device that nothing can be run on, before a worker imports torch."""
+    try:
+        check_name(name)
+    except _NOTHING_TO_RUN:
+        raise
+    except CoreError:
+        return  # a plugin that can't be loaded, which the cases of level 0 report
+
+
 class _Outcomes:
     """The outcomes of a run as they come, by id."""
 
     def __init__(self, cases: Sequence[CaseInfo], rules: Rules, progress: Progress | None, fail_fast: bool) -> None:
         self._cases, self._rules, self._progress, self._fail_fast = cases, rules, progress, fail_fast
         self._by_id: dict[str, Outcome] = {}
-        # The failure that ended the run; "" where it ran to its end.
-        self._stopped_at = ""
+        # What ended the run before its end; "" where nothing did.
+        self._stopped = ""
 
     def take_declared(self) -> list[CaseInfo]:
         """Note the cases that are declared not supported; return the others."""
@@ -137,29 +162,39 @@ class _Outcomes:
             self._add(outcome)
         return [case for case, outcome in zip(self._cases, declared, strict=True) if outcome is None]
 
-    def run(self, lanes: Sequence[Lane], cases: Sequence[CaseInfo], *, in_process: bool) -> None:
-        """Run cases: those that want the device for themselves last, one at a time, when the other lanes are closed."""
+    def run(self, lanes: Sequence[Lane], cases: Sequence[CaseInfo], *, in_process: bool) -> KeyboardInterrupt | None:
+        """Run cases: those that want the device for themselves last, one at a time, when the other lanes are closed.
+
+        Return the interrupt that ended the run; None where none came, and raised where no case was done by then.
+        """
         shared = [case for case in cases if not case.exclusive]
         alone = [case for case in cases if case.exclusive]
-        with suppress(_Stopped):
+        try:
             if in_process:
                 for case in (*shared, *alone):
                     self._finished(lanes[0].run(case))
             else:
                 run_all(lanes, shared, self._finished)
                 run_all(lanes[:1], alone, self._finished)
+        except _Stopped:
+            pass
+        except KeyboardInterrupt as interrupt:
+            if not self._by_id:
+                raise
+            self._stopped = "the run was interrupted"
+            return interrupt
+        return None
 
     def in_order(self) -> tuple[Outcome, ...]:
         """Return one outcome per case; those that did not run any more are skipped."""
-        reason = f"not run: the run stopped at the first failure, {self._stopped_at}"
-        skipped = (Outcome(id=case.id, status="skip", reason=reason) for case in self._cases)
+        skipped = (Outcome(id=case.id, status="skip", reason=f"not run: {self._stopped}") for case in self._cases)
         return tuple(self._by_id.get(each.id, each) for each in skipped)
 
     def reached(self, collected: Collected, options: Options) -> tuple[int | None, tuple[str, ...]]:
         """Return the level proven, and why the next one is not."""
         level, obstacles = reached(self.in_order(), complete=not options.chosen, level=options.level)
-        if self._stopped_at:
-            obstacles = (f"the run stopped at the first failure, {self._stopped_at}",)
+        if self._stopped:
+            obstacles = (self._stopped,)
         if collected.error is not None and options.level:
             obstacles = (f"the cases above level 0 could not be collected: {collected.problem}", *obstacles)
         return level, obstacles
@@ -168,7 +203,7 @@ class _Outcomes:
         outcome = self._rules.judge(outcome)
         self._add(outcome)
         if self._fail_fast and outcome.status in BAD:
-            self._stopped_at = outcome.id
+            self._stopped = f"the run stopped at the first failure, {outcome.id}"
             raise _Stopped
 
     def _add(self, outcome: Outcome) -> None:
@@ -196,7 +231,8 @@ def _lane(options: Options, device: str, opening: Opening, on_exception: OnExcep
 def collect(lane: Lane) -> Collected:
     """Return the cases of a lane; raise `CoreError` where there are none, as for an unknown device."""
     collected = lane.collect()
-    if not collected.cases or (collected.error is not None and collected.error["type"] in _NOTHING_TO_RUN):
+    names = [kind.__name__ for kind in _NOTHING_TO_RUN]
+    if not collected.cases or (collected.error is not None and collected.error["type"] in names):
         assert collected.error is not None
         raise error_from_json(dict(collected.error))
     return collected

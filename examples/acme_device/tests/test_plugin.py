@@ -23,7 +23,7 @@ INFO = PluginInfo(
     version="0.1.0",
     entry_point="core_acme.plugin",
     probe_entry_point="core_acme.probe:probe",
-    requires_core=">=0.1,<0.2",
+    requires_core=">=0.1,<0.3",
 )
 
 

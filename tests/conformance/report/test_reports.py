@@ -18,7 +18,7 @@ from core.host.selection import select_device
 from core_conformance.case import AREAS
 from core_conformance.outcome import STATUSES, Measurement, Outcome
 from core_conformance.report.report import Report
-from core_conformance.report.write import check_targets, json_schema, load, to_json_text, write
+from core_conformance.report.write import FORMS, check_targets, json_schema, load, to_json_text, write
 from core_conformance.runner.environment import environment
 from tests.conformance.report.reports_support import ENVIRONMENT, EVERY_STATUS, large, passing, report
 from tests.support import refused
@@ -39,7 +39,7 @@ def strict(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("made", [report(), passing(), large(40, 400), replace(report(()), plugin=None)], ids=range(4))
 def test_a_report_survives_its_file(made: Report, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    write(made, json=path)
+    write(made, {"--json": path})
     assert load(path) == made
     assert path.read_text(encoding="utf-8") == to_json_text(load(path))
     assert list(tmp_path.iterdir()) == [path]
@@ -139,7 +139,7 @@ def test_what_is_no_report_is_refused(content: bytes | None, phrase: str, tmp_pa
 
 
 def test_without_jsonschema_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(report(), json=tmp_path / "results.json")
+    write(report(), {"--json": tmp_path / "results.json"})
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with refused(UsageError, "jsonschema is not installed", "core[conformance]"):
         load(tmp_path / "results.json")
@@ -171,11 +171,12 @@ def test_every_field_is_documented_and_in_the_schema() -> None:
 @pytest.mark.parametrize(
     ("targets", "phrase"),
     [
-        ({"json": "absent/x.json"}, "there is no folder"),
-        ({"html": "."}, "it is a folder"),
-        ({"html": "-"}, "only --json goes to standard output"),
-        ({"json": "x", "junit": "./x"}, "--json names the same file"),
-        ({"html": "link", "badge": "linked"}, "--html names the same file"),
+        ({"--json": "absent/x.json"}, "there is no folder"),
+        ({"--html": "."}, "it is a folder"),
+        ({"--html": "-"}, "only --json goes to standard output"),
+        ({"--json": "x", "--junit": "./x"}, "--json names the same file"),
+        ({"--html": "link", "--badge": "linked"}, "--html names the same file"),
+        ({"--badge": "x", "--badge-json": "x"}, "--badge names the same file"),
     ],
 )
 def test_targets_are_refused_before_a_run(
@@ -183,17 +184,18 @@ def test_targets_are_refused_before_a_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "linked")
-    with refused(UsageError, phrase, f"--{list(targets)[-1]}"):
-        check_targets(**{name: Path(path) for name, path in targets.items()})
+    with refused(UsageError, phrase, list(targets)[-1]):
+        check_targets({option: Path(path) for option, path in targets.items()})
 
 
 def test_good_targets_are_accepted(tmp_path: Path) -> None:
-    check_targets(json=Path("-"), html=tmp_path / "a", junit=tmp_path / "b", badge=tmp_path / "c")
+    files = {option: tmp_path / option for option in FORMS}
+    check_targets({**files, "--json": Path("-"), "--html": None})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_dash_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    write(report(), json=Path("-"))
+    write(report(), {"--json": Path("-")})
     assert strict(capsys.readouterr().out)["device"] == "acme"
 
 
@@ -209,19 +211,19 @@ def test_a_failed_write_leaves_the_old_file_and_the_other_reports(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "replace", full)
-    targets = {"json": "a.json", "html": "page.html", "junit": "a.xml", "badge": "a.svg"}
+    targets = {"--json": "a.json", "--html": "page.html", "--junit": "a.xml", "--badge": "a.svg", "--badge-json": "b"}
     with refused(UsageError, "--html", "No space left"):
-        write(report(), **{name: tmp_path / file for name, file in targets.items()})
+        write(report(), {option: tmp_path / file for option, file in targets.items()})
     assert (tmp_path / "page.html").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "a.xml", "page.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.svg", "a.xml", "b", "page.html"]
 
 
 def test_what_is_no_plain_file_is_written_in_place() -> None:
     ours, theirs = os.openpty()
     try:
         path = Path(os.ttyname(theirs))
-        check_targets(badge=path)
-        write(passing(), badge=path)
+        check_targets({"--badge": path})
+        write(passing(), {"--badge": path})
         assert path.is_char_device()
         assert os.read(ours, 65536).startswith(b"<svg")
     finally:
@@ -231,7 +233,7 @@ def test_what_is_no_plain_file_is_written_in_place() -> None:
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "latest.json").symlink_to(tmp_path / "run.json")
-    write(report(), json=tmp_path / "latest.json")
+    write(report(), {"--json": tmp_path / "latest.json"})
     assert (tmp_path / "latest.json").is_symlink()
     assert load(tmp_path / "run.json") == report()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from core_conformance.outcome import STATUSES, Measurement, Outcome
-from core_conformance.report.html import to_badge, to_html
+from core_conformance.report.html import to_badge, to_badge_json, to_html
 from core_conformance.report.ratios import HEADS, RatioCell, RatioRow, ratio_rows
 from core_conformance.report.report import Report
 from tests.conformance.report.reports_support import ENVIRONMENT, EVERY_STATUS, PLUGIN, large, passing, report
@@ -185,3 +186,16 @@ def test_the_badge_says_device_and_level() -> None:
         assert ElementTree.fromstring(badge).get("aria-label") == f"core conformance 0.1.0, {text}, acme-device 0.1.0"
         assert to_badge(made) == badge
     assert len({re.findall(r'fill="(#\w+)"/', to_badge(made))[1] for made in (passing(), report(), report(()))}) == 3
+
+
+def test_shields_io_is_told_the_same() -> None:
+    """The fields are those of the "endpoint" badge; a key that it does not know is an error there."""
+    said = [json.loads(to_badge_json(made)) for made in (passing(), report(), report(()))]
+    assert said[0] == {
+        "schemaVersion": 1,
+        "label": "core conformance 0.1.0",
+        "message": "level 3, acme-device 0.1.0",
+        "color": "brightgreen",
+    }
+    assert [each["color"] for each in said[1:]] == ["yellow", "red"]
+    assert "\x1b" not in json.loads(to_badge_json(hostile()))["message"]

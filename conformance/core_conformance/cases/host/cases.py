@@ -46,7 +46,7 @@ def metadata(trial: Trial) -> None:
         # The judgement includes whether the range contains this version.
         trial.require(
             bool(info.requires_core),
-            "its metadata states no range of core: add a requirement such as 'core>=0.1,<0.2' to its dependencies",
+            "its metadata states no range of core: add a requirement such as 'core>=0.1,<0.3' to its dependencies",
         )
         if info.requires_core and "<" not in info.requires_core and "=" not in info.requires_core.replace(">=", ""):
             trial.note(f"its range of core, {info.requires_core}, has no upper bound: a later core may break it")
