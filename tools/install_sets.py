@@ -70,9 +70,13 @@ SETS = (
 )
 
 
+_PYTHON = "Programming Language :: Python :: "
+"""What the classifiers of tested Pythons begin with; others say nothing about an install."""
+
+
 def claimed() -> list[str]:
     """Return the Pythons that the project claims by its classifiers, oldest first."""
-    found = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", line) for line in _project()["classifiers"]]
+    found = [re.fullmatch(re.escape(_PYTHON) + r"(3\.\d+)", line) for line in _project()["classifiers"]]
     return [match[1] for match in found if match]
 
 
@@ -90,10 +94,11 @@ def pins(files: Iterable[str]) -> dict[str, str]:
 def digest() -> str:
     """Return a digest of what is asked for: the requirements and where they are built from, the pins, and the sets."""
     project, build = _project(), tomllib.loads(_read("pyproject.toml"))["build-system"]
-    names = ("requires-python", "dependencies", "optional-dependencies", "classifiers", "scripts")
     asked: list[Any] = [
         build,
-        *(project[name] for name in names),
+        *(project[name] for name in ("requires-python", "dependencies", "optional-dependencies")),
+        [f"{_PYTHON}{version}" for version in claimed()],
+        project["scripts"],
         pins(map(str, sorted(ROOT.glob("constraints*.txt")))),
     ]
     return hashlib.sha256(json.dumps([*asked, repr(SETS)]).encode()).hexdigest()[:16]
