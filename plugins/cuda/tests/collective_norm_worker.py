@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd import DeviceType
 
 import core
 from core.common.numerics import MIN_ELEMENTS, Fp64Mode, judge, judge_pooled
@@ -152,12 +153,12 @@ def replayed(place: Processes, times: int, before: Callable[[int], None]) -> int
 
 
 def kernels(place: Processes) -> list[str]:
-    """Return the names of what a call launches."""
+    """Return the names of the kernels that a call launches."""
     call = call_of((128, 8192), torch.bfloat16, place.rank)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         all_reduce_add_rms_norm(**call)
         torch.cuda.synchronize()
-    return [event.key for event in profile.key_averages() if "sync" not in event.key.lower()]
+    return [event.key for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
 
 
 def main() -> None:
