@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_the_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) 
         "schema": "core.verify.bisect/1",
         "core": core.__version__,
         "device": "cpu",
-        "plugin": f"core {core.__version__}",
+        "plugin": f"core {metadata.version('core')}",
         "model": "llama, built tiny with random weights",
         "dtype": "float32",
         "cache": "paged: all 2 attention layers go through transformers' attention interface",
