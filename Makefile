@@ -53,7 +53,7 @@ help:
 	@echo "make test-all  these four, the oldest Triton, and the simulated NPU"
 	@echo "make check     ruff check, ruff format --check, mypy"
 	@echo "make check-install  install every extra from public wheels, on each tested Python that is here (tens of minutes;"
-	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; .ci/run calls it when the requirements changed)"
+	@echo "               ARGS='--python 3.12 --resolve-only' narrows it; CI calls it when the requirements changed)"
 	@echo "make docs      the site of the documentation, in build/site; a warning or a broken link is an error"
 	@echo "make dist      the wheel and the source distribution, in dist, checked (docs/releasing.md; ARGS='--tag v0.1.0')"
 	@echo "make reports   the reports below docs/ that this machine can write: conformance, planted faults, coverage,"

@@ -2,7 +2,7 @@
 
 First pip resolves every set of extras on every Python, where a wrong pin shows within a minute; only then are
 environments made, one at a time, and removed after use. What passed is noted in .ci/installed.json, together with a
-digest of the requirements: by that `.ci/run` knows when the check is due again (--due).
+digest of the requirements: by that CI knows when the check is due again (--due).
 """
 
 from __future__ import annotations

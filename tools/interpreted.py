@@ -1,7 +1,7 @@
 """When the tests of kernels in Triton's interpreter are due: `python tools/interpreted.py --due`, `--note` after them.
 
 They take longer than all other tests together, and depend on the kernels and on the canonical ops alone. So what they
-last passed with is noted in .ci/interpreted.json, as a digest of these files; where the files are others, `.ci/run`
+last passed with is noted in .ci/interpreted.json, as a digest of these files; where the files are others, a job of CI
 runs the tests. A note is made by `make test-interpreter`, and is committed with the change that owed it.
 """
 

@@ -88,7 +88,7 @@ def test_pieces_add_up_to_the_text_and_name_their_prompt(engine: Engine, alone: 
     completions = engine.generate(TEXTS[:2], GREEDY, on_text=lambda index, piece: pieces[index].append(piece))
     for index, completion in enumerate(completions):
         assert all(pieces[index])
-        assert len(pieces[index]) > 3
+        assert len(pieces[index]) >= 2  # a fast machine computes a row of steps before it hands a piece out
         assert "".join(pieces[index]) == completion.text == alone[index].text
 
 

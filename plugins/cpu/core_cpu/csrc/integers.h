@@ -13,7 +13,7 @@
 namespace core_cpu {
 
 constexpr int MAX_INTEGER_ROWS = 8;
-constexpr int64_t INTEGER_COLUMNS = 8;  // rows of the weight that all blocks of rows read, one after another
+constexpr int64_t INTEGER_COLUMNS = 8;  // shares of threads are multiples of so many rows of the weight
 
 // UNIT codes at a time: `weight` reads codes of the weight, `multiply_add` adds their products with numbers of x to the
 // lanes of a sum. OFFSET is what a code of the weight is too large by.
@@ -161,13 +161,15 @@ struct IntegerProduct {
   int32_t* column_sums;
 };
 
-// Compute R rows of x times C columns, from row `r` and column `c` on; fetches the next C columns where `ahead`.
+// Compute R rows of x times C columns, from row `r` and column `c` on, each column `apart` behind the one before. Fetches
+// as much of the weight into the cache meanwhile, from DISTANCE on, where `ahead`.
 template <int R, int C, bool SUMS>
-void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahead) {
+void integer_block(const IntegerProduct& product, int64_t r, int64_t c, int64_t apart, bool ahead) {
   constexpr int COUNT = power_of_2(R * C), MORE = power_of_2(C);
   static_assert(COUNT <= WIDTH);
   constexpr int64_t UNIT = Integers::UNIT;
-  const int64_t units = product.x->units, full = product.depth / UNIT, next = ahead ? C * product.ldw : 0;
+  const int64_t units = product.x->units, full = product.depth / UNIT, ldw = apart * product.ldw;
+  const int64_t early = std::min<int64_t>(DISTANCE / C, product.depth);
   const int8_t* weight = product.weight + c * product.ldw;
   const Integers::Number* x = product.x->numbers.get() + r * units * UNIT;
   Integers::Number one[UNIT];
@@ -208,16 +210,19 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
   constexpr int64_t UNITS = std::max<int64_t>(LINE / UNIT, 1);
   int64_t u = 0;
   for (; u + UNITS <= full; u += UNITS) {
-    unrolled<C>([&](auto j) { __builtin_prefetch(weight + u * UNIT + next + j * product.ldw); });
-    unrolled<UNITS>([&](auto i) __attribute__((always_inline)) { step(weight + (u + i) * UNIT, product.ldw, u + i); });
+    if (ahead) {
+      const int8_t* next = weight + fetched(u * UNIT, early, product.depth, product.ldw);
+      unrolled<C>([&](auto j) { __builtin_prefetch(next + j * ldw); });
+    }
+    unrolled<UNITS>([&](auto i) __attribute__((always_inline)) { step(weight + (u + i) * UNIT, ldw, u + i); });
   }
   for (; u < full; ++u) {
-    step(weight + u * UNIT, product.ldw, u);
+    step(weight + u * UNIT, ldw, u);
   }
   if (full < units) {
     int8_t rest[C * UNIT] = {};
     for (int j = 0; j < C; ++j) {
-      std::memcpy(rest + j * UNIT, weight + j * product.ldw + full * UNIT, product.depth - full * UNIT);
+      std::memcpy(rest + j * UNIT, weight + j * ldw + full * UNIT, product.depth - full * UNIT);
     }
     step(rest, UNIT, full);
   }
@@ -230,14 +235,14 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
     const uint32_t shifted = static_cast<uint32_t>(Integers::OFFSET) * static_cast<uint32_t>(product.x->sums[r + i]);
     for (int j = 0; j < C; ++j) {
       const uint32_t sum = static_cast<uint32_t>(found[i * C + j]) - shifted;
-      product.out[(r + i) * product.ldo + c + j] = static_cast<int32_t>(sum);
+      product.out[(r + i) * product.ldo + c + j * apart] = static_cast<int32_t>(sum);
     }
   }
   if (SUMS && r == 0) {
     unrolled<MORE>([&](auto j) { parts[j] = Integers::total(more[j]); });
     totals<MORE>(parts).store(found);
     for (int j = 0; j < C; ++j) {
-      product.column_sums[c + j] = found[j] - Integers::OFFSET * static_cast<int32_t>(units * UNIT);
+      product.column_sums[c + j * apart] = found[j] - Integers::OFFSET * static_cast<int32_t>(units * UNIT);
     }
   }
 }
@@ -246,14 +251,12 @@ void integer_block(const IntegerProduct& product, int64_t r, int64_t c, bool ahe
 template <int R, bool SUMS>
 void integer_rows(const IntegerProduct& product, int64_t r, int64_t c, int64_t count, bool ahead) {
   constexpr int C = std::max<int>(std::min<int>(WIDTH / R, 8), 1);
-  for (const int64_t end = c + count; c < end;) {
-    if (end - c >= C) {
-      integer_block<R, C, SUMS>(product, r, c, ahead && product.columns - c >= 2 * C);
-      c += C;
-    } else {
-      integer_block<R, 1, SUMS>(product, r, c, false);
-      ++c;
-    }
+  const int64_t apart = count / C, end = c + count;
+  for (int64_t i = 0; i < apart; ++i) {
+    integer_block<R, C, SUMS>(product, r, c + i, apart, ahead);
+  }
+  for (c += apart * C; c < end; ++c) {
+    integer_block<R, 1, SUMS>(product, r, c, 1, false);
   }
 }
 
@@ -266,7 +269,8 @@ void integer_some(const IntegerProduct& product, int64_t r, int64_t rows, int64_
 // Compute a share. The first block of rows reads columns from memory, the others find them in the cache.
 template <bool SUMS>
 void integer_share(const IntegerProduct& product) {
-  const int64_t together = product.rows <= MAX_INTEGER_ROWS ? product.columns : INTEGER_COLUMNS;
+  const int64_t kept = std::max(KEPT / product.depth, INTEGER_COLUMNS);
+  const int64_t together = product.rows <= MAX_INTEGER_ROWS ? product.columns : kept;
   for (int64_t c = 0; c < product.columns; c += together) {
     for (int64_t r = 0; r < product.rows; r += MAX_INTEGER_ROWS) {
       const int64_t rows = std::min<int64_t>(MAX_INTEGER_ROWS, product.rows - r);

@@ -16,11 +16,8 @@
 namespace core_cpu {
 
 constexpr int MAX_BLOCK_ROWS = 8;
-constexpr int64_t COLUMNS = 8;  // rows of the weight that all blocks of rows read, one after another
+constexpr int64_t COLUMNS = 8;  // shares of threads are multiples of so many rows of the weight
 constexpr int64_t BYTES = 1 << 15;  // of a block of rows: these stay in the first cache while the weight passes by
-// How far ahead of its use a weight is fetched, in bytes: a block reads several of its rows at a time, which processors
-// do not foresee. Measured on Zen 1 from 1,024 to 8,192; 4,096 and more lost for one row.
-constexpr int64_t DISTANCE = 2048;
 
 // One share of a product: x (rows, depth), weight (columns, depth), bias (columns,) or null, out (rows, columns).
 template <typename T>
@@ -104,18 +101,19 @@ typename Arithmetic<T>::Numbers load_rest(const T* from, int64_t count) {
   return Arithmetic<T>::load(rest);
 }
 
-// Compute R rows of x times C rows of the weight, from row `r` and column `c` on. Fetches as much of the weight into the
-// cache meanwhile, from DISTANCE on, where `ahead`.
+// Compute R rows of x times C rows of the weight, from row `r` and column `c` on, each column `apart` behind the one
+// before. Fetches as much of the weight into the cache meanwhile, from DISTANCE on, where `ahead`.
 template <int R, int C, typename T>
-void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
+void linear_block(const Product<T>& product, int64_t r, int64_t c, int64_t apart, bool ahead) {
   using Numbers = typename Arithmetic<T>::Numbers;
   constexpr int64_t STEP = Arithmetic<T>::STEP;
   constexpr int COUNT = power_of_2(R * C);
   static_assert(COUNT <= WIDTH);
   const T* x = product.x + r * product.ldx;
   const T* weight = product.weight + c * product.ldw;
-  // How much of each row is fetched ahead; behind its end, of the row that comes C rows later.
-  const int64_t early = std::min<int64_t>(DISTANCE / C / static_cast<int64_t>(sizeof(T)), product.depth);
+  const int64_t ldw = apart * product.ldw;
+  constexpr int64_t SIZE = static_cast<int64_t>(sizeof(T));
+  const int64_t row = product.depth * SIZE, early = std::min<int64_t>(DISTANCE / C, row);
   Vec sums[COUNT];
 #pragma GCC unroll 16
   for (int i = 0; i < COUNT; ++i) {
@@ -123,17 +121,17 @@ void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
   }
   // Of rows and columns, the fewer are held in registers, and each of the others is used up as it is loaded.
   const auto step = [&](const auto& load, int64_t k) __attribute__((always_inline)) {
-    const auto row = [&](int i) __attribute__((always_inline)) { return load(x + i * product.ldx + k); };
-    const auto column = [&](int j) __attribute__((always_inline)) { return load(weight + j * product.ldw + k); };
+    const auto of_x = [&](int i) __attribute__((always_inline)) { return load(x + i * product.ldx + k); };
+    const auto column = [&](int j) __attribute__((always_inline)) { return load(weight + j * ldw + k); };
     constexpr bool holds_rows = R <= C;
     Numbers held[std::min(R, C)];
 #pragma GCC unroll 8
     for (int i = 0; i < std::min(R, C); ++i) {
-      held[i] = holds_rows ? row(i) : column(i);
+      held[i] = holds_rows ? of_x(i) : column(i);
     }
 #pragma GCC unroll 8
     for (int j = 0; j < std::max(R, C); ++j) {
-      const Numbers other = holds_rows ? column(j) : row(j);
+      const Numbers other = holds_rows ? column(j) : of_x(j);
 #pragma GCC unroll 8
       for (int i = 0; i < std::min(R, C); ++i) {
         Arithmetic<T>::multiply_add(sums[holds_rows ? i * C + j : j * C + i], held[i], other);
@@ -141,14 +139,14 @@ void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
     }
   };
   const auto full = [](const T* from) __attribute__((always_inline)) { return Arithmetic<T>::load(from); };
-  constexpr int64_t STEPS = std::max<int64_t>(LINE / (STEP * static_cast<int64_t>(sizeof(T))), 1);
+  constexpr int64_t STEPS = std::max<int64_t>(LINE / (STEP * SIZE), 1);
   int64_t k = 0;
   for (; k + STEPS * STEP <= product.depth; k += STEPS * STEP) {
     if (ahead) {
-      const T* next = weight + k + early + (k + early < product.depth ? 0 : C * product.ldw - product.depth);
+      const T* next = weight + fetched(k * SIZE, early, row, product.ldw * SIZE) / SIZE;
 #pragma GCC unroll 8
       for (int j = 0; j < C; ++j) {
-        __builtin_prefetch(next + j * product.ldw);
+        __builtin_prefetch(next + j * ldw);
       }
     }
     unrolled<STEPS>([&](auto i) __attribute__((always_inline)) { step(full, k + i * STEP); });
@@ -163,13 +161,13 @@ void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
   totals<COUNT>(sums).store(found);
   for (int i = 0; i < R; ++i) {
     for (int j = 0; j < C; ++j) {
-      const int64_t row = r + i, column = c + j;
-      const float sum = found[i * C + j] + (product.first ? 0.f : product.sums[row * product.columns + column]);
+      const int64_t at = r + i, column = c + j * apart;
+      const float sum = found[i * C + j] + (product.first ? 0.f : product.sums[at * product.columns + column]);
       if (product.last) {
         const float bias = product.bias == nullptr ? 0.f : static_cast<float>(product.bias[column]);
-        product.out[row * product.ldo + column] = static_cast<T>(sum + bias);
+        product.out[at * product.ldo + column] = static_cast<T>(sum + bias);
       } else {
-        product.sums[row * product.columns + column] = sum;
+        product.sums[at * product.columns + column] = sum;
       }
     }
   }
@@ -179,14 +177,12 @@ void linear_block(const Product<T>& product, int64_t r, int64_t c, bool ahead) {
 template <int R, typename T>
 void linear_rows(const Product<T>& product, int64_t r, int64_t c, int64_t count, bool ahead) {
   constexpr int C = std::max<int>(std::min<int>(WIDTH / R, 8), 1);
-  for (const int64_t end = c + count; c < end;) {
-    if (end - c >= C) {
-      linear_block<R, C>(product, r, c, ahead);
-      c += C;
-    } else {
-      linear_block<R, 1>(product, r, c, false);
-      ++c;
-    }
+  const int64_t apart = count / C, end = c + count;
+  for (int64_t i = 0; i < apart; ++i) {
+    linear_block<R, C>(product, r, c + i, apart, ahead);
+  }
+  for (c += apart * C; c < end; ++c) {
+    linear_block<R, 1>(product, r, c, 1, false);
   }
 }
 
@@ -199,7 +195,8 @@ void linear_some(const Product<T>& product, int64_t r, int64_t rows, int64_t c, 
 // Compute a part of the depth. The first block of rows reads columns from memory, the others find them in the cache.
 template <typename T>
 void linear_part(const Product<T>& product) {
-  const int64_t together = product.rows <= MAX_BLOCK_ROWS ? product.columns : COLUMNS;
+  const int64_t row = product.depth * static_cast<int64_t>(sizeof(T));
+  const int64_t together = product.rows <= MAX_BLOCK_ROWS ? product.columns : std::max(KEPT / row, COLUMNS);
   for (int64_t c = 0; c < product.columns; c += together) {
     const int64_t count = std::min(together, product.columns - c);
     for (int64_t r = 0; r < product.rows; r += MAX_BLOCK_ROWS) {

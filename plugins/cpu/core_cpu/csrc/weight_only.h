@@ -7,7 +7,7 @@
 
 namespace core_cpu {
 
-constexpr int64_t CODED_COLUMNS = 8;  // rows of the weight that all blocks of rows read, one after another
+constexpr int64_t CODED_COLUMNS = 8;  // shares of threads are multiples of so many rows of the weight
 
 // Writes a number at an index as a dtype; called, so that what is below is not compiled for each dtype.
 using Store = void (*)(void* out, int64_t index, float number);
@@ -74,50 +74,56 @@ __attribute__((always_inline)) inline void add_unit(Vec* sums, const typename Wa
   }
 }
 
-// Compute R rows of x times C columns, from row `r` and column `c` on; fetches the next C columns where `ahead`.
+// Compute R rows of x times C columns, from row `r` and column `c` on, each column `apart` behind the one before. Fetches
+// as much of the weight into the cache meanwhile, from DISTANCE on, where `ahead`.
 template <int R, int C, bool GROUPS, bool ZEROS, typename Way>
-void coded_block(const CodedProduct<Way>& product, int64_t r, int64_t c, bool ahead) {
+void coded_block(const CodedProduct<Way>& product, int64_t r, int64_t c, int64_t apart, bool ahead) {
   constexpr int COUNT = power_of_2(R * C);
   static_assert(COUNT <= WIDTH);
   constexpr bool SUMS = ZEROS && !Way::SCALED_FIRST;
   const CodedWeight& weight = product.weight;
   const int64_t units = product.x->units, ldx = R * Way::UNIT, ldl = R * WIDTH;
-  const int64_t full = weight.depth / Way::UNIT, next = ahead ? C * weight.stride : 0;
+  const int64_t full = weight.depth / Way::UNIT, row = full * Way::BYTES;
+  const int64_t stride = apart * weight.stride, early = std::min<int64_t>(DISTANCE / C, row);
   const uint8_t* codes = weight.codes + c * weight.stride;
   const float* scales = weight.scale + c * weight.groups;
+  const int64_t between_scales = apart * weight.groups;
   const auto* x = product.x->numbers.get() + r * units * Way::UNIT;
   const float* lane_sums = SUMS ? product.x->sums.get() + r * units * WIDTH : nullptr;
   Vec sums[COUNT];
   unrolled<COUNT>([&](auto i) { sums[i] = Vec(0.f); });
   Lanes<Way::UNIT> lanes(weight);
-  const auto step = [&](const uint8_t* from, int64_t stride, int64_t u) __attribute__((always_inline)) {
+  const auto step = [&](const uint8_t* from, int64_t between, int64_t u) __attribute__((always_inline)) {
     Vec scale[C], offset[C];
     unrolled<C>([&](auto j) __attribute__((always_inline)) {
       if constexpr (GROUPS) {
-        scale[j] = lanes.of(scales + j * weight.groups);
+        scale[j] = lanes.of(scales + j * between_scales);
       }
       if constexpr (ZEROS) {
         offset[j] = lanes.of(product.offsets + j * weight.groups);
       }
     });
-    add_unit<R, C, GROUPS, ZEROS, Way>(sums, x + u * ldx, from, stride, scale, offset,
+    add_unit<R, C, GROUPS, ZEROS, Way>(sums, x + u * ldx, from, between, scale, offset,
                                        SUMS ? lane_sums + u * ldl : nullptr);
     lanes.next();
   };
   for (int64_t u = 0; u < full; ++u) {
+    if (ahead) {
+      const uint8_t* next = codes + fetched(u * Way::BYTES, early, row, weight.stride);
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) {
-      for (int64_t at = 0; at < Way::BYTES; at += 64) {
-        __builtin_prefetch(codes + u * Way::BYTES + next + j * weight.stride + at);
+      for (int j = 0; j < C; ++j) {
+        for (int64_t at = 0; at < Way::BYTES; at += LINE) {
+          __builtin_prefetch(next + j * stride + at);
+        }
       }
     }
-    step(codes + u * Way::BYTES, weight.stride, u);
+    step(codes + u * Way::BYTES, stride, u);
   }
   if (full < units) {
     uint8_t rest[C * Way::BYTES] = {};
     const int64_t bytes = (weight.depth - full * Way::UNIT) * Way::BYTES;
     for (int j = 0; j < C; ++j) {
-      const uint8_t* from = codes + j * weight.stride + full * Way::BYTES;
+      const uint8_t* from = codes + j * stride + row;
       std::memcpy(rest + j * Way::BYTES, from, (bytes + Way::UNIT - 1) / Way::UNIT);
     }
     step(rest, Way::BYTES, full);
@@ -126,9 +132,22 @@ void coded_block(const CodedProduct<Way>& product, int64_t r, int64_t c, bool ah
   totals<COUNT>(sums).store(found);
   for (int i = 0; i < R; ++i) {
     for (int j = 0; j < C; ++j) {
-      const float sum = found[i * C + j] * (GROUPS ? 1.f : scales[j]);
-      const float bias = product.bias == nullptr ? 0.f : product.bias[c + j];
-      product.store(product.out, (r + i) * product.ldo + product.first + c + j, sum + bias);
+      const float sum = found[i * C + j] * (GROUPS ? 1.f : scales[j * apart]);
+      const float bias = product.bias == nullptr ? 0.f : product.bias[c + j * apart];
+      product.store(product.out, (r + i) * product.ldo + product.first + c + j * apart, sum + bias);
+    }
+  }
+}
+
+// Prepare the offsets of a block of columns, from column `c` on, each `apart` behind the one before.
+template <typename Way>
+void coded_offsets(const CodedProduct<Way>& product, int64_t c, int64_t apart, int64_t columns) {
+  const int64_t groups = product.weight.groups;
+  float* offset = product.offsets;
+  for (int64_t j = 0; j < columns; ++j, c += apart) {
+    for (int64_t at = c * groups; at < (c + 1) * groups; ++at) {
+      const float zero = -static_cast<float>(product.weight.zero[at]);
+      *offset++ = Way::SCALED_FIRST ? zero * product.weight.scale[at] : zero;
     }
   }
 }
@@ -137,21 +156,18 @@ void coded_block(const CodedProduct<Way>& product, int64_t r, int64_t c, bool ah
 template <int R, bool GROUPS, bool ZEROS, typename Way>
 void coded_rows(const CodedProduct<Way>& product, int64_t r, int64_t c, int64_t count, bool ahead) {
   constexpr int C = Way::template columns<R, GROUPS>();
-  const CodedWeight& weight = product.weight;
-  for (const int64_t end = c + count; c < end;) {
-    const int64_t columns = end - c >= C ? C : 1;
+  const int64_t apart = count / C, end = c + count;
+  for (int64_t i = 0; i < apart; ++i) {
     if constexpr (ZEROS) {
-      for (int64_t i = 0; i < columns * weight.groups; ++i) {
-        const float zero = -static_cast<float>(weight.zero[c * weight.groups + i]);
-        product.offsets[i] = Way::SCALED_FIRST ? zero * weight.scale[c * weight.groups + i] : zero;
-      }
+      coded_offsets(product, c + i, apart, C);
     }
-    if (columns == C) {
-      coded_block<R, C, GROUPS, ZEROS>(product, r, c, ahead && weight.columns - c >= 2 * C);
-    } else {
-      coded_block<R, 1, GROUPS, ZEROS>(product, r, c, false);
+    coded_block<R, C, GROUPS, ZEROS>(product, r, c + i, apart, ahead);
+  }
+  for (c += apart * C; c < end; ++c) {
+    if constexpr (ZEROS) {
+      coded_offsets(product, c, 1, 1);
     }
-    c += columns;
+    coded_block<R, 1, GROUPS, ZEROS>(product, r, c, 1, false);
   }
 }
 
@@ -164,7 +180,8 @@ void coded_some(const CodedProduct<Way>& product, int64_t r, int64_t rows, int64
 // Compute a share. The first block of rows reads columns from memory, the others find them in the cache.
 template <bool GROUPS, bool ZEROS, typename Way>
 void coded_share(const CodedProduct<Way>& product) {
-  const int64_t all = product.weight.columns, together = product.rows <= MAX_CODED_ROWS ? all : CODED_COLUMNS;
+  const int64_t all = product.weight.columns, kept = std::max(KEPT / product.weight.depth, CODED_COLUMNS);
+  const int64_t together = product.rows <= MAX_CODED_ROWS ? all : kept;
   for (int64_t c = 0; c < all; c += together) {
     for (int64_t r = 0; r < product.rows; r += MAX_CODED_ROWS) {
       const int64_t rows = std::min<int64_t>(MAX_CODED_ROWS, product.rows - r);
