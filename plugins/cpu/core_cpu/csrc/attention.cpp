@@ -141,7 +141,8 @@ void attend(const Call<T>& call, const Plan& plan) {
     float* memory = scratch.take(own + size + 2 * MAX_ROWS);
     const Partial partial =
         split ? partials[i] : Partial{memory + own, reinterpret_cast<Softmax*>(memory + own + size)};
-    Tiles<T>(call, share, memory).run(partial);
+    const int64_t next = std::min<int64_t>(i + at::get_num_threads(), count - 1);
+    Tiles<T>(call, share, plan.shares[next], memory).run(partial);
     if (!split) {
       write_rows(call, share, &partial);
     } else if (++arrived[share.block] == share.num_splits) {
