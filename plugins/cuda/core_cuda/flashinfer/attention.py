@@ -37,6 +37,8 @@ def why_not(backend: str, condition: Condition) -> Condition:
     def refusal(call: OpCall) -> str | None:
         args = call.args
         query, value = args["query"], args["value"]
+        if reason := condition(call):
+            return reason
         if query.dtype not in HALF:
             return f"query is {query.dtype}, and the kernel takes {', '.join(map(str, HALF))}"
         if args["key_cache"].dtype != query.dtype:
@@ -50,7 +52,7 @@ def why_not(backend: str, condition: Condition) -> Condition:
             return "the caches differ in their strides, and the kernel has one set of them"
         if backend == "fa3" and launching.capability() != HOPPER:
             return "it is a kernel for compute capability 9.0"
-        return condition(call)
+        return None
 
     return refusal
 

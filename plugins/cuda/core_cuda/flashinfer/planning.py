@@ -75,10 +75,10 @@ class Planned:
             return
         # One sequence more, for programs that have nothing to do.
         self._plan([0] + [bounds.tokens] * bounds.sequences + [bounds.tokens], disable_split_kv=True)
-        chunks = self._chunks()
+        chunks, seen = self._chunks()
         if chunks > 1:
-            pages = -(-bounds.width // chunks)
-            self.chunks = -(-bounds.width // pages)
+            pages = -(-seen // chunks)
+            self.chunks = -(-seen // pages)
             self._plan(list(range(bounds.sequences + 1)), fixed_split_size=pages)
         self._check_tiles()
 
@@ -152,15 +152,20 @@ class Planned:
         """Return the plan's memory from where it keeps something on."""
         return self._ints[self._layout[name] // _INT :]
 
-    def _chunks(self) -> int:
-        """Return into how many parts the positions of a sequence are cut: so many as programs would be idle else."""
+    def _chunks(self) -> tuple[int, int]:
+        """Return into how many parts the positions of a sequence may be cut, and how many of its pages are seen.
+
+        It is cut where programs would be idle else, and each has one tile of rows.
+        """
         bounds, layout = self.bounds, self._layout
-        if not bounds.single or bounds.tokens != bounds.sequences:
-            return 0
-        programs = layout["num_tiles"]  # at least as many as the GPU runs at a time
+        programs = layout["num_tiles"] - 1  # about as many as the GPU runs at a time; one is of the idle sequence
         parts = bounds.heads * programs * layout["tile"] * (bounds.size + 1) * 4
-        one_tile = bounds.heads // bounds.kv_heads <= layout["tile"]
-        return programs // bounds.sequences if one_tile and parts <= _FLOAT_BYTES else 0
+        fits = parts <= _FLOAT_BYTES and bounds.heads // bounds.kv_heads <= layout["tile"]
+        seen = bounds.width
+        if bounds.window:
+            seen = min(seen, -(-(bounds.window - 1 + layout["tile"]) // bounds.page))
+        cut = fits and bounds.single and bounds.tokens == bounds.sequences
+        return (programs // bounds.sequences if cut else 0), seen
 
     def _check_tiles(self) -> None:
         """Compare the plan of FlashAttention 2 with what it was made for."""
@@ -221,6 +226,7 @@ class Planned:
             *map(self._at, ("first_rows", "total_rows", "chunk_size")),
             *(bounds.sequences, bounds.width, self._capacity()),
             CHUNKS=self.chunks,
+            WINDOW=bounds.window,
             LEAST=_LEAST_CHUNK,
             BLOCK_B=triton.next_power_of_2(bounds.sequences + 1),
         )

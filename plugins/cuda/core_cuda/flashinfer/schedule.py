@@ -98,7 +98,7 @@ def chunks_kernel(
     seq_lens, query_starts, block_table, table_stride, qo_indptr, last_page, indices,
     first_rows, total_rows, chunk_size,
     num_seqs, width, capacity,
-    CHUNKS: tl.constexpr, LEAST: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNKS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write what lengths change of FlashAttention 2's schedule for one token a sequence, in CHUNKS parts each.
 
@@ -113,6 +113,8 @@ def chunks_kernel(
         tl.store(first_rows + at, _starts(query_starts, at, num_seqs) * CHUNKS, mask=at < num_seqs + 1)
         tl.store(total_rows, tl.load(query_starts + num_seqs).to(tl.int32))
         longest = tl.max(tl.load(seq_lens + at, mask=at < num_seqs, other=0).to(tl.int32), 0)
+        if WINDOW > 0:
+            longest = tl.minimum(longest, WINDOW)
         tl.store(chunk_size, tl.maximum((longest + CHUNKS - 1) // CHUNKS, LEAST))
     _copy_table(block_table, table_stride, indices, num_seqs, width, 256)
 
