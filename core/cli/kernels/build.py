@@ -1,4 +1,4 @@
-"""`core kernels build`: build the kernels of a device's libraries ahead, into a folder that can be carried elsewhere."""
+"""`core kernels build`: build kernels of a device's libraries ahead, in a folder that can be carried elsewhere."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def kernels(
 
     opened = select_device(device)
     chosen = _chosen(opened, provider)
-    forms = KernelForms(
-        dtypes=tuple(map(_dtype, dtype)), head_sizes=tuple(head_size), window=window, softcap=softcap
-    )
+    forms = KernelForms(dtypes=tuple(map(_dtype, dtype)), head_sizes=tuple(head_size), window=window, softcap=softcap)
     if out is None:
         Store.of_user().keep_kernels(chosen)
     for compiler in chosen:
@@ -78,10 +76,10 @@ def _build(compiler: KernelCompiler, forms: KernelForms) -> None:
     assert compiler.build is not None
     start, before = time.perf_counter(), time.perf_counter()
     count = 0
-    for count, name in enumerate(compiler.build(forms), start=1):
+    for name in compiler.build(forms):
         now = time.perf_counter()
         print(f"{compiler.name}: {name}, {now - before:.1f} s", flush=True)
-        before = now
+        before, count = now, count + 1
     folder = os.environ.get(compiler.folder_variable, "the compiler's own folder")
     print(f"{compiler.name}: {count} kernels in {folder}, {time.perf_counter() - start:.1f} s")
 

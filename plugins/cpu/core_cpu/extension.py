@@ -150,7 +150,9 @@ def build(forms: KernelForms) -> Iterator[str]:
     The libraries are for this version of torch, this compiler and this kind of processor, which their names hold.
     """
     if reason := why_not():
-        raise UsageError("building the kernels of the processor", found=reason, remedy="install it, and build them again")
+        raise UsageError(
+            "building the kernels of the processor", found=reason, remedy="install it, and build them again"
+        )
     for path in sorted(SOURCES.glob("*.cpp")):
         try:
             yield _built(path.stem, identity()).name

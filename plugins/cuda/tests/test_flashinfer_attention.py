@@ -133,14 +133,16 @@ def test_a_plan_that_is_laid_out_otherwise_is_refused(backend: str, monkeypatch:
 
     def shuffled(self: Any, *args: Any) -> list[int]:
         found: list[int] = real(self, *args)
-        return [*found[1:5], found[0], *found[5:]] if backend == "fa3" else [*found[:4], found[8], *found[4:8], *found[9:]]
+        return (
+            [*found[1:5], found[0], *found[5:]] if backend == "fa3" else [*found[:4], found[8], *found[4:8], *found[9:]]
+        )
 
     def longer(self: Any, *args: Any) -> list[int]:
         return [*real(self, *args), 0]
 
     for changed in (shuffled, longer):
         monkeypatch.setattr(wrapper, f"_plan_{backend}", changed)
-        with pytest.raises(RuntimeError, match="laid out otherwise than that of 0.6.12"):
+        with pytest.raises(RuntimeError, match=r"laid out otherwise than that of 0\.6\.12"):
             kernel(ATTENTION, backend)(**call_of("chunks"))
     assert not planning._PLANNED
 

@@ -7,6 +7,7 @@ import stat
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,25 @@ def test_other_gpus_build_nothing_of_hopper(monkeypatch: pytest.MonkeyPatch, tmp
     plant(monkeypatch, tmp_path)
     monkeypatch.setattr(launching, "capability", lambda: (8, 9))
     assert list(building.build(FORMS)) == [name for name in NAMES + ATTENTION if "90" not in name]
+
+
+def test_a_module_that_cannot_be_compiled_does_not_keep_the_others_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = plant(monkeypatch, tmp_path)
+    real = library.module.jit.core.build_jit_specs
+
+    def build(specs: list[Any], **options: Any) -> None:
+        if any(spec.name == "gemm" for spec in specs):
+            raise RuntimeError("Ninja build failed.\nld: error: no -lcublasLt here")
+        real(specs, **options)
+
+    monkeypatch.setattr(library.module.jit.core, "build_jit_specs", build)
+    found: list[str] = []
+    with pytest.raises(UsageError, match=r"building gemm of FlashInfer\n  found: ld: error: no -lcublasLt"):
+        found.extend(building.build(FORMS))
+    assert found == [name for name in NAMES + ATTENTION if name != "gemm"]
+    assert all((building.not_ahead(name) is None) == (name != "gemm") for name in NAMES + ATTENTION)
 
 
 def test_what_was_built_is_loaded_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

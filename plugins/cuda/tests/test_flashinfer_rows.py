@@ -75,7 +75,9 @@ def test_other_gates_are_refused() -> None:
         return str(gate.why_not(GATED_ACTIVATION_FUSED.bind((), {"gate_up": randn(2, 64, dtype=BF16), **call})))
 
     assert "kernels for silu, gelu, gelu_tanh" in reason(kind="quick_gelu")
-    assert "first half" in reason(kind="silu", gate_first=False) and "first half" in reason(kind="silu", interleaved=True)
+    assert "first half" in reason(kind="silu", gate_first=False) and "first half" in reason(
+        kind="silu", interleaved=True
+    )
     assert "limits" in reason(kind="silu", limit=7.0)
     assert "multiples of 16" in reason(kind="silu", gate_up=randn(2, 36, dtype=BF16))
     assert "torch.float32" in reason(kind="silu", gate_up=randn(2, 64))

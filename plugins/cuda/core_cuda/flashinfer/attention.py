@@ -1,8 +1,8 @@
 """`core::attention` and `core::rotary_attention` by FlashInfer's prefill attention over pages.
 
 Rotation and the write of the cache are kernels of this plugin; FlashInfer then reads all keys and values from the
-cache. By name there are two: FlashAttention 2, which packs the heads of a group and serves decode too, and FlashAttention
-3, for compute capability 9.0.
+cache. By name there are two: FlashAttention 2, which packs the heads of a group and serves decode too, and
+FlashAttention 3, for compute capability 9.0.
 """
 
 from __future__ import annotations

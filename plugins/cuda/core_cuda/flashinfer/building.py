@@ -6,12 +6,13 @@ import importlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from core.common.kernel_compilers import KernelCompiler, KernelForms
-from core.errors import UsageError
+from core.errors import UsageError, one_line
 from core_cuda.flashinfer import folder, presence
 from core_cuda.ops import launching
 
@@ -56,16 +57,43 @@ def build(forms: KernelForms) -> Iterator[str]:
     presence.load()
     core: Any = importlib.import_module("flashinfer.jit.core")
     specs = list(_specs(forms))
-    core.build_jit_specs([each for each in specs if not folder.library(kept, each.name).is_file()], skip_prebuilt=False)
-    for spec in specs:
-        library = folder.library(kept, spec.name)
-        if not library.is_file():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            made = library.with_suffix(".part")
-            shutil.copyfile(spec.jit_library_path, made)
-            made.replace(library)
-            shutil.rmtree(spec.build_dir)  # objects and their libraries again, which nobody needs any more
+    failed = _compile(core, [each for each in specs if not folder.library(kept, each.name).is_file()])
+    for spec in (each for each in specs if each.name not in failed):
+        _keep(spec, folder.library(kept, spec.name))
         yield spec.name
+    if failed:
+        raise UsageError(
+            f"building {', '.join(failed)} of FlashInfer",
+            found="; ".join(failed.values()),
+            remedy="see whether CUDA's compiler and libraries are there; what was built is kept",
+        )
+
+
+def _compile(core: Any, specs: list[Any]) -> dict[str, str]:
+    """Compile modules; return why some of them can't be compiled, by name."""
+    try:
+        core.build_jit_specs(specs, skip_prebuilt=False)  # all at a time, by as many processes as there are cores
+        return {}
+    except RuntimeError:
+        failed = {}
+    for spec in specs:
+        try:
+            core.build_jit_specs([spec], skip_prebuilt=False)
+        except RuntimeError as error:
+            lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
+            failed[spec.name] = one_line(lines[0])
+    return failed
+
+
+def _keep(spec: Any, library: Path) -> None:
+    """Put a compiled library where it is found; nothing is done where it lies there."""
+    if library.is_file():
+        return
+    library.parent.mkdir(parents=True, exist_ok=True)
+    made = library.with_suffix(".part")
+    shutil.copyfile(spec.jit_library_path, made)
+    made.replace(library)
+    shutil.rmtree(spec.build_dir)  # objects, and the library again
 
 
 def _specs(forms: KernelForms) -> Iterator[Any]:

@@ -39,7 +39,9 @@ def why_not(call: OpCall) -> str | None:
     if args["offset"] not in (0.0, 1.0):
         return f"its weight is offset by {args['offset']}, and the kernel adds 0 or 1"
     if args["weight_dtype"] not in ((torch.float32,) if args["offset"] else (None, weight.dtype, torch.float32)):
-        return f"the weight is rounded to {args['weight_dtype'] or weight.dtype}, and the kernel computes in torch.float32"
+        return (
+            f"the weight is rounded to {args['weight_dtype'] or weight.dtype}, and the kernel computes in torch.float32"
+        )
     return None
 
 

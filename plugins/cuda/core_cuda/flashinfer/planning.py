@@ -16,8 +16,8 @@ from torch import Tensor
 
 from core.errors import CaptureError
 from core_cuda.flashinfer import presence
-from core_cuda.flashinfer.schedule import chunks_kernel, tiles_kernel, works_kernel
 from core_cuda.ops import launching
+from core_cuda.ops.attention.schedule import chunks_kernel, tiles_kernel, works_kernel
 
 _INT_BYTES = 2**22
 """Of a plan's own memory: a tile or a work takes 28 bytes at most, and steps have at most some tens of thousands."""
@@ -87,8 +87,8 @@ class Planned:
     ) -> Tensor:
         """Return the attention (T, H, D) of query (T, H, D) over caches (N, P, K, D); rows of padding are zero."""
         table = table if table.stride(1) == 1 else table.contiguous()
-        shared = (seq_lens.contiguous(), query_starts.contiguous(), table, table.stride(0))
-        shared = (*shared, self._qo_indptr, self._last_page, self._indices)
+        read = (seq_lens.contiguous(), query_starts.contiguous(), table, table.stride(0))
+        shared = (*read, self._qo_indptr, self._last_page, self._indices)
         if self.bounds.backend == "fa3":
             self._deal_works(shared)
         elif self.chunks:
@@ -283,4 +283,6 @@ def _block(block_b: int) -> int:
 
 
 def _unknown(why: str) -> RuntimeError:
-    return RuntimeError(f"the plan of FlashInfer {presence.installed()} is laid out otherwise than that of 0.6.12: {why}")
+    return RuntimeError(
+        f"the plan of FlashInfer {presence.installed()} is laid out otherwise than that of 0.6.12: {why}"
+    )

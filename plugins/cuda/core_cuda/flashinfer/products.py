@@ -93,9 +93,13 @@ def why_not_blocks(call: OpCall) -> str | None:
     if depth % _BLOCK or columns % _BLOCK:
         return f"the weight is ({columns}, {depth}), and the kernel takes multiples of {_BLOCK}"
     if tuple(args["w_scale"].shape) != (columns // _BLOCK, depth // _BLOCK):
-        return f"w_scale is {tuple(args['w_scale'].shape)}, and the kernel takes one for each block of {_BLOCK} x {_BLOCK}"
+        return (
+            f"w_scale is {tuple(args['w_scale'].shape)}, and the kernel takes one for each block of {_BLOCK} x {_BLOCK}"
+        )
     if args["x_scale"].dim() < 1 or args["x_scale"].shape[-1] != depth // _BLOCK:
-        return f"x_scale is {tuple(args['x_scale'].shape)}, and the kernel takes one for each {_BLOCK} features of a row"
+        return (
+            f"x_scale is {tuple(args['x_scale'].shape)}, and the kernel takes one for each {_BLOCK} features of a row"
+        )
     if any(one != many for one, many in zip(args["x_scale"].shape[:-1], args["x_codes"].shape[:-1], strict=True)):
         return "x_scale has fewer rows than x_codes, and the kernel takes scales for each row"
     return not_ahead(BLOCKS)

@@ -177,4 +177,3 @@ def forget() -> None:
 
     for each in (presence.installed, presence.why_not, presence.load):
         each.cache_clear()
-

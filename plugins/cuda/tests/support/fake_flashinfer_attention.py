@@ -5,6 +5,7 @@ It knows only what FlashInfer 0.6.12 has in common with `planning.py`: where a p
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Wrapper:
         assert self.how["disable_split_kv"] or self.how["fixed_split_size"]  # the search for a size is not here
         chunk = self.how["fixed_split_size"] or 2**31
         requests, tiles, chunks, merged, first = [], [], [], [0], [0]
-        for i, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for i, (begin, end) in enumerate(pairwise(starts)):
             parts = 1 if self.how["disable_split_kv"] else -(-max(seen[i], 1) // chunk)
             for number in range(-(-(end - begin) * group // tile)):
                 requests += [i] * parts
@@ -100,7 +101,7 @@ class Wrapper:
         heads, _, size, _ = self._sizes
         tile, works = FA3_TILES[size], []
         for head in range(heads):
-            for i, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            for i, (begin, end) in enumerate(pairwise(starts)):
                 for number in reversed(range(-(-(end - begin) // tile))):
                     works.append((number, begin, pages[i], end - begin, lengths[i], head, i))
         dealt = [works[program::PROGRAMS] for program in range(PROGRAMS)]
@@ -128,7 +129,9 @@ class Wrapper:
         blocks = self._indices[first_page : first_page + -(-length // page)].long()
         return cache[blocks].flatten(0, 1)[:length].float()
 
-    def _rows(self, query: Tensor, keys: Tensor, values: Tensor, begin: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rows(
+        self, query: Tensor, keys: Tensor, values: Tensor, begin: int, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return results (R, D) of rows at positions (R,) over keys (S, D) from `begin` on, and their sums' log2."""
         scores = query.float() @ keys.t() * self.how["sm_scale"]
         if self.how["logits_soft_cap"]:
@@ -145,9 +148,11 @@ class Wrapper:
         return weights @ values, sums
 
     def _run_fa2(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        heads, kv_heads, size, page = self._sizes
+        heads, kv_heads, _, page = self._sizes
         group, info = heads // kv_heads, self._plan_info
-        memory = {name: self._ints[info[i] // 4 :] for name, i in zip("trqcmfsv", (2, 4, 5, 6, 7, 8, 9, 12), strict=True)}
+        memory = {
+            name: self._ints[info[i] // 4 :] for name, i in zip("trqcmfsv", (2, 4, 5, 6, 7, 8, 9, 12), strict=True)
+        }
         tile, split = info[3], bool(info[14])
         parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for program in range(info[0]):
