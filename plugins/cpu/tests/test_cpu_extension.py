@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import core
+from core.common.kernel_compilers import KernelForms
+from core.errors import UsageError
 from core_cpu import extension
 
 LIBRARY = "ipex_rms_norm"

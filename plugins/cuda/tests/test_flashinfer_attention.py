@@ -48,6 +48,9 @@ def reason(op: Any, backend: str, call: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize("name", SERVED)
 def test_attention_agrees_with_the_reference(name: str, backend: str) -> None:
     call = call_of(name)
+    if backend == "fa3" and "window" in call:
+        assert "left the window" in str(reason(ATTENTION, backend, call))
+        return
     assert reason(ATTENTION, backend, call) is None
     judged(ATTENTION, kernel(ATTENTION, backend), call, CPU)
 
@@ -154,6 +157,7 @@ def test_only_what_is_built_ahead_and_may_win_is_timed(monkeypatch: pytest.Monke
     assert attention.timed("fa3")(prompt) is None and attention.timed("fa2")(decode) is None
     assert "one new token" in str(attention.timed("fa3")(decode))
     assert "FlashAttention 3" in str(attention.timed("fa2")(prompt))
+    assert attention.timed("fa2")(ATTENTION.bind((), call_of("window over tiles"))) is None
 
 
 def test_bounds_tell_plans_apart() -> None:

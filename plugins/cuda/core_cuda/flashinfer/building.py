@@ -111,7 +111,7 @@ def _specs(forms: KernelForms) -> Iterator[Any]:
     for dtype in (each for each in forms.dtypes if each in HALF):
         for size in forms.head_sizes:
             for window, softcap in sorted(variants):
-                for backend in ("fa2", "fa3") if hopper else ("fa2",):
+                for backend in ("fa2", "fa3") if hopper and not window else ("fa2",):
                     types = (dtype, dtype, dtype, torch.int32)
                     yield jit["attention"].gen_batch_prefill_module(
                         backend, *types, size, size, 0, window, softcap, False
