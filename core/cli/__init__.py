@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "core.cli.doctor:doctor",
     "explain": "core.cli.explain:explain",
     "fakes": "core.cli.fakes:fakes",
+    "kernels": "core.cli.kernels.build:kernels",
     "new-plugin": "core.cli.new_plugin:new_plugin",
     "passes": "core.cli.passes:passes",
     "run": "core.cli.run:run",

@@ -7,10 +7,32 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 Count = Callable[[], int]
 """Returns how many kernels were compiled so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelForms:
+    """For which models kernels are built that no model has asked for yet."""
+
+    dtypes: tuple[torch.dtype, ...]
+    #: features of an attention head
+    head_sizes: tuple[int, ...]
+    #: whether some of their layers see a window of latest positions alone
+    window: bool = False
+    #: whether some of their layers cap scores softly
+    softcap: bool = False
+
+
+Build = Callable[[KernelForms], Iterable[str]]
+"""Builds kernels into the folder that the compiler's variable names, and yields the name of each that lies there then.
+
+Raises `UsageError` where they can't be built on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +50,8 @@ class KernelCompiler:
     #: the Python package whose version the compile cache takes as the compiler's version; "" if torch's version covers
     #: it
     package: str = ""
+    #: builds the kernels ahead of any model; None where only a call says what they are
+    build: Build | None = None
 
 
 @contextmanager

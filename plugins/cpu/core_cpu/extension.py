@@ -19,7 +19,8 @@ from types import MappingProxyType
 
 import torch
 
-from core.common.kernel_compilers import Count, KernelCompiler
+from core.common.kernel_compilers import Count, KernelCompiler, KernelForms
+from core.errors import UsageError, one_line
 from core.kernel_folder import kernel_folder
 from core_cpu.compiler import find_cxx_compiler, missing
 from core_cpu.row_limits import WEIGHT_ONLY_LINEAR
@@ -143,7 +144,27 @@ def _counting() -> Iterator[Count]:
     yield lambda: len(_compiled) - before
 
 
-KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER_VARIABLE)
+def build(forms: KernelForms) -> Iterator[str]:
+    """Build the kernels of each file and yield their names; they serve all forms.
+
+    The libraries are for this version of torch, this compiler and this kind of processor, which their names hold.
+    """
+    if reason := why_not():
+        raise UsageError(
+            "building the kernels of the processor", found=reason, remedy="install it, and build them again"
+        )
+    for path in sorted(SOURCES.glob("*.cpp")):
+        try:
+            yield _built(path.stem, identity()).name
+        except (OSError, subprocess.SubprocessError) as error:
+            raise UsageError(
+                f"building the kernels of {path.name}",
+                found=one_line(str(error)),
+                remedy="see whether the compiler and the folder are in order, and build them again",
+            ) from error
+
+
+KERNELS = KernelCompiler(name=_NAME, counting=_counting, folder_variable=_FOLDER_VARIABLE, build=build)
 """The extension, as `core` knows it: whether it was compiled, and where it is kept."""
 
 

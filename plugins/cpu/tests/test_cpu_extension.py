@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import core
+from core.common.kernel_compilers import KernelForms
+from core.errors import UsageError
 from core_cpu import extension
 
 LIBRARY = "ipex_rms_norm"
@@ -160,6 +162,36 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
     products = [*linears, *((f"core::{name}", f"cpu_{name}") for name in ("weight_only_linear", "quantized_linear"))]
     assert names == [("core::attention", "cpu_attention"), *products, *shared, ("core::rms_norm", LIBRARY)]
     assert extension.KERNELS in device.kernel_compilers
+
+
+FORMS = KernelForms(dtypes=(torch.float32,), head_sizes=(64,))
+
+
+def test_all_kernels_are_built_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if extension.why_not():
+        pytest.skip(extension.why_not())
+    monkeypatch.setenv("CORE_CPU_KERNELS_DIR", str(tmp_path))
+    monkeypatch.setattr(extension, "_compile", lambda library, source, build: library.write_text(source))
+    sources = sorted(path.stem for path in extension.SOURCES.glob("*.cpp"))
+    found = list(extension.build(FORMS))
+    assert found == [f"{source}-{extension.identity()}.so" for source in sources]
+    assert [(tmp_path / name).read_text() for name in found] == sources
+    monkeypatch.setattr(extension, "_compile", None)  # nothing is compiled again
+    assert list(extension.build(FORMS)) == found
+
+
+def test_a_build_ahead_tells_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("g++ can't compile them: error: no such thing")
+
+    monkeypatch.setenv("CORE_CPU_KERNELS_DIR", str(tmp_path))
+    monkeypatch.setattr(extension, "_compile", fail)
+    monkeypatch.setattr(extension, "why_not", lambda: "")
+    with pytest.raises(UsageError, match="no such thing"):
+        list(extension.build(FORMS))
+    monkeypatch.setattr(extension, "why_not", lambda: "there is no C++ compiler")
+    with pytest.raises(UsageError, match="there is no C"):
+        list(extension.build(FORMS))
 
 
 @pytest.mark.slow

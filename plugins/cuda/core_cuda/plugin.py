@@ -13,6 +13,7 @@ import torch
 from core.common.graphs.backend import GraphBackendFactory
 from core.common.graphs.streams import capture_lock
 from core.common.inductor import INLINE_AND_INDUCTOR
+from core.common.kernel_compilers import KernelCompiler
 from core.common.lowering import Lowerings
 from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts, MemoryInfo
@@ -66,7 +67,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         side_stream=lambda: torch.cuda.stream(stream),
         record=_record,
         sleeping_memory=partial(DeviceMemory, device),
-        kernel_compilers=(TRITON,),
+        kernel_compilers=(TRITON,) if missing else (TRITON, _flashinfer()),
     )
 
 
@@ -77,9 +78,17 @@ def core_register_ops(context: DeviceContext) -> Sequence[OpImplementation]:
     if kernels_missing((properties.major, properties.minor)):
         return ()
     from core_cuda import collective, collective_norm
+    from core_cuda.flashinfer.implementations import implementations
     from core_cuda.implementations import IMPLEMENTATIONS
 
-    return (*IMPLEMENTATIONS, *collective.IMPLEMENTATIONS, *collective_norm.IMPLEMENTATIONS)
+    return (*IMPLEMENTATIONS, *collective.IMPLEMENTATIONS, *collective_norm.IMPLEMENTATIONS, *implementations())
+
+
+def _flashinfer() -> KernelCompiler:
+    """Return FlashInfer's compiler, which imports Triton."""
+    from core_cuda.flashinfer.building import compiler
+
+    return compiler()
 
 
 def kernels_missing(capability: tuple[int, int]) -> str:

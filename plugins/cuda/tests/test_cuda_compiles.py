@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "prefill": ("8b", "1b", "gemma"),
     "moe": ("qwen3", "route"),
     "rotary": ("8b", "1b", "qwen"),
+    "flashinfer": (),
 }
 """By family the words that a call's name must hold one of; none takes all."""
 KERNELS: dict[str, set[str]] = {
@@ -49,6 +50,7 @@ KERNELS: dict[str, set[str]] = {
     "prefill": {"prefill_kernel", "decode_kernel", "_write_kernel"},
     "moe": {"row_up_kernel", "row_down_kernel", "sort_kernel", "product_kernel", "sum_kernel", "_route_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel"},
+    "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
 }
 """By family the kernels that its calls launch."""
 

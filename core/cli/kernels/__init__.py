@@ -1,0 +1,1 @@
+"""`core kernels`: kernels that are built before any model is."""
