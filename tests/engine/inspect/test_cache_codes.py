@@ -155,7 +155,7 @@ def test_outliers_need_the_scale_that_calibration_gives() -> None:
 
 
 def test_a_model_that_has_no_paged_cache_is_refused_and_not_served_otherwise() -> None:
-    loaded = tiny("jamba")
+    loaded = tiny("codegen")
     with pytest.raises(UsageError, match="a key/value cache of 'fp8'") as caught:
         Engine(loaded, select_device("cpu"), EAGER)
     assert "can't run on the paged cache, which alone has it: " in caught.value.found
