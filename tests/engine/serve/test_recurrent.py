@@ -57,6 +57,7 @@ CONFIG = EngineConfig(
     cache_tokens=MAX_LEN + 16,
     decode_buckets=(2, 4),
     prefill_buckets=(16,),
+    max_step_tokens=16,
     sampling=("greedy",),
     options=CompileOptions(lowering="inline", strict=True),
 )
