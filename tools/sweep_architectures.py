@@ -169,7 +169,8 @@ def _counts(results: list[dict[str, Any]]) -> dict[str, int]:
         "on the paged cache": sum(r["route"] == "paged" for r in done),
         "on the static cache": sum(r["route"] == "static" for r in done),
         "segmented": sum("segmented" in r["modes"].values() for r in done),
-        "not captured, run eagerly": sum("off" in r["modes"].values() for r in done),
+        "decode not captured, run eagerly": sum(r["modes"]["decode"] == "off" for r in done),
+        "prompts not captured, run eagerly": sum(r["modes"].get("prefill", "off") == "off" for r in done),
     }
 
 

@@ -257,7 +257,7 @@ class CoreSubject:
         None where no graph is captured, where a replay would change the model's state, and where the graph takes values
         from the host that stand in no input.
         """
-        if self._engine is None or self._engine.route != "paged":
+        if self._engine is None or self._engine.route != "paged" or self._engine._runner.cache.keeps_states:
             return None
         decode = self._cell.phase == "decode"
         sizes = {"tokens": self._cell.batch if decode else self._cell.tokens}

@@ -74,6 +74,9 @@ def step_graph(
     try:
         with torch.inference_mode(False):
             runner = PagedRunner(loaded.model, device, config, max_model_len=length)
+        if phase not in runner.traced_phases:
+            runner.close()
+            raise NotPageable("steps with prompts run eagerly there")
     except NotPageable as error:
         if kv_cache_dtype != "auto":
             raise UsageError(
@@ -146,6 +149,7 @@ def _inputs(
         block_size=block_size,
         device=device.torch_device,
         groups=runner.groups,
+        recurrent=runner.cache.keeps_states,
     )
     rows = torch.tensor([GREEDY_ROW] * batch, dtype=torch.float32).to(device.torch_device)
     return {**tensors, "sampling_params": rows}

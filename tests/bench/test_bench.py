@@ -247,9 +247,9 @@ def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
 
 @pytest.mark.slow
 def test_a_model_without_paged_cache_is_measured_one_sequence_at_a_time() -> None:
-    loaded = open_model("mamba", None, cpu(), "auto")[0]
+    loaded = open_model("codegen", None, cpu(), "auto")[0]
     settings = Settings(subjects=("core",), batches=(1, 2), context=8, prompts=(), rounds=1, steps=2, engine=ENGINE)
-    one, two = bench(loaded, cpu(), settings, title="mamba", rates=RATES).cells
+    one, two = bench(loaded, cpu(), settings, title="codegen", rates=RATES).cells
     assert one.records[0].failure == "" and one.records[0].details["route"] == "static"
     assert one.records[0].replay_ms == []  # a replay would move its state on
     assert "one sequence at a time" in two.records[0].failure

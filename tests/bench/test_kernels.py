@@ -190,7 +190,7 @@ def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None
 
 @pytest.mark.slow
 def test_a_model_without_paged_cache_is_shown_on_the_static_one() -> None:
-    loaded, _ = open_model("mamba", None, cpu(), "auto")
+    loaded, _ = open_model("codegen", None, cpu(), "auto")
     profile = profile_phase(loaded, cpu(), "decode", tokens=24, rates=RATES, repeats=1)
     assert profile.cache == "static" and "no paged cache" in profile.notes[0] and profile.nodes
 

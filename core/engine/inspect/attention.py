@@ -130,10 +130,11 @@ def set_implementation(model: Any, name: str) -> None:
     model.set_attn_implementation(name)
 
 
-def inspect(model: Any, *, max_len: int, num_tokens: int = 8) -> dict[nn.Module, AttentionLayer]:
+def inspect(model: Any, *, max_len: int, num_tokens: int = 8, required: bool = True) -> dict[nn.Module, AttentionLayer]:
     """Run the model once on a few tokens and return its attention layers in order of execution.
 
-    max_len: the longest context that will occur; masks are proven up to there. Raises `NotPageable` with the reason.
+    max_len: the longest context that will occur; masks are proven up to there. required: whether there must be any.
+    Raises `NotPageable` with the reason.
     """
     register_interfaces()
     positions = torch.arange(min(num_tokens, max_len), device=next(model.parameters()).device)[None]
@@ -148,7 +149,7 @@ def inspect(model: Any, *, max_len: int, num_tokens: int = 8) -> dict[nn.Module,
         raise NotPageable(f"its forward fails without a cache: {type(error).__name__}: {error}") from error
     finally:
         _recording.current = None
-    if not recording.layers:
+    if required and not recording.layers:
         raise NotPageable(f"{type(model).__name__} ran without calling transformers' attention interface")
     return recording.layers
 

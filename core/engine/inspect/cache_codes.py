@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from core.engine.models.forward import cache_name
 from core.errors import ModelError
 from core.quantization.tensors import CACHE_SCALE_NAMES
 
+T = TypeVar("T")
 CACHE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp8": torch.float8_e4m3fn})
 """Dtypes of codes by the names of `EngineConfig.kv_cache_dtype`."""
 
@@ -110,7 +111,7 @@ def rounding(
 
     def seen(index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         rounded = []
-        for new, scale in zip((key, value), by_index[index], strict=True):
+        for new, scale in zip((key, value), _numbered(by_index, index), strict=True):
             scale = None if scale is None else scale.to(new.device)
             rows = new.transpose(1, 2)  # (B, K, T, D): the scales are of K
             wide = torch.promote_types(new.dtype, torch.float32)
@@ -142,11 +143,18 @@ def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: torch.dtyp
         model(input_ids=ids, return_dict=True, **_arguments(model, _changing_cache()(model.config, seen)))
     for (index, which), top in largest.items():
         scale = (top / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
-        object.__setattr__(modules[index], CACHE_SCALE_NAMES[which], scale)
+        object.__setattr__(_numbered(modules, index), CACHE_SCALE_NAMES[which], scale)
 
 
 def _arguments(model: Any, cache: Any) -> dict[str, Any]:
     return {cache_name(model): cache, "use_cache": True}
+
+
+def _numbered(found: Mapping[int, T], index: int) -> T:
+    """Return what was found under the number that a cache was given for a layer."""
+    if index not in found:
+        raise NotPageable(f"it caches keys and values as layer {index}, which no attention layer says to be")
+    return found[index]
 
 
 def _index(module: nn.Module, layer: AttentionLayer) -> int:

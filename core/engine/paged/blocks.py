@@ -8,6 +8,12 @@ from collections.abc import Iterable
 from core.errors import ModelError
 
 NULL_BLOCK = 0
+NULL_SLOT = 0
+"""Of recurrent states: zeros for ever, which padding reads."""
+DROPPED_SLOT = 1
+"""Where padding writes its states; nobody reads it."""
+FIRST_SLOT = 2
+"""The first slot of recurrent states that a sequence may have."""
 
 
 class BlockPool:

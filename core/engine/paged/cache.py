@@ -1,4 +1,5 @@
-"""The paged key/value cache: its tensors, attached to the attention modules that read and write them."""
+"""The paged key/value cache: its tensors, attached to the attention modules that read and write them; and, in slots
+beside it, the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
+from core.engine.inspect.recurrent import NONE, Recurrence
 from core.engine.paged.groups import LayerGroup
+from core.engine.paged.recurrent import RecurrentStates
 
 
 class PagedCache:
-    """Key and value tensors of every attention layer, (N, P, K, D) and (N, P, K, V), attached to its module.
+    """Key and value tensors of every attention layer, (N, P, K, D) and (N, P, K, V), attached to its module; and the
+    states of recurrent layers.
 
     The engine owns them. Their addresses never change, so captured graphs may hold them.
     num_blocks: N of each group's layers. scales: of the keys and the values of a layer that holds codes; a layer that
-    is left out has none.
+    is left out has none. num_slots: for recurrent states of sequences.
     """
 
     def __init__(
@@ -28,6 +32,8 @@ class PagedCache:
         block_size: int,
         device: torch.device,
         scales: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]] | None = None,
+        recurrence: Recurrence = NONE,
+        num_slots: int = 0,
     ) -> None:
         #: What the layers of each group are given in the step that runs.
         self.steps = tuple(StepTensors() for _ in groups)
@@ -45,26 +51,29 @@ class PagedCache:
                 own = (scales or {}).get(module, (None, None))
                 states[module] = LayerState(keys, values, layer.window, step, *own)
         # Allocated all before any is attached: where memory runs out, no module keeps a cache.
+        self.recurrent = RecurrentStates(recurrence, num_slots=num_slots, device=device)
         for module, state in states.items():
             attach(module, state)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values of all layers."""
-        return tuple(self._tensors)
+        """Keys and values of all layers, and recurrent states."""
+        return (*self._tensors, *self.recurrent.tensors)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of all layers."""
-        return sum(t.nbytes for t in self._tensors)
+        return sum(t.nbytes for t in self.tensors)
 
     def clear_step(self) -> None:
         """Forget the step that ran."""
         for step in self.steps:
             step.clear()
+        self.recurrent.clear()
 
     def close(self) -> None:
         """Detach from the model and free the tensors."""
         for module in self._modules:
             detach(module)
+        self.recurrent.close()
         self._tensors.clear()

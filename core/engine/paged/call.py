@@ -12,6 +12,7 @@ from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
+from core.engine.paged.recurrent import RecurrentStep
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
 from core.engine.steps.sampling import next_tokens
@@ -29,9 +30,11 @@ class PagedLogits:
         states: HiddenStates | None = None,
         states_group: int = 0,
         adapters: AdapterMemory | None = None,
+        recurrent: RecurrentStep | None = None,
     ) -> None:
         """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group.
-        adapters: those that its linear layers have."""
+        adapters: those that its linear layers have. recurrent: what the layers that keep recurrent states read; before
+        a call with prompts, `RecurrentStates.begin` has to be told of its step."""
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
@@ -39,7 +42,9 @@ class PagedLogits:
         self._states = states
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
-        self._selects_rows = "logits_to_keep" in accepted_arguments(model)
+        self._recurrent = recurrent
+        accepted = accepted_arguments(model)
+        self._selects_rows, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
 
     def __repr__(self) -> str:
         return type(self._model).__name__  # named so in reports and in errors of tracing
@@ -67,16 +72,20 @@ class PagedLogits:
         if lora:
             assert self._adapters is not None
             self._adapters.begin_step(tables["adapter_slots"])
+        if self._recurrent is not None and self._max_query_len == 1:
+            self._recurrent.slots = tables["state_slots"]
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
-        output = self._model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, return_dict=True, **arguments
-        )
+        if self._takes_positions:
+            arguments["position_ids"] = position_ids[None]
+        output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
         for step in self._steps:
             step.clear()
         if self._states is not None:
             self._states.clear()
         if self._adapters is not None:
             self._adapters.end_step()
+        if self._recurrent is not None:
+            self._recurrent.slots = None
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
 

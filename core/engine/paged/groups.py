@@ -30,7 +30,8 @@ class LayerGroup:
 def make_groups(layers: Mapping[nn.Module, AttentionLayer], *, max_len: int, block_size: int) -> tuple[LayerGroup, ...]:
     """Group layers by window, those that look back to the first token first.
 
-    A window that holds nearly the longest context saves nothing, and counts as none.
+    A window that holds nearly the longest context saves nothing, and counts as none. Without layers there is one group,
+    whose blocks take no memory: they count what the sequences have room for.
     """
     windows = {m: 0 if layer.window + 2 * block_size >= max_len else layer.window for m, layer in layers.items()}
     kept = sorted({window for window in windows.values() if window}, reverse=True)
@@ -45,7 +46,7 @@ def make_groups(layers: Mapping[nn.Module, AttentionLayer], *, max_len: int, blo
             bytes_per_position=sum(layers[module].bytes_per_position for module in modules),
         )
         for window, modules in members.items()
-        if modules
+        if modules or not layers
     )
 
 
@@ -71,6 +72,8 @@ class CacheNeeds:
     max_num_seqs: int
     #: Tokens at most in a step, whose positions a window holds besides those that it looks back to.
     max_step_tokens: int
+    #: Memory of what does not grow with the tokens: slots of recurrent states.
+    fixed_bytes: int = 0
 
     def size_for(self, num_tokens: int) -> CacheSize:
         """Return the size at which num_tokens tokens have room in layers without a window.
@@ -88,7 +91,7 @@ class CacheNeeds:
                 count = min(count, seqs * own + 2 * -(-self.max_step_tokens // size) + seqs)
             blocks.append(1 + max(count, longest))
         per_block = [group.bytes_per_position * size for group in self.groups]
-        total = sum(count * each for count, each in zip(blocks, per_block, strict=True))
+        total = self.fixed_bytes + sum(count * each for count, each in zip(blocks, per_block, strict=True))
         return CacheSize(num_blocks=tuple(blocks), num_bytes=total, num_tokens=(max(blocks) - 1) * size)
 
     @property
@@ -98,9 +101,12 @@ class CacheNeeds:
 
     def size_within(self, num_bytes: int) -> CacheSize | None:
         """Return the largest size of at most so many bytes; None where not even one sequence has room."""
-        low, high = self.max_len, num_bytes // min(group.bytes_per_position for group in self.groups) + self.max_len
-        if self.size_for(low).num_bytes > num_bytes:
+        if self.size_for(self.max_len).num_bytes > num_bytes:
             return None
+        least = min(group.bytes_per_position for group in self.groups)
+        if not least:
+            return self.full  # no tokens take memory
+        low, high = self.max_len, num_bytes // least + self.max_len
         while high - low > self.block_size:
             middle = (low + high) // 2
             low, high = (middle, high) if self.size_for(middle).num_bytes <= num_bytes else (low, middle)

@@ -12,13 +12,15 @@ from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
 from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
 from core.engine.inspect.masks import EXHAUSTIVE
 from core.engine.inspect.probe import depends_on_longest
+from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.paged.groups import make_groups
 from core.engine.paged.sizing import step_bytes
 from core.engine.steps.runner import EngineConfig
 
 
 class PagedModel:
-    """A model with its attention layers, in groups that look back equally far; or `NotPageable`."""
+    """A model with its attention layers, in groups that look back equally far, and its layers that keep states; or
+    `NotPageable`."""
 
     def __init__(
         self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int, state_bytes: int = 0
@@ -31,8 +33,16 @@ class PagedModel:
         #: Tokens at most in a step that holds prompts.
         self.max_step_tokens = config.max_step_tokens or max(self.prefill_sizes)
         self._max_num_seqs = config.max_num_seqs
+        #: The layers that keep states of a sequence besides keys and values.
+        self.recurrence = inspect_recurrence(model)
+        if self.recurrence.layers and config.max_loras:
+            raise NotPageable("it keeps recurrent states, and adapters of the layers that do are not implemented")
+        if self.whole_prompts and config.max_step_tokens is None:
+            self.max_step_tokens = max(self.max_step_tokens, max_model_len)
         self.layers = self._inspect(max_model_len)
         self._codes = CACHE_DTYPES.get(config.kv_cache_dtype)
+        if self._codes is not None and not self.layers:
+            raise NotPageable("it has no attention layers, and so no keys and values")
         self.scales = self._scales()
         #: How the model's own forward gets a cache of the same codes; None where the cache holds no codes.
         self.rounding = None if self._codes is None else rounding(model, self.layers, self.scales, self._codes)
@@ -43,6 +53,16 @@ class PagedModel:
         #: The attention implementation of transformers that the model came with.
         self.native_attention: str = model.config._attn_implementation
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether later chunks of a prompt are computed token by token, as the model's code can't continue a prompt."""
+        return not self.recurrence.continues
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of recurrent states for sequences: those that leave hold theirs while others join."""
+        return self._max_num_seqs + max(1, self._max_num_seqs // 8)
+
     def step_bytes(self) -> int:
         """Return the bytes that a step of the most tokens takes, its attention left out."""
         return step_bytes(self.model, self._device, num_tokens=max(self.prefill_sizes), num_rows=self._max_num_seqs)
@@ -51,10 +71,16 @@ class PagedModel:
         mixed = depends_on_longest(self.model.config, max_model_len)
         if mixed:
             raise NotPageable(mixed)
-        layers = inspect(self.model, max_len=max_model_len)
-        self.reason = f"all {len(layers)} attention layers go through transformers' attention interface"
-        if max_model_len > EXHAUSTIVE:
-            self.reason += f"; masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}"
+        states = self.recurrence.layers
+        layers = inspect(self.model, max_len=max_model_len, required=not states)
+        told = [f"all {len(layers)} attention layers go through transformers' attention interface"] if layers else []
+        if layers and max_model_len > EXHAUSTIVE:
+            told.append(f"masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}")
+        if states:
+            told.append(
+                f"{len(states)} layers keep recurrent states in slots; prompts run eagerly, and share no beginning"
+            )
+        self.reason = "; ".join(told)
         return layers
 
     def _scales(self) -> dict[nn.Module, Scales]:

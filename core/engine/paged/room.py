@@ -15,7 +15,7 @@ import torch
 from core.device import Device
 from core.engine.heads.states import HiddenStates
 from core.engine.lora.memory import AdapterMemory
-from core.engine.paged.blocks import BlockPool
+from core.engine.paged.blocks import FIRST_SLOT, BlockPool
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.groups import CacheNeeds
 from core.engine.paged.model import PagedModel
@@ -51,15 +51,18 @@ class Room:
             max_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=max(each.max_step_tokens for each in models),
+            fixed_bytes=sum((FIRST_SLOT + each.num_slots) * each.recurrence.bytes_per_sequence for each in models),
         )
         self._size = choose_size(self._needs, device, config, lambda: sum(each.step_bytes() for each in self._models))
         agree("the cache", lambda: {"blocks of each group": list(self._size.num_blocks)})
+        slots = [each.num_slots for each in models if each.recurrence.layers]
         self.tables = BlockTables(
             [BlockPool(count) for count in self._size.num_blocks],
             [group.window for group in groups],
             block_size=config.block_size,
-            share_prefixes=config.prefix_caching,
+            share_prefixes=config.prefix_caching and not slots,
             looks_ahead=looks_ahead,
+            num_slots=min(slots, default=None),
         )
 
     def groups_of(self, model: PagedModel) -> slice:
@@ -78,6 +81,8 @@ class Room:
                 block_size=self._needs.block_size,
                 device=self._device.torch_device,
                 scales=model.scales,
+                recurrence=model.recurrence,
+                num_slots=model.num_slots,
             )
         except torch.OutOfMemoryError as error:
             raise self._no_room(error) from None

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.compilation.compile import compile
-from core.compilation.options import Progress
+from core.compilation.options import CompileOptions, Progress
 from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
-from core.engine.config import SamplingParams
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
 from core.engine.paged.room import Place
-from core.engine.paged.self_check import check_same_function, probe_limits
+from core.engine.paged.self_check import Probes, check_same_function, probe_limits
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
 from core.engine.steps.inputs import step_inputs, step_tensors
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sampling import GREEDY_ROW, sampling_guard, serves
-from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
-from core.engine.steps.step import Flight, Part, Step, StepOutput, sampled_by_request
+from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.quantization.layers import continuous
+
+if TYPE_CHECKING:
+    from core.compilation.options import ModeChoice
+
+log = logging.getLogger("core.engine")
 
 
 class PagedRunner:
@@ -61,13 +66,16 @@ class PagedRunner:
         self._max_blocks = -(-max_model_len // config.block_size)
         self._sampling = config.sampling
         self.max_num_seqs = config.max_num_seqs
-        self.num_drafts = config.speculative
         self._closed = False
         self._histories = Histories(self.max_num_seqs, max_model_len, device.torch_device)
         place = place or Place.alone(model, device, config, max_model_len=max_model_len)
         paged, room, self._drafts, self._states, self.adapters = place
         self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
-        self.max_step_tokens = paged.max_step_tokens
+        self.max_step_tokens, self.whole_prompts = paged.max_step_tokens, paged.whole_prompts
+        self.num_drafts = config.speculative
+        if paged.recurrence.layers and self.num_drafts:
+            log.warning("no speculative decoding on recurrent states: a wrong draft can't be taken back from them")
+            self.num_drafts = 0
         own = room.groups_of(paged)
         self._states_group = 0 if self._drafts else own.stop - own.start
         #: Which of the groups of `cache` its steps have to do with: this model's, and the one whose slots it writes.
@@ -81,13 +89,10 @@ class PagedRunner:
         try:
             self._calls = self._make_calls(self._paged)
             with continuous(self._model):  # judges the cache, not how inputs round to codes
-                self._check_same_function()
+                self._check_same_function(attends=bool(paged.layers))
             max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
             self._greedy_rows = self._greedy_params(max_rows)
-            shared = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
-            how: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples, "shared": shared}
-            how |= {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
-            options = config.compile_options(self._calls, device.capabilities, **how)
+            options = self._options(config, progress, sleeper and sleeper.placing(self._paged.tensors))
             inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling, **self._kinds)
             with nullcontext() if self.adapters is None else self.adapters.attaching():
                 self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
@@ -108,6 +113,7 @@ class PagedRunner:
             return None
         rows = self._histories.rows_of(step) if "shaped" in (step.sampling, sampling) else None
         try:
+            self._paged.recurrent.begin(step)
             with self.program.serving():
                 if key is not None and self._staged is not None:
                     output = self._staged.run(key, step, sampling=sampling, behind=behind, rows=rows)
@@ -181,16 +187,29 @@ class PagedRunner:
         return int(self.groups.stop - self.groups.start)
 
     @property
+    def _keeps_states(self) -> bool:
+        return self.cache.keeps_states
+
+    @property
     def _kinds(self) -> dict[str, bool]:
-        return {"chained": self._drafts and self._states is not None, "lora": self.adapters is not None}
+        return {
+            "chained": self._drafts and self._states is not None,
+            "lora": self.adapters is not None,
+            "recurrent": self._keeps_states,
+        }
+
+    @property
+    def traced_phases(self) -> tuple[str, ...]:
+        """The phases of `phases`: not prefill where steps with prompts run eagerly."""
+        return ("decode",) if self._keeps_states else ("prefill", "decode")
 
     def phases(self) -> tuple[CachedPhase, ...]:
-        """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
+        """Return the logits of `traced_phases` as they are compiled, with the inputs of the self-check.
 
         The choice of tokens is left out: there, the smallest error of a logit changes everything or nothing. Valid
         until `close`.
         """
-        declared = step_inputs(self._max_blocks, self.num_groups)
+        declared = step_inputs(self._max_blocks, self.num_groups, recurrent=self._keeps_states)
         del declared["sampling_params"]
         dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in declared.items()}
         return tuple(
@@ -200,7 +219,7 @@ class PagedRunner:
                 inputs={input_name: self._examples[name][0][input_name] for input_name in declared},
                 dynamic=dynamic,
             )
-            for name in ("prefill", "decode")
+            for name in self.traced_phases
         )
 
     def _tensors(self, step: Step) -> dict[str, Any]:
@@ -221,6 +240,7 @@ class PagedRunner:
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         model, histories = self._model, self._histories
         kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
+        kept["recurrent"] = cache.recurrent.step if self._keeps_states else None
         lens = self._query_lens().items()
         return {phase: PagedCall(PagedLogits(model, cache.steps, most, **kept), histories) for phase, most in lens}
 
@@ -234,45 +254,34 @@ class PagedRunner:
         }
         return {phase: buckets[phase] for phase in self._query_lens()}
 
+    def _options(self, config: EngineConfig, progress: Progress | None, relocate: Any) -> CompileOptions:
+        """Return how the phases are compiled."""
+        how: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples}
+        how |= {"relocate": relocate, "progress": progress}
+        capabilities = self._device.capabilities
+        if not self._keeps_states:
+            how["shared"] = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
+            return config.compile_options(self._calls, capabilities, **how)
+        options = config.compile_options(self._calls, capabilities, reset=self._paged.recurrent.restore, **how)
+        # Which tokens of a prompt belong together is known to the host alone.
+        return replace(options, mode={**cast("Mapping[str, ModeChoice]", options.mode), "prefill": "off"})
+
     @torch.no_grad()
-    def _check_same_function(self) -> None:
+    def _check_same_function(self, *, attends: bool) -> None:
         """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ."""
+        self._paged.recurrent.begin_check()
         limits = {"max_model_len": self._max_model_len, "max_num_seqs": self.max_num_seqs}
         num_blocks = min(pool.num_blocks for pool in self.cache.pools) - 1  # nobody gets the null block
         longest, most = probe_limits(num_blocks, self._block_size, num_drafts=self.num_drafts, **limits)
         check_same_function(
             self._model,
-            partial(self._run_probes, longest=longest),
+            partial(Probes(self.cache, self._run_probe, num_drafts=self.num_drafts).run, longest=longest),
             max_model_len=longest,
             max_num_seqs=most,
             rounding=self.cache_rounding,
+            attends=attends,
         )
-
-    def _run_probes(self, probes: Sequence[list[int]], longest: int) -> dict[str, list[Tensor]]:
-        """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify.
-
-        longest: tokens that one may come to have, drafts included; the empty cache has room for so many of each.
-        """
-        sequences = []
-        for index, probe in enumerate(probes):
-            end = min(len(probe) + self.num_drafts, longest)
-            params = SamplingParams(max_new_tokens=end + 1 - len(probe))
-            sequences.append(EngineSequence(index, probe[:-1], params))
-            joined = self.cache.join(sequences[-1]) and self.cache.grow(sequences[-1], end)
-            assert joined, "the cache has no room for a probe"
-        first = self._run_probe(Step("prefill", tuple(Part(s, len(s)) for s in sequences)))
-        for sequence, probe in zip(sequences, probes, strict=True):
-            sequence.num_computed, sequence.generated = len(sequence), probe[-1:]
-        parts = [Part(sequence, 1) for sequence in sequences]
-        found = {"decode": self._run_probe(Step("decode", tuple(parts)))}
-        if self.num_drafts:
-            # The same token once more, followed by as many other tokens as fit.
-            drafts = [tuple(probe[: min(self.num_drafts, longest - len(probe))]) for probe in probes]
-            parts = [Part(sequence, 1, guesses) for sequence, guesses in zip(sequences, drafts, strict=True)]
-            found["verify"] = self._run_probe(Step("verify", tuple(parts)))
-        for sequence in sequences:
-            self.cache.release(sequence)
-        return {phase: list(torch.stack([first, second], dim=1)) for phase, second in found.items()}
+        self._paged.recurrent.end_check()
 
     def _run_probe(self, step: Step) -> Tensor:
         """Return the logits (seqs, vocabulary) after each sequence's pending tokens; keep the inputs as examples."""
@@ -283,6 +292,8 @@ class PagedRunner:
         history = {"history_rows": torch.zeros_like(tensors["input_ids"])} if "shaped" in self._sampling else {}
         example = {**tensors, "sampling_params": self._greedy_params(step.num_rows), **history}
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
+        self._paged.recurrent.begin(step)
         logits = self._calls[step.phase].logits(**tensors)
+        self._paged.recurrent.clear()
         ends = list(accumulate(part.num_rows for part in step.parts))
         return logits[[end - part.num_rows for end, part in zip(ends, step.parts, strict=True)]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.engine.config import SamplingParams
 from core.engine.inspect.attention import SERVE, NotPageable, set_implementation
 from core.engine.inspect.cache_codes import Rounding, amplification
 from core.engine.inspect.probe import (
@@ -18,6 +19,10 @@ from core.engine.inspect.probe import (
     probe_sequences,
     rounding_bound,
 )
+from core.engine.models.forward import accepted_arguments
+from core.engine.steps.model_runner import SequenceCache
+from core.engine.steps.sequence import Sequence as EngineSequence
+from core.engine.steps.step import Part, Step
 
 RunProbes = Callable[[Sequence[list[int]]], Mapping[str, list[Tensor]]]
 """Returns, by phase, the logits of each sequence's last two tokens, the last of them computed by that phase."""
@@ -38,16 +43,23 @@ def probe_limits(
 
 
 def check_same_function(
-    model: Any, run_probes: RunProbes, *, max_model_len: int, max_num_seqs: int, rounding: Rounding | None
+    model: Any,
+    run_probes: RunProbes,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    rounding: Rounding | None,
+    attends: bool = True,
 ) -> None:
     """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
 
-    This finds models that keep state outside attention (recurrent layers, shared caches), and models whose sequences
-    see each other: a long and a short sequence share both steps, and each is compared with a run of its own.
+    This finds models that keep state where none was found (in attributes or caches of their own), and models whose
+    sequences see each other: a long and a short sequence share both steps, each compared with a run of its own.
+    attends: whether any layer attends. Without, a model may take no positions: its states alone know what was before.
     rounding: of a quantised cache. It is compared with the forward on transformers' cache of the same codes, where
     differences may be larger by `amplification`.
     """
-    if not counts_from_zero(model):
+    if (attends or "position_ids" in accepted_arguments(model)) and not counts_from_zero(model):
         raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
     probes = probe_sequences(model, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     expected = own_logits(model, probes)
@@ -66,6 +78,47 @@ def check_same_function(
         if not difference <= bound:
             raise NotPageable(
                 f"a prefill and one {phase} step on the paged cache differ from its own forward by "
-                f"{difference:.2g}, more than rounding ({bound:.2g}): it keeps state outside attention, or mixes "
-                "sequences of a step"
+                f"{difference:.2g}, more than rounding ({bound:.2g}): it keeps state outside attention and the "
+                "layers found to keep some, or mixes sequences of a step"
             )
+
+
+class Probes:
+    """Runs the probes of the self-check on an empty cache, as the engine runs sequences."""
+
+    def __init__(self, cache: SequenceCache, run: Callable[[Step], Tensor], *, num_drafts: int) -> None:
+        """run: computes a step and returns the logits (seqs, vocabulary) after each sequence's pending tokens."""
+        self._cache = cache
+        self._run = run
+        self._num_drafts = num_drafts
+
+    def run(self, probes: Sequence[list[int]], longest: int) -> dict[str, list[Tensor]]:
+        """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify.
+
+        longest: tokens that one may come to have, drafts included; the empty cache has room for so many of each. Where
+        the cache holds states, the first probe's prompt is computed in two chunks, the second beside the other probe.
+        """
+        sequences = []
+        for index, probe in enumerate(probes):
+            end = min(len(probe) + self._num_drafts, longest)
+            params = SamplingParams(max_new_tokens=end + 1 - len(probe))
+            sequences.append(EngineSequence(index, probe[:-1], params))
+            joined = self._cache.join(sequences[-1]) and self._cache.grow(sequences[-1], end)
+            assert joined, "the cache has no room for a probe"
+        chunk = len(sequences[0]) // 2 if self._cache.keeps_states else 0
+        if chunk:
+            self._run(Step("prefill", (Part(sequences[0], chunk),)))
+            sequences[0].num_computed = chunk
+        first = self._run(Step("prefill", tuple(Part(s, s.num_pending) for s in sequences)))
+        for sequence, probe in zip(sequences, probes, strict=True):
+            sequence.num_computed, sequence.generated = len(sequence), probe[-1:]
+        parts = [Part(sequence, 1) for sequence in sequences]
+        found = {"decode": self._run(Step("decode", tuple(parts)))}
+        if self._num_drafts:
+            # The same token once more, followed by as many other tokens as fit.
+            drafts = [tuple(probe[: min(self._num_drafts, longest - len(probe))]) for probe in probes]
+            parts = [Part(sequence, 1, guesses) for sequence, guesses in zip(sequences, drafts, strict=True)]
+            found["verify"] = self._run(Step("verify", tuple(parts)))
+        for sequence in sequences:
+            self._cache.release(sequence)
+        return {phase: list(torch.stack([first, second], dim=1)) for phase, second in found.items()}

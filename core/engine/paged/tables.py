@@ -1,4 +1,5 @@
 """The blocks of each sequence: taken as it grows, shared with sequences of the same beginning, given back when unused.
+Where layers keep recurrent states, a sequence has one slot for them from the start.
 
 Attention layers that look back equally far form a group, which has a pool and a table of each sequence of its own. A
 group with a window gives back the blocks that lie before it; their places in the table hold the null block.
@@ -11,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import accumulate, islice
 
-from core.engine.paged.blocks import NULL_BLOCK, BlockPool
+from core.engine.paged.blocks import FIRST_SLOT, NULL_BLOCK, NULL_SLOT, BlockPool
 from core.engine.steps.sequence import Sequence as EngineSequence
 
 _SPARE = 0.01
@@ -37,11 +38,17 @@ class BlockTables:
         block_size: int,
         share_prefixes: bool = True,
         looks_ahead: bool = False,
+        num_slots: int | None = None,
     ) -> None:
         """pools, windows: one for each group; window: positions that its layers look back, 0 for all.
 
         looks_ahead: whether what is kept for a token depends on the next one too, as a head's keys and values do.
+        num_slots: of recurrent states; None where no layer keeps any. No sequence can take over the state of another,
+        so they can't share a beginning.
         """
+        assert num_slots is None or not share_prefixes
+        self.keeps_states = num_slots is not None
+        self._slots = list(reversed(range(FIRST_SLOT, FIRST_SLOT + (num_slots or 0))))
         self.pools = tuple(pools)
         self._windows = tuple(windows)
         self._block_size = block_size
@@ -69,6 +76,10 @@ class BlockTables:
             more = min(count - reused, window // self._block_size + 2) if window else count - reused
             if more + revived + spare > pool.num_free:
                 return False
+        if self.keeps_states:
+            if not self._slots:
+                return False
+            sequence.slot = self._slots.pop()
         for pool, found in zip(self.pools, shared, strict=True):
             for block in found:
                 if block != NULL_BLOCK:
@@ -107,7 +118,10 @@ class BlockTables:
 
     def release(self, sequence: EngineSequence) -> None:
         """Give back all that a sequence holds; of nothing, do nothing."""
-        # Clear the sequence's tables first, so that an interrupt in between can't hand the blocks out twice.
+        # Clear what the sequence holds first, so that an interrupt in between can't hand it out twice.
+        slot, sequence.slot = sequence.slot, NULL_SLOT
+        if slot != NULL_SLOT:
+            self._slots.append(slot)
         self._finals.pop(sequence.index, None)
         tables, sequence.tables = sequence.tables, []
         sequence.table_changed()

@@ -62,7 +62,7 @@ def run_with_draft(
 ) -> tuple[PagedRunner, DraftModel]:
     """Compile both models on one set of block tables; raise `NotPageable` where the served one can't run there.
 
-    Raises `UsageError` where the draft model can't.
+    Raises `UsageError` where the draft model can't, and where either keeps recurrent states.
     """
     head = draft.model if isinstance(draft.model, Head) else None
     # What drafts verifies nothing: its phase of that name computes what it lacks before a draft. A head lacks what the
@@ -70,11 +70,17 @@ def run_with_draft(
     lacks = CATCH_UP - 1 if head is None else config.speculative
     own = replace(config, draft_model=None, speculative=lacks, kv_cache_dtype="auto")
     served = PagedModel(loaded.model, device, config, max_model_len=max_model_len)
+    if served.recurrence.layers:
+        found = "the served model keeps recurrent states, from which a wrong draft can't be taken back"
+        raise _refusal(draft, loaded, found, "leave the draft model out")
     state_bytes = 0 if head is None else head.state_size * draft.dtype.itemsize
     try:
         second = PagedModel(draft.model, device, own, max_model_len=max_model_len, state_bytes=state_bytes)
     except NotPageable as refusal:
         raise _unpageable(draft, loaded, str(refusal)) from None
+    if second.recurrence.layers:
+        found = "it keeps recurrent states, from which its own wrong drafts can't be taken back"
+        raise _refusal(draft, loaded, found, "take another draft model")
     room = Room([served, second], device, config, max_model_len=max_model_len, looks_ahead=head is not None)
     states = None if head is None else room.make_states(second, head.state_size, draft.dtype)
     more: dict[str, Any] = {"max_model_len": max_model_len, "progress": progress}

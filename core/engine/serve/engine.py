@@ -79,6 +79,7 @@ class Engine(Resting, Described):
             mixed_step_tokens=self.config.mixed_step_tokens,
             num_drafts=self._runner.num_drafts,
             propose=self.drafter.propose,
+            whole_prompts=self._runner.whole_prompts,
         )
         self._requests: dict[int, Request] = {}
         self._collecting: set[int] = set()  # requests that want their logits

@@ -38,13 +38,15 @@ class Scheduler:
         mixed_step_tokens: int | None = None,
         num_drafts: int = 0,
         propose: Propose | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         """Schedule at most max_num_seqs sequences at once and max_step_tokens tokens per step that holds prompts.
 
         cache: has room for any one sequence. max_step_tokens: at least max_num_seqs. mixed_step_tokens: tokens of
         prompts at most in a step in which others generate; None sets no limit of its own. num_drafts: tokens drafted at
         most per sequence in steps without prompts. propose: where they come from; None takes them from the sequence's
-        text.
+        text. whole_prompts: whether a prompt of at most max_step_tokens is never cut, for models to which a later chunk
+        is dear: it waits for a step in which it is the first.
         """
         assert max_step_tokens >= max_num_seqs
         self._cache = cache
@@ -52,6 +54,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self._num_drafts = num_drafts
+        self._whole_prompts = whole_prompts
         self._propose = propose or OwnText().propose
         self._waiting = WaitingSequences()
         self._running: list[Sequence] = []
@@ -84,15 +87,21 @@ class Scheduler:
         self._cache.release(sequence)
 
     def take_back(self, steps: Iterable[Step]) -> None:
-        """Reset all sequences to before these steps, which failed.
+        """Reset all sequences to before these steps, which failed; where states are lost, to their beginning.
 
         A sequence that gave its cache back meanwhile (its last token was under way) waits for cache again.
         """
-        for part in [part for step in steps for part in step.parts]:
+        parts = [part for step in steps for part in step.parts]
+        for part in parts:
             part.undone()
+        if self._cache.keeps_states:
+            lost = {part.sequence.index for part in parts}
+            for sequence in [each for each in reversed(self._running) if each.index in lost]:
+                self._preempt(sequence)
         emptied, self._emptied = self._emptied, []
         for sequence in reversed(emptied):
-            self._preempt(sequence)
+            if sequence in self._running:
+                self._preempt(sequence)
 
     def schedule(self) -> Step | None:
         """Let sequences join and return what the next step computes; None where there is nothing to do.
@@ -171,21 +180,28 @@ class Scheduler:
         parts: list[Part] = []
         active = self._active()
         for sequence in [sequence for sequence in active if sequence.in_prompt]:
-            count = min(room, sequence.num_pending)
+            count = self._share(sequence, room, first=not parts)
             if not count or not self._cache.grow(sequence, sequence.num_computed + count):
                 return parts
             parts.append(Part(sequence, count))
             room -= count
         places = self._max_num_seqs - len(active)
-        while may_join and room and places > 0 and (new := self._joining()) is not None:
+        while may_join and room > 0 and places > 0 and (new := self._joining()) is not None:
             self._running.append(new)
             places -= 1
-            count = min(room, new.num_pending)
-            if not self._cache.grow(new, new.num_computed + count):
+            count = self._share(new, room, first=not parts)
+            if not count or not self._cache.grow(new, new.num_computed + count):
                 return parts
             parts.append(Part(new, count))
             room -= count
         return parts
+
+    def _share(self, sequence: Sequence, room: int, *, first: bool) -> int:
+        """Return how many of a prompt's tokens are computed in a step that has room for so many more."""
+        pending = sequence.num_pending
+        if not self._whole_prompts or pending <= room:
+            return max(0, min(room, pending))
+        return min(pending, self._max_step_tokens) if first and room > 0 else 0
 
     def _joining(self) -> Sequence | None:
         """Give cache to the next waiting sequence and return it; None if none waits or there is no room."""

@@ -108,6 +108,8 @@ class StepLoop:
         self._counts = counts
         self._read = TokenReader(counts).read
         self._flight: Flight | None = None
+        #: The step that `ModelRunner.run` computes or queues right now.
+        self._begun: Step | None = None
         #: The list that collects timed actions; None collects nothing.
         self.timeline: Timeline | None = None
 
@@ -157,8 +159,10 @@ class StepLoop:
         step = self._scheduler.schedule()
         if step is not None and alone is not None and step.phase == "decode":
             step = self._repeated(step, alone)
+        self._begun = step
         output = None if step is None else self._runner.run(step, behind)
         if step is None or output is None:
+            self._begun = None
             return None
         self._drafter.follow(step)
         self._note("begin", start, step)
@@ -167,6 +171,7 @@ class StepLoop:
         if step.phase == "decode" and behind is None:
             self.pace.took(len(step.parts), step.times, (time.perf_counter_ns() - start) * 1e-9)
         self._counts.ahead += behind is not None
+        self._begun = None
         return Flight(step, output)
 
     def _repeated(self, step: Step, wants_logits: Callable[[Step], bool]) -> Step:
@@ -183,5 +188,7 @@ class StepLoop:
 
     def _undo(self, flight: Flight | None) -> None:
         """Reset all sequences to before the steps under way."""
-        under_way, self._flight = {id(each): each for each in (self._flight, flight) if each is not None}, None
-        self._scheduler.take_back(each.step for each in under_way.values())
+        steps = [each.step for each in (self._flight, flight) if each is not None]
+        steps += [] if self._begun is None else [self._begun]
+        self._flight = self._begun = None
+        self._scheduler.take_back({id(each): each for each in steps}.values())

@@ -10,6 +10,8 @@ from core.engine.steps.sequence import Sequence
 class CacheOwner:
     """The `SequenceCache` of the static route: the one sequence that holds the cache has all of it."""
 
+    keeps_states = True
+
     def __init__(self, reset: Callable[[], object]) -> None:
         """reset: empties the cache."""
         self._reset = reset

@@ -42,6 +42,7 @@ class StaticRunner:
 
     route = "static"
     max_num_seqs = 1
+    whole_prompts = True
     num_drafts = 0
     cache_rounding: Rounding | None = None
     adapters: AdapterMemory | None = None

@@ -29,13 +29,19 @@ def table_names(group: int) -> tuple[str, str]:
 
 
 def step_inputs(
-    max_blocks: int, num_groups: int = 1, *, shaped: bool = False, chained: bool = False, lora: bool = False
+    max_blocks: int,
+    num_groups: int = 1,
+    *,
+    shaped: bool = False,
+    chained: bool = False,
+    lora: bool = False,
+    recurrent: bool = False,
 ) -> dict[str, InputSpec]:
     """Declare a step's inputs: `tokens` flattened over `seqs` sequences, at most `max_blocks` cache blocks each, and
     `rows` of logits wanted. Each of `num_groups` groups of layers has a block table and a slot mapping of its own.
     shaped: of a program that shapes logits too, by the rows of `Histories`. chained: of a head, which leaves a hidden
     state in the slot behind each row of logits (`core.engine.heads.states`). lora: of a program with adapters
-    (`core.engine.lora`).
+    (`core.engine.lora`). recurrent: of one whose layers keep states in slots (`core.engine.paged.recurrent`).
 
     Padding tokens point at the null block and belong to no sequence; padding sequences have length 0.
     """
@@ -49,6 +55,8 @@ def step_inputs(
         more["next_slots"] = InputSpec(("rows",), torch.int64)
     if lora:
         more["adapter_slots"] = InputSpec(("tokens",), torch.int64)
+    if recurrent:
+        more["state_slots"] = InputSpec(("seqs",), torch.int64)
     return {
         "input_ids": InputSpec(("tokens",), torch.int64),
         "position_ids": InputSpec(("tokens",), torch.int64),
@@ -71,15 +79,17 @@ def step_tensors(
     groups: slice = FIRST_GROUP,
     chained: bool = False,
     lora: bool = False,
+    recurrent: bool = False,
 ) -> dict[str, Tensor]:
     """Return the declared inputs of a step but `sampling_params`; each sequence's blocks must suffice for its tokens.
 
-    groups: which of the sequences' tables are the model's. chained, lora: as of `step_inputs`.
+    groups: which of the sequences' tables are the model's. chained, lora, recurrent: as of `step_inputs`.
     A draft that turns out wrong leaves keys and values in its slot. They lie behind the sequence's length, where
     attention does not read, and are overwritten when the sequence gets there.
     """
     sizes = {"tokens": step.num_tokens, "seqs": len(step.parts), "rows": step.num_rows}
-    declared = step_inputs(max_blocks, groups.stop - groups.start, chained=chained, lora=lora)
+    kinds = {"chained": chained, "lora": lora, "recurrent": recurrent}
+    declared = step_inputs(max_blocks, groups.stop - groups.start, **kinds)
     del declared["sampling_params"]
     tensors = {name: torch.zeros(spec.resolve(sizes), dtype=spec.dtype) for name, spec in declared.items()}
     write_step(step, {name: tensor.numpy() for name, tensor in tensors.items()}, block_size=block_size, groups=groups)
@@ -134,6 +144,8 @@ def write_step(
         put(arrays["next_slots"], _next_slots(step, stops, arrays["block_table"], block_size))
     if "adapter_slots" in arrays:
         put(arrays["adapter_slots"], np.array([part.sequence.adapter for part in step.parts])[seqs])
+    if "state_slots" in arrays:
+        put(arrays["state_slots"], [part.sequence.slot for part in step.parts])
     put(arrays["position_ids"], positions)
     _write_tokens(step, arrays["input_ids"], ends)
     put(arrays["seq_lens"], stops)

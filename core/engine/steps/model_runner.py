@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 class SequenceCache(Protocol):
     """Manages the room of sequences in the key/value cache."""
 
+    #: Whether it holds states that a step moves on: what a failed step has done to them can't be undone, so the step's
+    #: sequences are computed again from their first token.
+    keeps_states: bool
+
     def join(self, sequence: EngineSequence) -> bool:
         """Take room for all tokens that a sequence has; False, and nothing done, where there is none at present.
 
@@ -45,6 +49,8 @@ class ModelRunner(Protocol):
     max_num_seqs: int
     #: Tokens at most in a step that holds prompts.
     max_step_tokens: int
+    #: Whether a later chunk of a prompt takes much longer than the same tokens in one with those before.
+    whole_prompts: bool
     #: Drafts at most behind a pending token.
     num_drafts: int
     #: How the model's own forward gets a cache of the same codes; None where the cache holds no codes.

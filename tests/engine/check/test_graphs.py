@@ -17,7 +17,7 @@ from core.engine.models.tiny import tiny_config
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
 from core.verify.execution import run_graph
-from tests.support import refused
+from tests.support import needs_states_in_caches, refused
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,22 @@ def test_the_engines_graphs_are_those_of_the_paged_cache_where_there_is_one(llam
 
 
 def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> None:
-    model = build_model(tiny_config("mamba"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    model = build_model(tiny_config("codegen"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
         assert decode.cache.startswith("static: no paged cache: ")
     asked = engine_graphs(model, select_device("cpu"), cache="paged")
     with refused(UsageError, "on the paged cache", "ask for cache 'static'"), asked:
+        pass
+
+
+def test_a_model_with_recurrent_states_has_paged_graphs_of_decode_alone() -> None:
+    needs_states_in_caches()
+    model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
+        assert decode.cache.startswith("paged: ") and "recurrent states" in decode.cache
+        assert any("index_copy" in str(node.target) for node in decode.traced.module.graph.nodes)
+    with (
+        refused(UsageError, "steps with prompts run eagerly"),
+        engine_graphs(model, select_device("cpu"), cache="paged"),
+    ):
         pass

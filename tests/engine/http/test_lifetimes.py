@@ -141,7 +141,7 @@ def test_the_static_cache_is_served_one_by_one() -> None:
     from tests.engine.http.serving import CONFIG
 
     device = select_device("cpu")
-    loaded = build_model(tiny_config("mamba"), torch_device=device.torch_device)
+    loaded = build_model(tiny_config("codegen"), torch_device=device.torch_device)
     with Engine(loaded, device, CONFIG) as engine:
         assert engine.route == "static"
         wanted = engine.generate([[5, 6, 7]])[0].token_ids

@@ -24,6 +24,7 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
+from tests.support import needs_states_in_caches
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -155,11 +156,19 @@ def test_outliers_need_the_scale_that_calibration_gives() -> None:
 
 
 def test_a_model_that_has_no_paged_cache_is_refused_and_not_served_otherwise() -> None:
-    loaded = tiny("jamba")
+    loaded = tiny("codegen")
     with pytest.raises(UsageError, match="a key/value cache of 'fp8'") as caught:
         Engine(loaded, select_device("cpu"), EAGER)
     assert "can't run on the paged cache, which alone has it: " in caught.value.found
     assert 'kv_cache_dtype="auto"' in caught.value.remedy
+
+
+def test_layers_that_the_cache_numbers_otherwise_are_refused() -> None:
+    needs_states_in_caches()
+    loaded = tiny("zamba2")  # its attention is shared, and cached under the number of the layer that calls it
+    with pytest.raises(UsageError, match="a key/value cache of 'fp8'") as caught:
+        Engine(loaded, select_device("cpu"), EAGER)
+    assert "it caches keys and values as layer 1" in caught.value.found
 
 
 def test_rounding_tells_more_behind_codes_than_before() -> None:

@@ -114,9 +114,9 @@ def test_tokens_that_neither_allows_are_left_out_of_a_difference() -> None:
     assert not largest_difference([torch.tensor([[1.0, torch.inf, 1.0]])], [expected]) <= 1
 
 
-@pytest.mark.parametrize("model_type", ["zaya", "recurrent_gemma"])
+@pytest.mark.parametrize("model_type", ["minimax", "recurrent_gemma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_recurrent_state_is_found_in_half_precision_too(model_type: str, dtype: torch.dtype) -> None:
+def test_state_in_caches_of_its_own_is_found_in_half_precision_too(model_type: str, dtype: torch.dtype) -> None:
     with pytest.raises(NotPageable, match="it keeps state outside attention"):
         page(tiny(model_type, dtype))
 

@@ -17,7 +17,7 @@ from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged.blocks import BlockPool
 from core.engine.paged.runner import PagedRunner
-from core.engine.paged.self_check import probe_limits
+from core.engine.paged.self_check import Probes, probe_limits
 from core.engine.paged.tables import BlockTables
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
@@ -63,13 +63,13 @@ def test_an_engine_whose_cache_barely_holds_one_sequence_gives_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, cache_tokens: int, block_size: int, speculative: int, probes: int
 ) -> None:
     checked: list[list[int]] = []
-    run = PagedRunner._run_probes
+    run = Probes.run
 
-    def spied(self: PagedRunner, asked: list[list[int]], **limits: Any) -> Any:
+    def spied(self: Probes, asked: list[list[int]], longest: int) -> Any:
         checked.extend(asked)
-        return run(self, asked, **limits)
+        return run(self, asked, longest)
 
-    monkeypatch.setattr(PagedRunner, "_run_probes", spied)
+    monkeypatch.setattr(Probes, "run", spied)
     prompts = [[5, 6, 7, 8] * 5, [9, 10, 11], [20] * 30]
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     found = []

@@ -134,15 +134,15 @@ def test_a_draft_model_that_does_not_fit_is_refused_and_says_why(embedded: Loade
     assert error.found == f"it has 32 positions, and sequences here have up to {MAX_LEN}"
     assert "max_model_len=32" in error.remedy
     assert "one cache" in refused(served, served).found
-    error = refused(served, tiny("mamba"))
+    error = refused(served, tiny("codegen"))
     assert "it can't run on the paged cache: " in error.found
     assert "drafts nothing" in refused(embedded, embedded_model(), speculative=0).found
 
 
 def test_no_drafts_of_a_model_on_the_static_cache() -> None:
-    served = tiny("mamba")
+    served = tiny("codegen")
     error = refused(served, tiny())
-    assert "MambaForCausalLM can't run on the paged cache, which alone takes drafts back" in error.found
+    assert "CodeGenForCausalLM can't run on the paged cache, which alone takes drafts back" in error.found
     assert error.remedy == "leave the draft model out"
 
 

@@ -289,7 +289,9 @@ def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
     assert loaded.config._attn_implementation != "core"
 
 
-@pytest.mark.parametrize(("model_type", "ahead"), [("llama", False), ("llama", True), ("mamba", False)])
+@pytest.mark.parametrize(
+    ("model_type", "ahead"), [("llama", False), ("llama", True), ("mamba", False), ("codegen", False)]
+)
 def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str, ahead: bool) -> None:
     loaded, found = build_model(tiny_config(model_type), torch_device=CPU), []
     config = replace(SMALL, options=CompileOptions(mode="full"), sampling=("greedy",), run_ahead=ahead)

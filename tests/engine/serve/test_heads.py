@@ -192,8 +192,8 @@ def test_what_heads_do_not_go_with_is_refused_and_says_why(tmp_path: Path) -> No
     assert "no such folder" in refused(served, tmp_path / "nowhere").found
     other = tiny(vocab_size=served.vocab_size, hidden_size=32)
     assert "features, those of the served model 32" in refused(other, head).found
-    mamba = tiny("mamba")
-    error = refused(mamba, eagle(tmp_path / "mamba", tiny()))
+    static = tiny("codegen")
+    error = refused(static, eagle(tmp_path / "static", tiny()))
     assert "can't run on the paged cache, which alone takes drafts back" in error.found
     with Engine(served, acme(), replace(EAGER, draft_model=head)) as engine:
         with pytest.raises(UsageError, match="a head drafts, which was trained for the model's weights"):

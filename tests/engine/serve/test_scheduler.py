@@ -22,6 +22,8 @@ def new(index: int, length: int, max_new_tokens: int = 4, priority: int = 0) -> 
 class Places:
     """A `SequenceCache` of so many blocks of 4 tokens, or of so many sequences of any length."""
 
+    keeps_states = False
+
     def __init__(self, *, places: int = 99, blocks: int = 10**6) -> None:
         self.places, self.blocks = places, blocks
         self.held: dict[int, int] = {}
@@ -228,6 +230,35 @@ def test_prompts_that_hold_each_other_up_end_by_one_giving_way() -> None:
 
 
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12)
+
+
+def test_a_prompt_that_is_not_to_be_cut_waits_for_a_step_of_its_own() -> None:
+    queue = Scheduler(Places(), max_num_seqs=3, max_step_tokens=8, whole_prompts=True)
+    for index, length in enumerate((5, 6, 20)):
+        queue.add(new(index, length, 9))
+    assert compute(queue.schedule()) == [(0, 5)]
+    # The budget has room for 7 more beside the generating one: for the second prompt, but not for a part of the third.
+    assert compute(queue.schedule()) == [(0, 1), (1, 6)]
+    # What no step has room for is cut all the same, and may exceed the budget by those who generate.
+    assert compute(queue.schedule()) == [(0, 1), (1, 1), (2, 8)]
+    assert compute(queue.schedule()) == [(0, 1), (1, 1), (2, 8)]
+    assert compute(queue.schedule()) == [(0, 1), (1, 1), (2, 4)]
+    assert compute(queue.schedule()) == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_sequences_of_a_failed_step_begin_anew_where_the_cache_keeps_states() -> None:
+    queue = scheduler(3, 9, 2)
+    queue._cache.keeps_states = True
+    compute(queue.schedule())
+    compute(queue.schedule())
+    step = queue.schedule()
+    assert step is not None
+    lost = {part.sequence.index for part in step.parts}
+    queue.take_back([step])
+    assert (queue.num_running, queue.num_waiting) == (3 - len(lost), len(lost))
+    assert all(part.sequence.num_computed == 0 for part in step.parts)
+    again = queue.schedule()
+    assert again is not None and again.phase == "prefill"
 
 
 @settings(deadline=None, max_examples=150)

@@ -139,9 +139,8 @@ def test_all_weights_and_all_of_the_cache_sleep(served: Served) -> None:
     assert memory_of(sleeper._cache.tensors) == memory_of(cache_of(engine))
 
 
-def test_states_of_a_static_cache_sleep_too() -> None:
+def test_recurrent_states_sleep_too() -> None:
     with Engine(model("lfm2"), acme(), EAGER) as engine:  # convolutions beside attention
-        assert engine.route == "static"
         before = tokens(engine)
         engine.sleep()
         engine.wake()

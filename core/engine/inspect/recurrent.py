@@ -1,0 +1,238 @@
+"""Finds the layers that keep a state of fixed size of each sequence: state spaces, linear attention, short convolution.
+
+transformers keeps such states in the same cache as keys and values, and a layer reads and writes them through that
+cache's methods. The model is run once on a few tokens with a cache that notes who calls these. So the layers are found
+by what they do, in whatever model they occur.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.probe import function_bound, probe_tokens, relative_difference
+from core.engine.models.forward import accepted_arguments, cache_name
+
+StateKey = tuple[Literal["conv", "recurrent"], int, int]
+"""A state by kind, number of the layer, and number among the layer's states of that kind."""
+_TOKENS = 8
+"""Of the runs by which layers are found; half of them make the first chunk where chunks are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """What one state of one sequence takes."""
+
+    key: StateKey
+    #: Without the batch dimension.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of one sequence's state."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentLayer:
+    """A module that keeps states, and how it is given the cache that holds them."""
+
+    #: Path of the module in the model.
+    path: str
+    #: The parameter of its forward that takes the cache, and the place of that parameter.
+    argument: str
+    place: int
+    states: tuple[StateSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence:
+    """The layers of a model that keep states."""
+
+    layers: Mapping[nn.Module, RecurrentLayer]
+    #: Whether several tokens may follow a state that is there: some layers read it for a single token only.
+    continues: bool
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Memory of one sequence's states in all layers."""
+        return sum(state.num_bytes for layer in self.layers.values() for state in layer.states)
+
+
+NONE = Recurrence(layers=MappingProxyType({}), continues=True)
+"""Of models that keep no state besides keys and values."""
+
+
+@dataclass(slots=True, eq=False)
+class _Notes:
+    #: The modules that run, the innermost last, with their arguments.
+    running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    #: Who asked for which state, and how it is given the cache.
+    users: dict[StateKey, nn.Module] = field(default_factory=dict)
+    given: dict[nn.Module, tuple[str, int]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def inspect_recurrence(model: Any) -> Recurrence:
+    """Run the model on a few tokens and return its layers that keep states; raise `NotPageable` where they can't be
+    served.
+
+    The model's own attention runs, so its attention implementation may be any that takes a cache.
+    """
+    cache = _noting_cache(model)
+    if cache is None:
+        return NONE
+    tokens = probe_tokens(model, _TOKENS)
+    with _following(model, cache.notes):
+        try:
+            whole = _run(model, tokens, cache)
+        except NotPageable:
+            raise
+        except Exception:  # it may refuse a cache that is not its own, whose states nobody else can hold
+            return NONE
+    layers = _layers(model, cache)
+    if not layers:
+        return NONE
+    return Recurrence(layers=layers, continues=_continues(model, tokens, whole))
+
+
+def _run(model: Any, tokens: list[int], cache: Any, first: int = 0) -> Tensor:
+    """Return the logits of tokens at positions first, first + 1, …"""
+    ids = torch.tensor([tokens], device=next(model.parameters()).device)
+    arguments: dict[str, Any] = {cache_name(model): cache, "use_cache": True, "return_dict": True}
+    if "position_ids" in accepted_arguments(model):
+        arguments["position_ids"] = torch.arange(first, first + len(tokens), device=ids.device)[None]
+    logits: Tensor = model(input_ids=ids, **arguments).logits[0]
+    return logits
+
+
+def _continues(model: Any, tokens: list[int], whole: Tensor) -> bool:
+    """Tell whether the model computes the same in two chunks as at once, by its own code on transformers' cache."""
+    cache, half = _noting_cache(model), len(tokens) // 2
+    try:
+        parts = [_run(model, tokens[:half], cache).clone(), _run(model, tokens[half:], cache, half)]
+    except Exception:  # a model's code may raise anything where it can't
+        return False
+    return relative_difference(torch.cat(parts), whole) <= function_bound(model)
+
+
+@contextmanager
+def _following(model: nn.Module, notes: _Notes) -> Iterator[None]:
+    """Within the block, `notes.running` holds the modules of the model that run."""
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        notes.running.append((module, args, kwargs))
+
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        notes.running.pop()
+
+    handles: list[Any] = []
+    try:
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(model: nn.Module, cache: Any) -> dict[nn.Module, RecurrentLayer]:
+    paths, notes = {module: path for path, module in model.named_modules()}, cache.notes
+    states: dict[nn.Module, list[StateSpec]] = {}
+    for key, module in notes.users.items():
+        found = _state(cache, key)
+        if found is not None:
+            states.setdefault(module, []).append(StateSpec(key=key, shape=tuple(found.shape[1:]), dtype=found.dtype))
+    return {
+        module: RecurrentLayer(
+            path=paths[module], argument=notes.given[module][0], place=notes.given[module][1], states=tuple(each)
+        )
+        for module, each in states.items()
+    }
+
+
+def _state(cache: Any, key: StateKey) -> Tensor | None:
+    kind, layer, number = key
+    states = cache.layers[layer].conv_states if kind == "conv" else cache.layers[layer].recurrent_states
+    found: Tensor | None = states[number]
+    return found
+
+
+def _noting_cache(model: Any) -> Any:
+    """Return an empty cache of the model's layers that notes who uses states; None where no layer has any."""
+    kind = _noting_class()
+    if kind is None:
+        return None
+    try:
+        cache_name(model)
+        cache = kind(model.config)
+    except Exception:  # transformers has no cache for it, or the model takes none
+        return None
+    return cache if any(hasattr(layer, "recurrent_states") for layer in cache.layers) else None
+
+
+@functools.cache
+def _noting_class() -> Any:
+    """Return the class of caches that note who uses states; None where transformers' caches keep none."""
+    from transformers import DynamicCache
+
+    methods = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
+    if not all(hasattr(DynamicCache, name) for name in methods):
+        return None
+
+    class NotingCache(DynamicCache):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config=config)
+            self.notes = _Notes()
+
+        def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+            _note(self, ("conv", layer_idx, state_idx))
+            return super().get_conv_state(layer_idx, state_idx)
+
+        def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+            _note(self, ("recurrent", layer_idx, state_idx))
+            return super().get_recurrent_state(layer_idx, state_idx)
+
+        def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+            _note(self, ("conv", layer_idx, state_idx))
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+        def update_recurrent_state(
+            self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        ) -> Tensor:
+            _note(self, ("recurrent", layer_idx, state_idx))
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    return NotingCache
+
+
+def _note(cache: Any, key: StateKey) -> None:
+    """Note the innermost module that runs as the user of a state."""
+    notes: _Notes = cache.notes
+    if not notes.running:
+        return  # not followed
+    module, args, kwargs = notes.running[-1]
+    if notes.users.setdefault(key, module) is not module:
+        raise NotPageable(f"two modules use the same {key[0]} state of layer {key[1]}")
+    if module not in notes.given:
+        notes.given[module] = _given(module, args, kwargs, cache)
+
+
+def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any) -> tuple[str, int]:
+    """Return by which parameter a module is given the cache, and the place of that parameter."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if value is cache and name in names:
+            return name, names.index(name)
+    raise NotPageable(f"{type(module).__name__} keeps a state in a cache that its forward is not given")

@@ -1,0 +1,290 @@
+"""Slots of recurrent state, one for each sequence, attached to the modules that read and write them.
+
+A step's tokens are flattened over its sequences, and such a module computes along a sequence. So a module that is given
+a step runs its own code on the tokens of each sequence apart: all sequences of one token as a batch, each prompt alone.
+It is handed its states by what stands in for transformers' cache. Decode is one batch, and can be captured; which
+tokens of a prompt belong together is known to the host alone, so steps with prompts run eagerly.
+
+Legend of shapes: N slots, S sequences of a step, T its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.engine.inspect.recurrent import Recurrence, RecurrentLayer, StateKey
+from core.engine.paged.blocks import DROPPED_SLOT, FIRST_SLOT, NULL_SLOT
+from core.engine.steps.step import Step
+
+_LAYER = "_core_recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of a step that a module computes at once: one of each of several sequences, or several of one."""
+
+    #: Their places among the step's tokens.
+    rows: slice | Tensor
+    #: (S,) int64: the slots of their sequences.
+    slots: Tensor
+    #: Whether the sequence begins here, without any state.
+    begins: bool
+
+
+@dataclass(slots=True)
+class RecurrentStep:
+    """The step being run, shared by all layers: one of decode has slots, one with prompts has runs."""
+
+    #: (S,) int64, one for each token; `NULL_SLOT` for padding.
+    slots: Tensor | None = None
+    runs: tuple[Run, ...] | None = None
+    #: The places of the step's tokens among those of its runs, (T,) int64; None where they are in that order.
+    order: Tensor | None = None
+
+
+class StepCache:
+    """What a module gets for transformers' cache: the states of the sequences that it computes, by the same methods."""
+
+    def __init__(self, states: dict[StateKey, Tensor | None], widths: Mapping[StateKey, int]) -> None:
+        """states: (S, …) each, None for sequences that begin; changed in place. widths: of windows of convolutions."""
+        self.states = states
+        self._widths = widths
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a convolution, (S, channels, width); None where the sequence begins."""
+        return self.states.get(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a recurrent state, (S, …); None where the sequence begins."""
+        return self.states.get(("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last inputs of a convolution, and return all of them: those before, then the new ones."""
+        key: StateKey = ("conv", layer_idx, state_idx)
+        before, width = self.states.get(key), self._widths[key]
+        full = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        if full.shape[-1] < width:
+            full = nn.functional.pad(full, (width - full.shape[-1], 0))
+        self.states[key] = full[..., -width:]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep a recurrent state, and return it."""
+        self.states["recurrent", layer_idx, state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: earlier states are not kept."""
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class ServedLayer:
+    """The states of a module in all slots, (N, …) each."""
+
+    layer: RecurrentLayer
+    pools: dict[StateKey, Tensor]
+    #: The step being run, shared by all layers.
+    step: RecurrentStep
+    #: As of `Recurrence`.
+    continues: bool
+    widths: dict[StateKey, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.widths = {key: pool.shape[-1] for key, pool in self.pools.items() if key[0] == "conv"}
+
+    def __deepcopy__(self, memo: object) -> ServedLayer:
+        """Stay with the original: a copied model must not duplicate the states."""
+        return self
+
+    def decode(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Tensor) -> Any:
+        """Compute one token of each sequence. Tensors of the arguments and of the result are (1, S, …)."""
+
+        def as_batch(values: Tensor) -> Tensor:
+            fits = values.dim() > 1 and values.shape[0] == 1 and values.shape[1] == slots.shape[0]
+            return values.transpose(0, 1) if fits else values
+
+        args, kwargs = _mapped(tuple(args), as_batch), _mapped(dict(kwargs), as_batch)
+        out = self._call(module, args, kwargs, slots, begins=False)
+        return _mapped(out, lambda values: values.transpose(0, 1))
+
+    def compute(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], runs: Sequence[Run]) -> Any:
+        """Compute runs of tokens. Tensors of the arguments and of the result are (1, T, …)."""
+        num_tokens = sum(_count(run) for run in runs)
+        outs = []
+        for run in runs:
+
+            def own(values: Tensor, rows: slice | Tensor = run.rows) -> Tensor:
+                if values.dim() < 2 or values.shape[:2] != (1, num_tokens):
+                    return values
+                return values[:, rows] if isinstance(rows, slice) else values[:, rows].transpose(0, 1)
+
+            given = _mapped(tuple(args), own), _mapped(dict(kwargs), own)
+            if isinstance(run.rows, Tensor):
+                out = self._call(module, *given, run.slots, begins=False)
+                outs.append(_mapped(out, lambda values: values.transpose(0, 1)))
+            elif run.begins or self.continues:
+                outs.append(self._call(module, *given, run.slots, begins=run.begins))
+            else:
+                outs += self._one_by_one(module, *given, run)
+        joined = _joined(outs)
+        order = self.step.order
+        return joined if order is None else _mapped(joined, lambda values: values[:, order])
+
+    def _one_by_one(self, module: nn.Module, args: Any, kwargs: Any, run: Run) -> list[Any]:
+        """Compute tokens of one sequence each by itself: the module reads a state for a single token only."""
+        count, outs = _count(run), []
+        for index in range(count):
+
+            def one(values: Tensor, at: int = index) -> Tensor:
+                return values[:, at : at + 1] if values.dim() > 1 and values.shape[:2] == (1, count) else values
+
+            outs.append(self._call(module, _mapped(args, one), _mapped(kwargs, one), run.slots, begins=False))
+        return outs
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any, slots: Tensor, *, begins: bool) -> Any:
+        """Run the module's own code on states of these slots, and put them back."""
+        states: dict[StateKey, Tensor | None] = {
+            key: None if begins else pool.index_select(0, slots) for key, pool in self.pools.items()
+        }
+        cache, place = StepCache(states, self.widths), self.layer.place
+        if len(args) > place:
+            args = (*args[:place], cache, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, self.layer.argument: cache}
+        out = type(module).forward(module, *args, **kwargs)
+        kept = slots.clamp(min=DROPPED_SLOT)
+        for key, pool in self.pools.items():
+            new = cache.states[key]
+            assert new is not None, "a module kept no state that it keeps elsewhere"
+            pool.index_copy_(0, kept, new.to(pool.dtype))
+        return out
+
+
+class RecurrentStates:
+    """The states of a model's modules in all slots; the engine owns them, and their addresses never change.
+
+    Without such modules there are no tensors, and nothing is done.
+    """
+
+    def __init__(self, recurrence: Recurrence, *, num_slots: int, device: torch.device) -> None:
+        """Allocate the states and attach them. num_slots: those that sequences can have."""
+        #: What the layers are given in the step that runs.
+        self.step = RecurrentStep()
+        self._device = device
+        layers = {
+            module: {
+                state.key: torch.zeros((FIRST_SLOT + num_slots, *state.shape), dtype=state.dtype, device=device)
+                for state in layer.states
+            }
+            for module, layer in recurrence.layers.items()
+        }
+        #: States of all layers, (N, …) each.
+        self.tensors = tuple(pool for pools in layers.values() for pool in pools.values())
+        self._saved: list[Tensor] = []
+        self._modules = tuple(layers)
+        # Allocated all before any is attached: where memory runs out, no module keeps states.
+        for module, pools in layers.items():
+            served = ServedLayer(recurrence.layers[module], pools, self.step, recurrence.continues)
+            object.__setattr__(module, _LAYER, served)
+            object.__setattr__(module, "forward", MethodType(_forward, module))
+
+    def begin(self, step: Step) -> None:
+        """Tell the layers which tokens of an eager step belong to which sequence."""
+        if step.phase != "prefill" or not self.tensors:
+            return
+        single: list[tuple[int, int]] = []
+        runs: list[Run] = []
+        rows: list[int] = []
+        first = 0
+        for part in step.parts:
+            last = first + part.num_tokens
+            if part.first_position and part.num_tokens == 1:
+                single.append((first, part.sequence.slot))
+            else:
+                runs.append(Run(slice(first, last), self._indices([part.sequence.slot]), not part.first_position))
+                rows += range(first, last)
+            first = last
+        if single:
+            places = [place for place, _ in single]
+            runs.insert(0, Run(self._indices(places), self._indices([slot for _, slot in single]), False))
+            rows = places + rows
+        self.step.runs = tuple(runs)
+        self.step.order = None
+        if rows != list(range(first)):
+            self.step.order = self._indices(sorted(range(first), key=rows.__getitem__))
+
+    def clear(self) -> None:
+        """Forget the step that ran."""
+        self.step.slots = self.step.runs = self.step.order = None
+
+    def begin_check(self) -> None:
+        """Fill the slots with NaN until `end_check`: whatever reads a state that no sequence has written will show."""
+        for tensor in self.tensors:
+            tensor[NULL_SLOT + 1 :] = math.nan
+
+    def end_check(self) -> None:
+        """Empty the slots that were not written since `begin_check`, and remember the others for `restore`."""
+        for tensor in self.tensors:
+            tensor[tensor.flatten(1).isnan().any(dim=1)] = 0.0
+        self._saved = [tensor[: FIRST_SLOT + 2].clone() for tensor in self.tensors]
+
+    def restore(self) -> None:
+        """Bring the states that `end_check` remembered back."""
+        for tensor, saved in zip(self.tensors, self._saved, strict=False):
+            tensor[: len(saved)].copy_(saved)
+
+    def close(self) -> None:
+        """Detach from the model and free the tensors."""
+        for module in self._modules:
+            for name in (_LAYER, "forward"):
+                module.__dict__.pop(name, None)
+        self.tensors, self._saved = (), []
+
+    def _indices(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for a module's forward; outside of a step it is the module's own."""
+    served: ServedLayer = module._core_recurrent
+    step = served.step
+    if step.slots is not None:
+        return served.decode(module, args, kwargs, step.slots)
+    if step.runs is not None:
+        return served.compute(module, args, kwargs, step.runs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _count(run: Run) -> int:
+    return run.rows.stop - run.rows.start if isinstance(run.rows, slice) else run.rows.shape[0]
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return what a module takes or gives with all tensors in it changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)([_mapped(each, change) for each in value])
+    if isinstance(value, dict):
+        return {name: _mapped(each, change) for name, each in value.items()}
+    return value
+
+
+def _joined(outs: Sequence[Any]) -> Any:
+    """Return results (1, …) of the same form joined along their tokens."""
+    first = outs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outs), dim=1) if len(outs) > 1 else first
+    if isinstance(first, tuple | list):
+        return type(first)([_joined(each) for each in zip(*outs, strict=True)])
+    return first

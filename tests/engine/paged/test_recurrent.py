@@ -1,0 +1,165 @@
+"""Slots of recurrent state: what is found in a model, what stands in for transformers' cache, and planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.compilation.options import CompileOptions
+from core.engine.config import SamplingParams
+from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.recurrent import NONE, StateKey, inspect_recurrence
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.paged import recurrent
+from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT, BlockPool
+from core.engine.paged.recurrent import RecurrentStates, Run, StepCache
+from core.engine.paged.runner import PagedRunner
+from core.engine.paged.tables import BlockTables
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sequence import Sequence
+from core.engine.steps.step import Step
+from core.host.selection import select_device
+from tests.support import needs_states_in_caches
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(max_num_seqs=2, block_size=8, sampling=("greedy",), options=CompileOptions(mode="off"))
+
+
+@pytest.fixture(autouse=True)
+def states_in_caches() -> None:
+    needs_states_in_caches()
+
+
+def tiny(model_type: str) -> Any:
+    torch.manual_seed(0)
+    return build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32).model
+
+
+def sequence(index: int) -> Sequence:
+    return Sequence(index, [1, 2, 3], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds", "continues"),
+    [
+        ("lfm2", {"conv"}, True),
+        ("mamba2", {"conv", "recurrent"}, True),
+        # Its scan over several tokens begins without a state.
+        ("mamba", {"conv", "recurrent"}, False),
+    ],
+)
+def test_layers_are_found_by_what_they_do(model_type: str, kinds: set[str], continues: bool) -> None:
+    model = tiny(model_type)
+    found = inspect_recurrence(model)
+    assert {state.key[0] for layer in found.layers.values() for state in layer.states} == kinds
+    assert found.continues is continues
+    for module, layer in found.layers.items():
+        assert model.get_submodule(layer.path) is module
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    kinds_of_layers = model.config.layer_types
+    assert len(found.layers) == sum(kind != "full_attention" for kind in kinds_of_layers)
+
+
+def test_a_model_without_states_has_none() -> None:
+    assert inspect_recurrence(tiny("llama")) is NONE
+    assert NONE.bytes_per_sequence == 0
+
+
+@pytest.mark.parametrize("lengths", [(5, 2, 1, 1), (2, 1, 7), (1, 1, 1, 4)])
+def test_the_cache_of_a_step_does_what_that_of_transformers_does(lengths: tuple[int, ...]) -> None:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    key: StateKey = ("conv", 0, 0)
+    theirs, states = LinearAttentionLayer(), dict[StateKey, Tensor | None]()
+    for index, length in enumerate(lengths):
+        new, state = torch.randn(2, 3, length), torch.randn(2, 3, 5)
+        ours = StepCache(states, {key: 4})
+        assert (ours.get_conv_state(0) is None) is (index == 0)
+        expected = theirs.update_conv_state(new, conv_kernel_size=4)
+        assert torch.equal(ours.update_conv_state(new, 0, conv_kernel_size=4), expected)
+        assert torch.equal(ours.update_recurrent_state(state, 0), theirs.update_recurrent_state(state))
+        kept, recurrent_state = ours.get_conv_state(0), ours.get_recurrent_state(0)
+        assert kept is not None and torch.equal(kept, theirs.conv_states[0])
+        assert recurrent_state is not None and torch.equal(recurrent_state, theirs.recurrent_states[0])
+        assert not ours.is_recording_past(0)
+
+
+def test_a_sequence_has_a_slot_while_it_has_blocks() -> None:
+    cache = BlockTables([BlockPool(20)], [0], block_size=4, share_prefixes=False, num_slots=2)
+    first, second, third = (sequence(index) for index in range(3))
+    assert cache.join(first) and cache.join(second)
+    assert {first.slot, second.slot} == {FIRST_SLOT, FIRST_SLOT + 1}
+    free = cache.pools[0].num_free
+    assert not cache.join(third)  # no slot is left
+    assert third.slot == NULL_SLOT and cache.pools[0].num_free == free
+    cache.release(first)
+    cache.release(first)
+    assert first.slot == NULL_SLOT and cache.join(third)
+    assert third.slot == FIRST_SLOT and not cache.join(first)
+
+
+def test_a_sequence_without_room_for_blocks_takes_no_slot() -> None:
+    cache = BlockTables([BlockPool(2)], [0], block_size=2, share_prefixes=False, num_slots=1)
+    assert not cache.join(sequence(0))
+    cache = BlockTables([BlockPool(9)], [0], block_size=2, share_prefixes=False, num_slots=1)
+    assert cache.join(sequence(0))
+
+
+def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
+    model = tiny("mamba2")
+    ids = torch.arange(6)[None]
+    before = model(input_ids=ids).logits
+    runner = PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=32)
+    try:
+        assert torch.equal(model(input_ids=ids).logits, before)  # outside of steps a layer is its own
+        assert all("forward" in module.__dict__ for module in inspect_recurrence(model).layers)
+    finally:
+        runner.close()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def _never_begins(run: Run) -> Run:
+    return replace(run, begins=False)
+
+
+def _always_begins(run: Run) -> Run:
+    return replace(run, begins=True)
+
+
+def _other_slot(run: Run) -> Run:
+    return replace(run, slots=FIRST_SLOT + 1 - (run.slots - FIRST_SLOT))
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("fault", [_never_begins, _always_begins, _other_slot])
+def test_the_self_check_finds_faults_of_states(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, fault: Callable[[Run], Run]
+) -> None:
+    begin = RecurrentStates.begin
+
+    def wrong(self: RecurrentStates, step: Step) -> None:
+        begin(self, step)
+        # The second chunk and the other prompt are the faulty step: the first one would be as wrong by itself.
+        self.step.runs = tuple(map(fault, self.step.runs or ())) if len(self.step.runs or ()) > 1 else self.step.runs
+
+    monkeypatch.setattr(RecurrentStates, "begin", wrong)
+    with pytest.raises(NotPageable, match="differ from its own forward"):
+        PagedRunner(tiny(model_type), select_device("cpu"), CONFIG, max_model_len=64).close()
+
+
+def test_the_self_check_finds_that_decode_reads_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = recurrent.ServedLayer.decode
+
+    def wrong(self: Any, module: Any, args: Any, kwargs: Any, slots: Tensor) -> Any:
+        return decode(self, module, args, kwargs, slots.flip(0))
+
+    monkeypatch.setattr(recurrent.ServedLayer, "decode", wrong)
+    with pytest.raises(NotPageable, match="one decode step"):
+        PagedRunner(tiny("lfm2"), select_device("cpu"), CONFIG, max_model_len=64).close()

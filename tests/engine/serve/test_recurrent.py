@@ -1,0 +1,218 @@
+"""Models whose layers keep recurrent states, in the batch: requests come, go, are aborted and preempted, and each gets
+the tokens that transformers' own `generate` gives for its prompt alone.
+
+On the recording device, whose graphs replay what was captured and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.compilation.options import CompileOptions
+from core.engine.config import SamplingParams
+from core.engine.models.loading import LoadedModel, build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.paged import recurrent
+from core.engine.paged.blocks import FIRST_SLOT
+from core.engine.serve.engine import Engine
+from core.engine.steps.runner import EngineConfig
+from core.engine.steps.step import Flight, Step, StepOutput
+from core.errors import UsageError
+from tests.marks import slow_except
+from tests.recording import acme
+from tests.support import needs_states_in_caches
+
+TYPES = (
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm3",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "zamba",
+    "zamba2",
+    "zaya",
+)
+NUM_REQUESTS = 20
+MAX_LEN = 64
+# Room for little more than one sequence of the longest context, and prompts of up to three chunks.
+CONFIG = EngineConfig(
+    max_num_seqs=4,
+    max_model_len=MAX_LEN,
+    block_size=8,
+    cache_tokens=MAX_LEN + 16,
+    decode_buckets=(2, 4),
+    prefill_buckets=(16,),
+    max_step_tokens=16,
+    sampling=("greedy",),
+    options=CompileOptions(lowering="inline", strict=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def states_in_caches() -> None:
+    needs_states_in_caches()
+
+
+@dataclass
+class Job:
+    """A prompt, its own tokens, and what the engine gave."""
+
+    prompt: list[int]
+    own: list[int]
+    #: After how many tokens it is aborted; 0 for never.
+    aborted: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+def build(model_type: str) -> LoadedModel:
+    torch.manual_seed(0)
+    return build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
+
+
+def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return what transformers' own generation of one prompt gives."""
+    from transformers import GenerationConfig
+
+    how = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompt]), generation_config=how)
+    return list(out[0, len(prompt) :].tolist())
+
+
+def make_jobs(model: Any, count: int) -> list[Job]:
+    rng = random.Random(5)
+    jobs = []
+    for index in range(count):
+        prompt = [rng.randrange(3, 160) for _ in range(rng.choice([1, 2, 3, 7, 16, 17, 33, 40]))]
+        own = generated(model, prompt, rng.randint(1, 20))
+        jobs.append(Job(prompt, own, aborted=3 if index % 6 == 5 and len(own) > 4 else 0))
+    return jobs
+
+
+def run(engine: Engine, jobs: list[Job], seed: int = 1) -> None:
+    """Add the jobs a few at a time while the engine runs, and abort some."""
+    rng, coming, running = random.Random(seed), list(jobs), dict[int, Job]()
+    while coming or engine.has_unfinished:
+        for _ in range(rng.choice([0, 0, 0, 1, 2, 4])):
+            if coming:
+                job = coming.pop(0)
+                params = SamplingParams(max_new_tokens=len(job.own), ignore_eos=True)
+                running[engine.add_request(job.prompt, params)] = job
+        for output in engine.step():
+            job = running[output.request_id]
+            job.tokens += output.token_ids
+            if job.aborted and len(job.tokens) >= job.aborted and output.completion is None:
+                engine.abort(output.request_id)
+
+
+def check(jobs: list[Job]) -> None:
+    for job in jobs:
+        assert job.tokens == (job.own[: len(job.tokens)] if job.aborted else job.own)
+        assert len(job.tokens) >= job.aborted
+
+
+@pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2"))
+def test_each_request_gets_the_tokens_of_generating_alone(model_type: str) -> None:
+    loaded = build(model_type)
+    jobs = make_jobs(loaded.model, NUM_REQUESTS)
+    with Engine(loaded, acme(), CONFIG) as engine:
+        assert engine.route == "paged", engine.route_reason
+        assert "recurrent states" in engine.route_reason
+        assert engine.report().modes == {"decode": "full", "prefill": "off"}
+        run(engine, jobs)
+        stats = engine.stats()
+    check(jobs)
+    assert stats.preempted > 0 and stats.chunked > 0 and stats.mixed_steps > 0
+    assert stats.reused == 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_step_that_fails_after_it_moved_states_is_computed_from_the_beginning(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    loaded = build("lfm2")
+    jobs = make_jobs(loaded.model, 3)
+    for job in jobs:
+        job.aborted = 0
+    with Engine(loaded, acme(), replace(CONFIG, decode_steps=1)) as engine:
+        run_step, failed = engine._runner.run, list[str]()
+
+        def run_and_fail(step: Step, behind: Flight | None = None) -> StepOutput | None:
+            output = run_step(step, behind)
+            if step.phase == phase and len(step.parts) > 1 and len(failed) < 2:
+                failed.append(step.phase)
+                raise RuntimeError("planted")
+            return output
+
+        monkeypatch.setattr(engine._runner, "run", run_and_fail)
+        ids = {
+            engine.add_request(j.prompt, SamplingParams(max_new_tokens=len(j.own), ignore_eos=True)): j for j in jobs
+        }
+        while engine.has_unfinished:
+            try:
+                outputs = engine.step()
+            except RuntimeError:
+                continue
+            for output in outputs:
+                ids[output.request_id].tokens += output.token_ids
+    assert failed == [phase] * 2
+    check(jobs)
+
+
+def test_a_padded_row_that_wrote_to_a_sequence_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "DROPPED_SLOT", FIRST_SLOT)
+    loaded = build("lfm2")
+    prompts = [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    jobs = [Job(prompt, generated(loaded.model, prompt, 8)) for prompt in prompts]
+    with Engine(loaded, acme(), CONFIG) as engine:
+        run(engine, jobs)
+    with pytest.raises(AssertionError):
+        check(jobs)
+
+
+def test_steps_are_queued_ahead_of_the_host() -> None:
+    loaded = build("lfm2")
+    jobs = make_jobs(loaded.model, 5)
+    with Engine(loaded, acme(), replace(CONFIG, run_ahead=True)) as engine:
+        run(engine, jobs)
+        assert engine.stats().ahead > 0
+    check(jobs)
+
+
+def test_drafts_and_adapters_are_refused_or_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    loaded, config = build("lfm2"), replace(CONFIG, options=CompileOptions(mode="off"))
+    with Engine(loaded, acme(), replace(config, speculative=2)) as engine:
+        assert engine._runner.num_drafts == 0
+    assert "a wrong draft can't be taken back" in caplog.text
+    with pytest.raises(UsageError, match="leave the draft model out"):
+        Engine(loaded, acme(), replace(config, speculative=2, draft_model=build("llama")))
+    with pytest.raises(UsageError, match="take another draft model"):
+        Engine(build("llama"), acme(), replace(config, speculative=2, draft_model=loaded))
+    with pytest.raises(UsageError, match="it keeps recurrent states"):
+        Engine(loaded, acme(), replace(config, max_loras=1))
+
+
+def test_memory_for_states_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, device = build("mamba2"), acme()
+    small = EngineConfig(max_num_seqs=2, max_model_len=MAX_LEN, options=CompileOptions(mode="off"))
+    sizes = []
+    for most in (2, 4):
+        with Engine(loaded, device, replace(small, max_num_seqs=most)) as engine:
+            sizes.append(engine._runner._paged.num_bytes)
+    per_slot = (sizes[1] - sizes[0]) // 2
+    assert per_slot > 0 and sizes[0] == 5 * per_slot  # two sequences, one that leaves, and two that no sequence has
