@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 Caching = Callable[[], dict[str, Any]]
 """Returns a new cache as the arguments by which a forward takes it."""
+Chunks = Callable[[int], list[int]]
+"""Returns the lengths of the chunks in which a prompt of that many tokens is computed."""
 
 
 def function_bound(model: Any) -> float:
@@ -95,12 +98,15 @@ def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = 
     return logits
 
 
-def rounding_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor]) -> float:
+def rounding_bound(
+    model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], chunks: Chunks | None = None
+) -> float:
     """Return the difference from `expected`, its `own_logits`, up to which a run is the model's function and rounding.
 
     It is three times the model's difference from itself when it computes in other ways (with a cache, with eager
     attention), and at least a few units of its dtype. A run that differs by more than `function_bound` is another
-    function, and no yardstick.
+    function, and no yardstick. chunks: how prompts are cut in the run that is judged, where that changes the arithmetic
+    (the order in which a recurrent layer sums); the model computes them so on its own cache, too.
     """
     dtype, most = _dtype(model), function_bound(model)
     half = dtype.itemsize < 4
@@ -108,7 +114,8 @@ def rounding_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Seq
     if not cached <= most:
         return 0.03 if half else most
     spelled_out = _difference(_eager_logits, model, sequences, expected)
-    noise = max(cached, spelled_out if spelled_out <= most else 0.0)
+    chunked = 0.0 if chunks is None else _difference(partial(_cached_logits, chunks=chunks), model, sequences, expected)
+    noise = max(cached, *(each for each in (spelled_out, chunked) if each <= most), 0.0)
     # Hosts may repeat half precision bit by bit, so that the noise is 0, and a router may flip where it did not here.
     # In fp32 the order of thousands of terms moves more than a few units, and anything wrong is still far above.
     floor = (8 if half else 64) * torch.finfo(dtype).eps
@@ -155,18 +162,26 @@ def _eager_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor
         return own_logits(model, sequences)
 
 
-def _cached_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Run all but the last token, then the last, on whatever the forward returns and takes under one name."""
+def _whole(count: int) -> list[int]:
+    return [count]
+
+
+def _cached_logits(model: Any, sequences: Sequence[Sequence[int]], chunks: Chunks = _whole) -> list[Tensor]:
+    """Run all but the last token, in these chunks, then the last, on whatever the forward returns and takes under one
+    name."""
     rows = []
     for tokens in sequences:
         ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        before = model(input_ids=ids[:, :-1], position_ids=positions[:, :-1], use_cache=True, return_dict=True)
-        names = accepted_arguments(model) & before.keys()
-        cache = {name: before[name] for name in names if before[name] is not None}
-        if not cache:
-            raise ValueError("its forward returns no cache")
-        first = before.logits[0, -1:].clone()
-        after = model(input_ids=ids[:, -1:], position_ids=positions[:, -1:], use_cache=True, return_dict=True, **cache)
-        rows.append(torch.cat([first, after.logits[0, -1:]]))
+        found: list[Tensor] = []
+        cache: dict[str, Any] = {}
+        for each in positions.split([*chunks(ids.shape[1] - 1), 1], dim=1):
+            part = ids[:, each[0]]
+            out = model(input_ids=part, position_ids=each, use_cache=True, return_dict=True, **cache)
+            names = accepted_arguments(model) & out.keys()
+            cache = {name: out[name] for name in names if out[name] is not None}
+            if not cache:
+                raise ValueError("its forward returns no cache")
+            found.append(out.logits[0, -1:].clone())
+        rows.append(torch.cat(found[-2:]))
     return rows

@@ -22,7 +22,7 @@ from core.device import Device
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
 from core.engine.paged.room import Place
-from core.engine.paged.self_check import Probes, check_same_function, probe_limits
+from core.engine.paged.self_check import Probes, check_same_function, chunks_of, probe_limits
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
 from core.engine.steps.inputs import step_inputs, step_tensors
@@ -280,6 +280,7 @@ class PagedRunner:
             max_num_seqs=most,
             rounding=self.cache_rounding,
             attends=attends,
+            chunks=partial(chunks_of, singly=self.whole_prompts) if self._keeps_states else None,
         )
         self._paged.recurrent.end_check()
 

@@ -13,6 +13,7 @@ from core.engine.inspect.attention import SERVE, NotPageable, set_implementation
 from core.engine.inspect.cache_codes import Rounding, amplification
 from core.engine.inspect.probe import (
     SHORT,
+    Chunks,
     counts_from_zero,
     largest_difference,
     own_logits,
@@ -50,12 +51,14 @@ def check_same_function(
     max_num_seqs: int,
     rounding: Rounding | None,
     attends: bool = True,
+    chunks: Chunks | None = None,
 ) -> None:
     """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
 
     This finds models that keep state where none was found (in attributes or caches of their own), and models whose
     sequences see each other: a long and a short sequence share both steps, each compared with a run of its own.
     attends: whether any layer attends. Without, a model may take no positions: its states alone know what was before.
+    chunks: how prompts are cut, where that changes a model's arithmetic; see `rounding_bound`.
     rounding: of a quantised cache. It is compared with the forward on transformers' cache of the same codes, where
     differences may be larger by `amplification`.
     """
@@ -63,7 +66,7 @@ def check_same_function(
         raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
     probes = probe_sequences(model, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     expected = own_logits(model, probes)
-    bound = rounding_bound(model, probes, expected)
+    bound = rounding_bound(model, probes, expected, chunks)
     if rounding is not None:
         plain, expected = expected, own_logits(model, probes, rounding.caching)
         if all(torch.equal(one, other) for one, other in zip(plain, expected, strict=True)):
@@ -81,6 +84,14 @@ def check_same_function(
                 f"{difference:.2g}, more than rounding ({bound:.2g}): it keeps state outside attention and the "
                 "layers found to keep some, or mixes sequences of a step"
             )
+
+
+def chunks_of(num_tokens: int, *, singly: bool) -> list[int]:
+    """Return the chunks in which a probe's prompt is computed where the cache holds states, the later ones token by
+    token if `singly`."""
+    first = num_tokens // 2
+    later = [1] * (num_tokens - first) if singly else [num_tokens - first]
+    return [each for each in (first, *later) if each]
 
 
 class Probes:
@@ -105,8 +116,8 @@ class Probes:
             sequences.append(EngineSequence(index, probe[:-1], params))
             joined = self._cache.join(sequences[-1]) and self._cache.grow(sequences[-1], end)
             assert joined, "the cache has no room for a probe"
-        chunk = len(sequences[0]) // 2 if self._cache.keeps_states else 0
-        if chunk:
+        chunk, *others = chunks_of(len(sequences[0]), singly=False)
+        if others and self._cache.keeps_states:
             self._run(Step("prefill", (Part(sequences[0], chunk),)))
             sequences[0].num_computed = chunk
         first = self._run(Step("prefill", tuple(Part(s, s.num_pending) for s in sequences)))

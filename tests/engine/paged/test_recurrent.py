@@ -13,6 +13,7 @@ from torch import Tensor
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.probe import own_logits, probe_sequences, rounding_bound
 from core.engine.inspect.recurrent import NONE, StateKey, inspect_recurrence
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
@@ -20,6 +21,7 @@ from core.engine.paged import recurrent
 from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT, BlockPool
 from core.engine.paged.recurrent import RecurrentStates, Run, StepCache
 from core.engine.paged.runner import PagedRunner
+from core.engine.paged.self_check import chunks_of
 from core.engine.paged.tables import BlockTables
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
@@ -123,6 +125,29 @@ def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
         runner.close()
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_model_that_rounds_otherwise_in_chunks_than_at_once_is_not_refused() -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 8}
+    sizes |= {"linear_num_key_heads": 4, "vocab_size": 4000}
+    wide = tiny_config("qwen3_next", hidden_size=512, num_hidden_layers=8, layer_types=kinds * 2, **sizes)
+    torch.manual_seed(0)
+    model = build_model(wide, torch_device=CPU, dtype=torch.float32).model
+    PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=128).close()
+
+
+def test_the_bound_knows_the_chunks_of_prompts() -> None:
+    model = tiny("qwen3_next")
+    probes = probe_sequences(model, max_model_len=128, max_num_seqs=2)
+    with torch.no_grad():
+        expected = own_logits(model, probes)
+        whole, cut = (
+            rounding_bound(model, probes, expected, chunks) for chunks in (None, lambda n: [n // 2, n - n // 2])
+        )
+    assert 0 < whole <= cut < 1e-3
+    assert chunks_of(9, singly=False) == [4, 5] and chunks_of(5, singly=True) == [2, 1, 1, 1]
+    assert chunks_of(1, singly=True) == chunks_of(1, singly=False) == [1]
 
 
 def _never_begins(run: Run) -> Run:
