@@ -218,7 +218,8 @@ def test_blocks_stay_together_and_an_idle_lane_helps_out() -> None:
     assert helper.ran[:12] == sorted(quick)
     # Halves are taken from the back, in order, and again when they are used up.
     assert 8 <= sum("slow" in id for id in helper.ran) <= 12
-    assert busy.ran == slow[: len(busy.ran)]
+    # The last of a half may be taken back by whoever is done first, which a busy machine decides.
+    assert busy.ran[:8] == slow[:8]
     assert [lane.closed for lane in lanes] == [False, True]
 
 
