@@ -4,9 +4,10 @@
     python tools/performance_page.py docs/performance
 
 Each model, context and number of threads is a run of `core bench --device cpu` with the peers that are installed, in a
-process of its own, whose document is NAME-cCONTEXT-tTHREADS.json. A document that is there is kept; delete it to
-measure again. `--only` takes a part of these names. Each peer holds the weights once more, and some hold them twice:
-llama-1b with all peers takes about 24 GiB, so `--subjects` may have to name fewer.
+process of its own, whose document is NAME-cCONTEXT-tTHREADS.json. `--preset FILE`, a config.json, adds its shape. A
+document that is there is kept; delete it to measure again. `--only` takes a part of these names. Each peer holds the
+weights once more, and some hold them twice: llama-1b with all peers takes about 24 GiB, so `--subjects` may have to
+name fewer.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -51,9 +52,10 @@ RUNS = (
 )
 
 
-def planned(folder: Path, threads: list[int]) -> Iterator[tuple[Run, int, Path]]:
-    """Yield each run, its threads, and its document."""
-    for run in RUNS:
+def planned(folder: Path, threads: list[int], more: Sequence[Path] = ()) -> Iterator[tuple[Run, int, Path]]:
+    """Yield each run, its threads, and its document; `more` are config.json files of further shapes."""
+    added = (replace(_preset(str(file), "1,4"), name=file.stem) for file in more)
+    for run in (*RUNS, *added):
         for count in threads:
             yield run, count, folder / f"{run.name}-c{run.context}-t{count}.json"
 
@@ -74,16 +76,17 @@ def busy_processors(seconds: float = 2.0) -> float:
 def main(
     folder: Path,
     rounds: int = typer.Option(11, help="Of each cell."),
-    steps: int = typer.Option(16, help="Decode steps of a round."),
+    steps: int = typer.Option(32, help="Decode steps of a round; of a large model fewer say as much."),
     threads: str = typer.Option("1,2", help="Numbers of threads, comma-separated."),
     subjects: str = typer.Option("eager,compile,peers,core", help="As for core bench."),
     only: str = typer.Option("", help="Measure only documents whose name has this part."),
+    preset: list[Path] = typer.Option([], metavar="FILE", help="Measure the shape of this config.json too."),
     peer_python: list[str] = typer.Option([], help="As for core bench."),
 ) -> None:
     """Measure what is not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = []
-    for run, count, path in planned(folder, [int(each) for each in threads.split(",")]):
+    for run, count, path in planned(folder, [int(each) for each in threads.split(",")], preset):
         if path.is_file() or only not in path.name:
             continue
         load, start = busy_processors(), time.perf_counter()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,9 +26,9 @@ class Preset:
     """One shape."""
 
     name: str
-    #: Name of a configuration class of transformers.
-    config_class: str
-    #: The arguments of the configuration class.
+    #: Name of a model type of transformers.
+    model_type: str
+    #: The arguments of its configuration.
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     #: The dtype of `--dtype auto`.
     dtype: torch.dtype = torch.bfloat16
@@ -34,7 +36,24 @@ class Preset:
     def config(self) -> Any:
         """Return a fresh configuration."""
         with driven(None):
-            return getattr(import_transformers(), self.config_class)(**self.fields)
+            return import_transformers().AutoConfig.for_model(self.model_type, **self.fields)
+
+
+def read_preset(path: Path) -> Preset:
+    """Return the shape that a `config.json` of transformers states, named after the file, or after its folder if that
+    is the file's name; raise `ModelError` if it states none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        shape = Preset(name=name, model_type=fields.pop("model_type"), fields=fields)
+        dtype = shape.config().get_text_config().dtype
+    except Exception as error:  # transformers raises what a value of a wrong kind runs into
+        raise ModelError(
+            f"--preset {str(path)!r}",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            remedy="give the config.json of a model type that transformers knows",
+        ) from None
+    return replace(shape, dtype=dtype) if isinstance(dtype, torch.dtype) else shape
 
 
 def _shape(
@@ -63,50 +82,50 @@ PRESETS: Mapping[str, Preset] = {
     for preset in (
         Preset(
             name="llama-100m",
-            config_class="LlamaConfig",
+            model_type="llama",
             fields=_shape(768, 12, (12, 4), 64, 2048, 32_000, **(_LLAMA | {"tie_word_embeddings": True})),
         ),
         Preset(
             name="llama-1b",
-            config_class="LlamaConfig",
+            model_type="llama",
             fields=_shape(2048, 16, (32, 8), 64, 8192, 128_256, **(_LLAMA | {"tie_word_embeddings": True})),
         ),
         Preset(
             name="llama-8b",
-            config_class="LlamaConfig",
+            model_type="llama",
             fields=_shape(4096, 32, (32, 8), 128, 14_336, 128_256, **_LLAMA),
         ),
         Preset(
             name="qwen3-0.6b",
-            config_class="Qwen3Config",
+            model_type="qwen3",
             fields=_shape(1024, 28, (16, 8), 128, 3072, 151_936, **(_QWEN | {"tie_word_embeddings": True})),
         ),
         Preset(
             name="qwen3-8b",
-            config_class="Qwen3Config",
+            model_type="qwen3",
             fields=_shape(4096, 36, (32, 8), 128, 12_288, 151_936, **_QWEN),
         ),
         Preset(
             name="qwen3-30b-a3b",
-            config_class="Qwen3MoeConfig",
+            model_type="qwen3_moe",
             fields=_shape(2048, 48, (32, 4), 128, 6144, 151_936, **_QWEN, **_EXPERTS)
             | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         ),
         Preset(
             name="tiny-llama",
-            config_class="LlamaConfig",
+            model_type="llama",
             fields=_shape(64, 2, (4, 2), 16, 96, 160, **(_LLAMA | _TINY | {"tie_word_embeddings": True})),
             dtype=torch.float32,
         ),
         Preset(
             name="tiny-qwen3",
-            config_class="Qwen3Config",
+            model_type="qwen3",
             fields=_shape(64, 2, (4, 2), 16, 96, 160, **(_QWEN | _TINY)),
             dtype=torch.float32,
         ),
         Preset(
             name="tiny-moe",
-            config_class="Qwen3MoeConfig",
+            model_type="qwen3_moe",
             fields=_shape(64, 2, (4, 2), 16, 96, 160, **(_QWEN | _TINY), **_EXPERTS)
             | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
             dtype=torch.float32,
@@ -117,13 +136,16 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Return the preset of that name; raise `UsageError` that lists the known ones."""
+    """Return the preset of that name, or the shape that a `.json` file states; raise `UsageError` that lists the known
+    ones, and `ModelError` for a file that states none."""
+    if name.endswith(".json"):
+        return read_preset(Path(name))
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
         raise UsageError(
             f"--preset {name!r}",
             found=f"the presets are {', '.join(PRESETS)}",
-            remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
+            remedy=f"did you mean {close[0]!r}?" if close else "name one of these, or the path of a config.json",
         )
     return PRESETS[name]
 

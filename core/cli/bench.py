@@ -49,7 +49,11 @@ _STDOUT = Path("-")
 def bench(
     context_: typer.Context,
     model: str | None = MODEL,
-    preset: str | None = typer.Option(None, help="A known shape with random weights, e.g. llama-8b; instead of MODEL."),
+    preset: str | None = typer.Option(
+        None,
+        metavar="NAME|FILE",
+        help="A known shape, e.g. llama-8b, or any model's config.json, with random weights; instead of MODEL.",
+    ),
     device: str = DEVICE,
     dtype: str = DTYPE,
     batch: str = typer.Option("1,8,64", help="Batches of decode, comma-separated; empty for none."),
@@ -160,7 +164,7 @@ def bench(
     references = read_references(reference) if reference is not None else {}
     chosen = find(model, preset)
     if chosen is not None:  # refused before minutes of work
-        settings.check_length(chosen.config().max_position_embeddings)
+        settings.check_length(getattr(chosen.config().get_text_config(), "max_position_embeddings", None))
     resolved, rank = open_device(device, timeout_s=tp_timeout)
     check_device(engine, resolved)
     names = None if subjects is None else tuple(name.strip() for name in subjects.split(",") if name.strip())

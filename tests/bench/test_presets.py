@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from core.bench.model import find, open_model, preset_dtype
 from core.bench.presets import PRESETS, find_preset, random_model
 from core.device import Capabilities
-from core.errors import UsageError
+from core.errors import ModelError, UsageError
 from tests.support import cpu, refused
 
 
@@ -50,6 +52,39 @@ def test_weights_are_drawn_by_the_seed_and_leave_the_hosts_random_state() -> Non
 def test_an_unknown_preset_names_the_close_one() -> None:
     with refused(UsageError, "--preset 'lama-8b'", "qwen3-30b-a3b", "did you mean 'llama-8b'"):
         find_preset("lama-8b")
+
+
+def test_a_config_file_is_a_preset_with_random_weights(tmp_path: Path) -> None:
+    config = PRESETS["tiny-moe"].config()
+    config.dtype = torch.float16
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    preset = find_preset(str(tmp_path / "config.json"))
+    assert (preset.name, preset.model_type, preset.dtype) == (tmp_path.name, "qwen3_moe", torch.float16)
+    made, title = open_model(None, str(tmp_path / "config.json"), cpu(), "float32")
+    assert title == f"{tmp_path.name}, random weights"
+    assert (
+        made.num_parameters
+        == random_model(config, torch_device=torch.device("meta"), dtype=torch.float32).num_parameters
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"model_type": "nothing_known"}', "nothing_known"),
+        ('{"hidden_size": 64}', "model_type"),
+        ("[1, 2]", "TypeError"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ("{", "JSONDecodeError"),
+        (None, "FileNotFoundError"),
+    ],
+)
+def test_a_file_that_states_no_model_is_refused(tmp_path: Path, text: str | None, found: str) -> None:
+    path = tmp_path / "shape.json"
+    if text is not None:
+        path.write_text(text)
+    with refused(ModelError, "shape.json", found, "config.json of a model type"):
+        find_preset(str(path))
 
 
 def test_a_model_and_a_preset_are_one_too_many() -> None:
