@@ -13,6 +13,12 @@
 
 namespace core_cpu {
 
+// How values stand in the dispatcher's stack. torch 2.8 has these functions in no namespace, where they are found too.
+#if __has_include(<torch/csrc/stable/stableivalue_conversions.h>)
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+#endif
+
 // How an argument of type T stands in the C function (Given) and in the dispatcher's stack (Taken), and how the kernel
 // gets it from either.
 template <typename T>
@@ -117,8 +123,8 @@ struct Calls<kernel> {
 
   template <size_t... I>
   static void boxed(StableIValue* stack, std::index_sequence<I...>) {
-    const Taken taken{{torch::stable::detail::to<std::tuple_element_t<I, Stack>>(stack[I])...}};
-    stack[0] = torch::stable::detail::from(handle_of(kernel(Argument<Args>::of(std::get<I>(taken.values))...)));
+    const Taken taken{{to<std::tuple_element_t<I, Stack>>(stack[I])...}};
+    stack[0] = from(handle_of(kernel(Argument<Args>::of(std::get<I>(taken.values))...)));
   }
 };
 
