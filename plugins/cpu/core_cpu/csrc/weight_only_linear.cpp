@@ -26,7 +26,7 @@ RowLimits<6> most_rows;
 
 // limit_rows_weight_only_linear(int kind, int rows) -> int
 void limit_rows(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = from(most_rows.exchange(to<int64_t>(stack[0]), to<int64_t>(stack[1])));
+  stack[0] = packed(most_rows.exchange(unpacked<int64_t>(stack[0]), unpacked<int64_t>(stack[1])));
 }
 
 // Share the columns of a weight among threads; each share begins at a multiple of CODED_COLUMNS.
