@@ -34,7 +34,12 @@ print(torch._C._dispatch_has_kernel_for_dispatch_key("core_cpu::attention", "CPU
 """
 LIMITED = {"avx2": "AVX2", "default": "SSE41"}
 """The instruction sets that torch's kernels and oneDNN's are limited to: values of their two variables."""
-TESTS = "import sys, pytest; from core_cpu import extension; print(extension.identity()); sys.exit(pytest.main(sys.argv[1:]))"
+TESTS = """
+import sys, pytest
+from core_cpu import extension
+print(extension.identity())
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(autouse=True)
