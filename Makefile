@@ -26,6 +26,7 @@ TRITON_BIN := $(abspath $(TRITON_VENV))/bin
 TRITON_STAMP := $(TRITON_VENV)/.installed
 
 # intel-extension-for-pytorch needs torch 2.8, so nothing of $(VENV) can be there: gigabytes, since that torch comes with CUDA.
+# transformers 4.51 is the newest that its part for language models was validated with.
 IPEX_VENV ?= .venv-ipex
 IPEX_BIN := $(abspath $(IPEX_VENV))/bin
 IPEX_STAMP := $(IPEX_VENV)/.installed
@@ -189,9 +190,9 @@ dist: $(DIST_STAMP)
 	@"$(DIST_BIN)/python" tools/releases/check_dist.py dist $(ARGS)
 
 $(IPEX_STAMP): pyproject.toml
-	@echo "== installing core[ipex,conformance] into $(IPEX_VENV), with a torch of its own: 7 GB"
+	@echo "== installing core[ipex,conformance] and transformers 4.51 into $(IPEX_VENV), with a torch of its own: 7 GB"
 	@python="$$(sh tools/choose_python.sh "$(NAMED)")" && "$$python" -m venv "$(IPEX_VENV)"
-	@"$(IPEX_BIN)/python" -m pip install --quiet --disable-pip-version-check --editable '.[ipex,conformance]'
+	@"$(IPEX_BIN)/python" -m pip install --quiet --disable-pip-version-check --editable '.[ipex,conformance]' 'transformers==4.51.*'
 	@touch "$@"
 
 # What core.compile does with this torch is tested too; it needs a trace of its own for one row, which one test counts.

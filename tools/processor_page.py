@@ -46,12 +46,19 @@ cache, or to multiply, at the fastest rates that the same run measured. A model 
 
 
 def _versions(documents: Sequence[Document]) -> str:
-    found = {"torch": documents[0]["versions"]["torch"], "transformers": documents[0]["versions"]["transformers"]}
+    """Return the versions of the runs' own environment, then those of each peer that has another one."""
+    known = documents[0]["versions"]
+    here, elsewhere = {name: known[name] for name in ("torch", "transformers")}, {}
     for document in documents:
         for cell in document["cells"]:
             for subject in cell["subjects"]:
-                found |= subject.get("versions") or {}
-    return ", ".join(f"{name} {number}" for name, number in found.items())
+                found = subject.get("versions") or {}
+                if any(found.get(name, number) != number for name, number in here.items()):
+                    elsewhere[f"`{subject['subject']}`: "] = found
+                else:
+                    here |= found
+    listed = {"": here} | elsewhere
+    return "; ".join(who + ", ".join(f"{name} {number}" for name, number in listed[who].items()) for who in listed)
 
 
 def _table(threads: int, documents: Sequence[Document]) -> Iterator[str]:

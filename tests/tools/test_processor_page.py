@@ -50,6 +50,17 @@ def test_the_section_shows_each_figure_its_share_and_what_failed(tmp_path: Path)
     assert "- Not measured: `absent`: not installed; pip it." in text
 
 
+def test_a_peer_of_another_environment_has_versions_of_its_own(tmp_path: Path) -> None:
+    measured = document(2, 0.1)
+    shared = {"torch": "2.13", "transformers": "5.23", "fast": "1.2"}
+    other = subject("other", 4.0, versions={"torch": "2.8", "transformers": "4.51", "old": "2.8"})
+    measured["cells"][0]["subjects"] += [subject("third", 4.0, versions=shared), other]
+    (tmp_path / "small-c128-t2.json").write_text(json.dumps(measured))
+    assert (
+        "A Processor; torch 2.13, transformers 5.23, fast 1.2; `other`: torch 2.8, transformers 4.51, old 2.8.\n"
+    ) in processor(tmp_path)
+
+
 def test_load_beside_the_runs_is_said(tmp_path: Path) -> None:
     for threads, load in ((1, 0.2), (2, 3.5)):
         (tmp_path / f"small-c128-t{threads}.json").write_text(json.dumps(document(threads, load)))

@@ -54,7 +54,9 @@ class RowLimits:
     def set(self, wanted: Mapping[Kind, int]) -> Mapping[Kind, int]:
         """Let the kernel multiply so many rows of each kind, none where it is not named; return what it was before."""
         before, self._limits = self._limits, MappingProxyType(dict(wanted))
-        getattr(torch.ops.core_cpu, f"limit_rows_{self._source}")([wanted.get(kind, 0) for kind in self.kinds])
+        limit = getattr(torch.ops.core_cpu, f"limit_rows_{self._source}")
+        for index, kind in enumerate(self.kinds):
+            limit(index, wanted.get(kind, 0))
         return before
 
     def use_measured(self, library: Path) -> None:

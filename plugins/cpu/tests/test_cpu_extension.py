@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,14 @@ sample = next(iter(ATTENTION.samples(torch.float32, torch.device("cpu"))))
 call, other = ({n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in sample.kwargs.items()} for _ in "12")
 torch.testing.assert_close(attention(**call), ATTENTION.reference(**other))
 print(torch._C._dispatch_has_kernel_for_dispatch_key("core_cpu::attention", "CPU"))
+"""
+LIMITED = {"avx2": "AVX2", "default": "SSE41"}
+"""The instruction sets that torch's kernels and oneDNN's are limited to: values of their two variables."""
+TESTS = """
+import sys, pytest
+from core_cpu import extension
+print(extension.identity())
+sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
@@ -207,3 +217,29 @@ def test_a_process_that_only_calls_the_op_gets_its_kernel_or_its_reference(
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(compiler == "there")]
     assert done.stderr.count("no kernels of the plugin") == (compiler == "gone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIMITED)
+def test_kernels_and_models_are_right_with_fewer_instructions(name: str, tmp_path: Path) -> None:
+    """In processes of their own: torch reads its variable once."""
+    if reason := extension.why_not():
+        pytest.skip(reason)
+    if name == "avx2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("the processor has no AVX2")
+    environment = {each: value for each, value in os.environ.items() if not each.startswith("PYTEST_")}
+    environment |= {"ATEN_CPU_CAPABILITY": name, "ONEDNN_MAX_CPU_ISA": LIMITED[name], "CORE_CACHE_DIR": str(tmp_path)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    of_kernels = ("attention", "linear", "quantized", "weight_only")
+    files = [f"plugins/cpu/tests/test_cpu_{each}.py" for each in of_kernels]
+    told = run("-c", TESTS, "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive", *files)
+    assert told.startswith(f"{name}-") and " passed" in told
+    for dtype in ("float32", "bfloat16"):
+        document = json.loads(run("-m", "core", "run", "--device", "cpu", "--dtype", dtype, "--json"))
+        assert document["check"]["passed"] and document["program"]["lowering"] == "inductor"

@@ -91,25 +91,8 @@ def eager(asked: PeerWork) -> PeerRunner:
     return static_runner(asked, make)
 
 
-def generated(asked: PeerWork) -> PeerRunner:
-    return ipex_llm.generated(transformers.AutoModelForCausalLM.from_pretrained(asked.folder), asked)
-
-
 def test_the_static_cache_in_rounds_gives_the_tokens_of_whole_forwards(folder: Path) -> None:
     check(eager, folder)
-
-
-def test_generate_goes_on_only_when_asked(folder: Path) -> None:
-    check(generated, folder)
-
-
-def test_generate_that_fails_says_so(folder: Path) -> None:
-    class Broken:
-        def generate(self, *given: Any, **more: Any) -> Any:
-            raise ValueError("no generate today")
-
-    with pytest.raises(ValueError, match="no generate today"):
-        ipex_llm.generated(Broken(), work(folder, "decode"))
 
 
 @pytest.mark.slow
@@ -185,7 +168,7 @@ def test_every_peer_names_a_function_that_is_there() -> None:
         "core_cpu.peers.inductor:ahead_of_time": inductor.ahead_of_time,
         "core_cpu.peers.onnx_runtime:session": onnx_runtime.session,
         "core_cpu.peers.llama_cpp:context": llama_cpp.context,
-        "core_cpu.peers.ipex_llm:generation": ipex_llm.generation,
+        "core_cpu.peers.ipex_llm:traced": ipex_llm.traced,
     }
     assert {peer.runner for peer in PEERS} == set(functions)
 

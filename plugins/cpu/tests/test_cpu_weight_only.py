@@ -156,6 +156,7 @@ def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
     calls.append(operands(11, 83, 1051, torch.bfloat16, (8, None, False)))
     check(WEIGHT_ONLY_LINEAR, weight_only_linear, calls, CPU)
     with plant(*MISTAKES[mistake], WEIGHT_ONLY_LINEAR, FEWER_ROWS) as wrong:
-        wrong.limit_rows_weight_only_linear([NO_LIMIT] * len(LIMITS.kinds))
+        for kind in range(len(LIMITS.kinds)):
+            wrong.limit_rows_weight_only_linear(kind, NO_LIMIT)
         with nullcontext() if mistake == "none" else pytest.raises(AssertionError):
             check(WEIGHT_ONLY_LINEAR, wrong.weight_only_linear, calls, CPU)

@@ -13,6 +13,23 @@
 
 namespace core_cpu {
 
+// What stands in a place of the dispatcher's stack, and the other way; torch 2.8 has both in no namespace.
+#if __has_include(<torch/csrc/stable/stableivalue_conversions.h>)
+#define CORE_CPU_STABLE torch::stable::detail
+#else
+#define CORE_CPU_STABLE
+#endif
+
+template <typename T>
+T unpacked(StableIValue place) {
+  return CORE_CPU_STABLE::to<T>(place);
+}
+
+template <typename T>
+StableIValue packed(T value) {
+  return CORE_CPU_STABLE::from(value);
+}
+
 // How an argument of type T stands in the C function (Given) and in the dispatcher's stack (Taken), and how the kernel
 // gets it from either.
 template <typename T>
@@ -117,8 +134,8 @@ struct Calls<kernel> {
 
   template <size_t... I>
   static void boxed(StableIValue* stack, std::index_sequence<I...>) {
-    const Taken taken{{torch::stable::detail::to<std::tuple_element_t<I, Stack>>(stack[I])...}};
-    stack[0] = torch::stable::detail::from(handle_of(kernel(Argument<Args>::of(std::get<I>(taken.values))...)));
+    const Taken taken{{unpacked<std::tuple_element_t<I, Stack>>(stack[I])...}};
+    stack[0] = packed(handle_of(kernel(Argument<Args>::of(std::get<I>(taken.values))...)));
   }
 };
 

@@ -39,13 +39,13 @@ auto guarded(decltype(std::declval<Body>()()) otherwise, const Body& body) {
 }
 
 Step& step_at(StableIValue pointer) {
-  return *reinterpret_cast<Step*>(torch::stable::detail::to<int64_t>(pointer));
+  return *reinterpret_cast<Step*>(unpacked<int64_t>(pointer));
 }
 
 // step_output(int step, int index) -> Tensor, once for each output of a run.
 void step_output(StableIValue* stack, uint64_t, uint64_t) {
   auto& outputs = step_at(stack[0]).outputs;
-  stack[0] = torch::stable::detail::from(handle_of(std::move(outputs.at(torch::stable::detail::to<int64_t>(stack[1])))));
+  stack[0] = packed(handle_of(std::move(outputs.at(unpacked<int64_t>(stack[1])))));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CompositeExplicitAutograd, m) {

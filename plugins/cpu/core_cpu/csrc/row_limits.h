@@ -5,7 +5,6 @@
 
 #include <array>
 #include <atomic>
-#include <vector>
 
 namespace core_cpu {
 
@@ -26,14 +25,10 @@ class RowLimits {
     }
   }
 
-  // Set all limits and return what they were.
-  std::vector<int64_t> exchange(at::IntArrayRef limits) {
-    TORCH_CHECK(limits.size() == N, "a kernel with ", N, " limits was given ", limits.size());
-    std::vector<int64_t> before;
-    for (size_t i = 0; i < N; ++i) {
-      before.push_back(limits_[i].exchange(limits[i]));
-    }
-    return before;
+  // Set the limit of a kind and return what it was.
+  int64_t exchange(size_t kind, int64_t rows) {
+    TORCH_CHECK(kind < N, "a kernel with ", N, " limits was given one of kind ", kind);
+    return limits_[kind].exchange(rows);
   }
 
  private:

@@ -6,7 +6,6 @@
 #include <ATen/ops/linear_ops.h>
 
 #include <optional>
-#include <vector>
 
 #include "binding.h"
 #include "row_limits.h"
@@ -25,8 +24,9 @@ constexpr int64_t TILE = 1 << 18;
 // The most rows of fp32, bf16 and fp16, for int8 and for 4-bit codes, that are multiplied in registers.
 RowLimits<6> most_rows;
 
-std::vector<int64_t> limit_rows(const std::vector<int64_t>& limits) {
-  return most_rows.exchange(limits);
+// limit_rows_weight_only_linear(int kind, int rows) -> int
+void limit_rows(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = packed(most_rows.exchange(unpacked<int64_t>(stack[0]), unpacked<int64_t>(stack[1])));
 }
 
 // Share the columns of a weight among threads; each share begins at a multiple of CODED_COLUMNS.
@@ -162,11 +162,11 @@ Tensor weight_only_linear(const Tensor& x, const Tensor& w_codes, const Tensor& 
 CORE_CPU_DIRECT(weight_only_linear, weight_only_linear)
 
 STABLE_TORCH_LIBRARY_FRAGMENT(core_cpu, m) {
-  m.def("limit_rows_weight_only_linear(int[] limits) -> int[]");
+  m.def("limit_rows_weight_only_linear(int kind, int rows) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CompositeExplicitAutograd, m) {
-  m.impl("limit_rows_weight_only_linear", TORCH_BOX(&limit_rows));
+  m.impl("limit_rows_weight_only_linear", &limit_rows);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {

@@ -23,8 +23,8 @@ PEERS = (
     ),
     Peer(
         name="ipex.llm",
-        runner="core_cpu.peers.ipex_llm:generation",
-        requires=("intel-extension-for-pytorch", "torch>=2.8,<2.9", "transformers<5"),
-        install="make an environment with torch 2.8 and the extra 'ipex', and name its Python by --peer-python",
+        runner="core_cpu.peers.ipex_llm:traced",
+        requires=("intel-extension-for-pytorch", "torch>=2.8,<2.9", "transformers>=4.51,<4.52"),
+        install="pip install 'core[ipex]' 'transformers==4.51.*' elsewhere, and name that Python by --peer-python",
     ),
 )

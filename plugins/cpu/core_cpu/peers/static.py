@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from core.common.peers import PeerRunner, PeerWork
@@ -19,10 +20,14 @@ _WARM_UPS = 3
 
 def load(work: PeerWork) -> Any:
     """Return the model in evaluation mode."""
+    import transformers
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(work.threads)
-    model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, work.dtype), local_files_only=True)
+    # Before 4.56 it took a dtype by this name only, and with `dtype` read the weights in fp32.
+    name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    given: dict[str, Any] = {name: getattr(torch, work.dtype)}
+    model = AutoModelForCausalLM.from_pretrained(work.folder, local_files_only=True, **given)
     return model.eval().requires_grad_(False)
 
 
