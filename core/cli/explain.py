@@ -39,6 +39,12 @@ def explain(
     cache: str = CACHE,
     quantize: str | None = QUANTIZE,
     calibration: Path | None = CALIBRATION,
+    sensitivity: bool = typer.Option(
+        False,
+        "--sensitivity",
+        help="With --quantize: measure, too, the errors that pile up from layer to layer, and how far each layer alone "
+        "moves the predictions; the model runs once for each layer.",
+    ),
     kv_cache_dtype: str = KV_CACHE_DTYPE,
     html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     tp: int = typer.Option(
@@ -80,7 +86,7 @@ def explain(
     from core.engine.models.quantizing import Quantize
     from core.engine.parallel.pretended import first_of
 
-    scheme = Quantize.of(quantize, calibration)
+    scheme = Quantize.of(quantize, calibration, sensitivity=sensitivity)
     with status("loading and tracing the model", quiet=as_json):
         sizes = (batch, context) if kernels else None
         with first_of(tp):
@@ -138,7 +144,7 @@ def _explain(
     phases = PHASES if phase is None else (phase,)
     with engine_graphs(loaded, resolved, cache=cache, phases=phases, kv_cache_dtype=kv_cache_dtype) as graphs:
         facts["cache"] = graphs[0].cache
-        explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts)
+        explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts, quantization=report)
     if sizes is None:
         return explanation, []
     from core.bench.kernels import profile_phase

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from core.engine.check.graphs import PhaseGraph
+    from core.quantization.report import QuantizationReport
 
 ALL_PASSES = PassSwitches()
 
@@ -117,6 +118,8 @@ class Explanation:
     phases: tuple[PhaseExplanation, ...]
     #: Facts about the model by name; the first is its title.
     model: Mapping[str, str] = field(default_factory=dict)
+    #: How the model is quantised, with the error of each layer.
+    quantization: QuantizationReport | None = None
 
     @property
     def undone(self) -> tuple[PassReport, ...]:
@@ -129,6 +132,7 @@ class Explanation:
         return {
             "device": {"name": self.device, "product": self.product, "plugin": self.plugin},
             "model": dict(self.model),
+            "quantization": None if self.quantization is None else self.quantization.to_json(),
             "versions": dict(self.versions),
             "switches": self.switches,
             "left_out": list(self.left_out),
@@ -143,11 +147,13 @@ def explain(
     switches: PassSwitches = ALL_PASSES,
     strict: bool = False,
     model: Mapping[str, str] | None = None,
+    quantization: QuantizationReport | None = None,
 ) -> Explanation:
     """Run the passes of a device on copies of the graphs and account for all they do; the graphs stay as they are.
 
-    strict: as in `PassManager`. model: facts about the model, shown as they are. Raises `UsageError` for switches that
-    name no pass, `PassError` when strict, and `LoweringError` where an implementation cannot say whether it applies.
+    strict: as in `PassManager`. model, quantization: facts about the model, shown as they are. Raises `UsageError` for
+    switches that name no pass, `PassError` when strict, and `LoweringError` where an implementation cannot say whether
+    it applies.
     """
     rewriter = Rewriter(device, switches, strict=strict)
     chosen = {declared.name for declared in rewriter.manager.passes}
@@ -160,6 +166,7 @@ def explain(
         left_out=tuple(declared.name for declared in device_passes(device) if declared.name not in chosen),
         phases=tuple(_explain(graph, device, rewriter) for graph in graphs),
         model=dict(model or {}),
+        quantization=quantization,
     )
 
 

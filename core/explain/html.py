@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
+from core.explain.layer_errors import cell_text, layer_errors
 from core.explain.layers import OUTSIDE, compact, layer_kinds, layer_of, ordered_ops
 from core.explain.text import (
     NO_IMPLEMENTATION,
@@ -48,6 +49,8 @@ def to_html(explanation: Explanation) -> str:
         title=next(iter(explanation.model.values()), "graphs"),
         device=explanation.device,
         facts=header(explanation),
+        errors=None if explanation.quantization is None else layer_errors(explanation.quantization),
+        error_text=cell_text,
         hues=[round(index * _GOLDEN_ANGLE) % 360 for index in range(len(names))],
         phases=[_Stage(*both, f"p{number}", names).view() for number, both in enumerate(stages)],
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
 from core.compilation.rewrite.pass_report import PassReport
+from core.explain import layer_errors
 from core.explain.layers import compact, layer_kinds, ordered_ops
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[Any
 
     for name, value in header(explanation):
         yield Text.assemble((f"{name:<9}", "bold"), value)
+    if explanation.quantization is not None:
+        yield from layer_errors.renderables(explanation.quantization, full=full)
     for phase in explanation.phases:
         yield Text()
         yield Text.assemble((phase.phase, "bold"), f": {phase_summary(phase)}")

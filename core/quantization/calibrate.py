@@ -166,23 +166,28 @@ def run_batches(
     """
     with _hooked(layers, hook):
         for index, batch in enumerate(batches):
-            try:
-                if isinstance(batch, Tensor):
-                    model(batch)
-                elif isinstance(batch, Mapping):
-                    model(**batch)
-                else:
-                    model(*batch)
-            except (CoreError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # a model's code may raise anything
-                text = " ".join(str(error).split())
-                raise UsageError(
-                    asked,
-                    found=f"calling {type(model).__name__} with calibration batch {index} raised "
-                    f"{type(error).__name__}: {text[:300]}",
-                    remedy="pass batches that the model can be called with, on its device",
-                ) from error
+            call_model(asked, model, batch, index)
+
+
+def call_model(asked: str, model: nn.Module, batch: Batch, index: int = 0) -> Any:
+    """Call the model with a batch and return its output; raise `UsageError` where it does not accept the batch.
+
+    asked, index: what was asked for, and which batch this is, for the error.
+    """
+    try:
+        if isinstance(batch, Tensor):
+            return model(batch)
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    except (CoreError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model's code may raise anything
+        text = " ".join(str(error).split())
+        raise UsageError(
+            asked,
+            found=f"calling {type(model).__name__} with calibration batch {index} raised "
+            f"{type(error).__name__}: {text[:300]}",
+            remedy="pass batches that the model can be called with, on its device",
+        ) from error
 
 
 @contextmanager

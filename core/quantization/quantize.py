@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 
 from core.errors import UsageError
 from core.quantization.calibrate import Batch, Range, RangeObserver, batches_of, run_batches
-from core.quantization.errors import OutputErrors, weight_error
+from core.quantization.errors import Make, OutputErrors, weight_error
 from core.quantization.layers import QuantizedModule, share_input_scales
 from core.quantization.make import check_layers, quantized_layer
 from core.quantization.report import LayerReport, QuantizationReport
 from core.quantization.scheme import QuantizationScheme, find_scheme
+from core.quantization.sensitivity import Sensitivity, measure_sensitivity
 from core.quantization.targets import check_not_quantized, find_targets
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,6 +34,7 @@ def quantize(
     *,
     calibration: Iterable[Batch] = (),
     ignore: Sequence[str] = (),
+    sensitivity: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Quantise a model's linear layers and stacked experts in place; return it, with a report as `model.quantization`.
@@ -43,6 +46,8 @@ def quantize(
     calibration: arguments of the model, one set per batch, on its device. A static scheme takes its scales from them,
     and they are used to measure the error of each layer's output.
     ignore: module paths, or "re:" and a regular expression, to leave out; the output head and routers always are.
+    sensitivity: measure on the calibration, too, the errors that pile up from layer to layer, and how far each layer
+    alone moves the predictions; the model runs once for each layer.
     progress: called with a stage, done and total.
     """
     found = find_scheme(scheme)
@@ -54,22 +59,34 @@ def quantize(
     check_layers(targets.layers, found)
     batches = batches_of(asked, calibration)
     ranges = _observe(asked, model, targets.layers, found, batches)
-    errors = OutputErrors(found, ranges)
+    make = partial(quantized_layer, scheme=found, ranges=ranges)
+    errors = OutputErrors(make)
     run_batches(asked, model, targets.layers, batches, errors)
-    reports = _replace_all(model, targets.layers, found, ranges, errors, progress)
+    measured = None
+    if sensitivity:
+        told = partial(progress or _ignored, "sensitivity")
+        measured = measure_sensitivity(asked, model, targets.layers, batches, make, told)
+    reports = _replace_all(model, targets.layers, make, errors, measured, progress or _ignored)
     share_input_scales(model)
-    report = QuantizationReport(scheme=found.name, layers=tuple(reports), ignored=targets.ignored)
+    divergence = None if measured is None else measured.together
+    report = QuantizationReport(
+        scheme=found.name, layers=tuple(reports), ignored=targets.ignored, divergence=divergence
+    )
     model.quantization = report  # type: ignore[assignment]  # torch annotates attributes as tensors and modules
     return model
+
+
+def _ignored(_stage: str, _done: int, _total: int) -> None:
+    """Take progress that nobody asked for."""
 
 
 def _replace_all(
     model: nn.Module,
     layers: dict[str, nn.Module],
-    scheme: QuantizationScheme,
-    ranges: Mapping[str, Range],
+    make: Make,
     errors: OutputErrors,
-    progress: Progress | None,
+    measured: Sensitivity | None,
+    progress: Progress,
 ) -> list[LayerReport]:
     """Quantise the layers one by one; each leaves the dict at once, so that its memory is freed."""
     paths: dict[int, list[str]] = {}
@@ -77,17 +94,15 @@ def _replace_all(
         paths.setdefault(id(module), []).append(name)
     reports: list[LayerReport] = []
     for done, name in enumerate(total := list(layers)):
-        if progress is not None:
-            progress("quantize", done, len(total))
+        progress("quantize", done, len(total))
         layer = layers.pop(name)
-        made = quantized_layer(name, layer, scheme, ranges)
+        made = make(name, layer)
         _keep_hooks(layer, made)
-        reports.append(_report(name, layer, made, errors.relative(name)))
+        reports.append(_report(name, layer, made, errors.relative(name), measured))
         for path in paths[id(layer)]:
             replace_module(model, path, made)
         del layer
-    if progress is not None:
-        progress("quantize", len(total), len(total))
+    progress("quantize", len(total), len(total))
     return reports
 
 
@@ -119,7 +134,9 @@ def _observe(
     return observer.checked(layers)
 
 
-def _report(name: str, layer: nn.Module, made: QuantizedModule, output_error: float | None) -> LayerReport:
+def _report(
+    name: str, layer: nn.Module, made: QuantizedModule, output_error: float | None, measured: Sensitivity | None
+) -> LayerReport:
     return LayerReport(
         name=name,
         kind=type(layer).__name__,
@@ -129,6 +146,8 @@ def _report(name: str, layer: nn.Module, made: QuantizedModule, output_error: fl
         bytes_after=num_bytes(made),
         weight_error=weight_error(layer, made),
         output_error=output_error,
+        cumulative_error=None if measured is None else measured.cumulative[name],
+        divergence=None if measured is None else measured.alone[name],
     )
 
 

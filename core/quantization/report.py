@@ -25,6 +25,10 @@ class LayerReport:
     weight_error: float | None = None
     #: rms of the output's error over rms of the output, for the layer's inputs in the unquantised model.
     output_error: float | None = None
+    #: The same in the model with all layers quantised, whose inputs hold the errors of the layers before.
+    cumulative_error: float | None = None
+    #: Mean KL divergence, in nats, of the model's predictions with this layer alone quantised from the exact model's.
+    divergence: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +41,8 @@ class QuantizationReport:
     ignored: tuple[Ignored, ...] = ()
     #: Where the codes came from.
     source: str = "quantised here"
+    #: Mean KL divergence, in nats, of the model's predictions with all layers quantised from the exact model's.
+    divergence: float | None = None
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -81,6 +87,7 @@ class QuantizationReport:
             "source": self.source,
             "bytes_before": before,
             "bytes_after": after,
+            "divergence": self.divergence,
             "layers": [{**asdict(layer), "shape": list(layer.shape)} for layer in self.layers],
             "ignored": [asdict(each) for each in self.ignored],
         }

@@ -84,6 +84,20 @@ def test_a_quantised_cache_is_explained(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
+def test_the_errors_of_quantised_layers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    arguments = [*EXPLAIN, "--quantize", "int8-static", "--sensitivity", "--html", str(page)]
+    assert main([*arguments, "--only-pass", "lift_rms_norm", "--json"]) == 0
+    quantization = json.loads(capsys.readouterr().out)["quantization"]
+    by_error = sorted(quantization["layers"], key=lambda layer: layer["output_error"], reverse=True)
+    assert {layer["name"].rpartition(".")[2] for layer in by_error[:4]} == {"down_proj"}
+    assert max(quantization["layers"], key=lambda layer: layer["divergence"])["name"].endswith(".down_proj")
+    assert 0 < max(layer["divergence"] for layer in quantization["layers"]) < 2 * quantization["divergence"]
+    html = page.read_text(encoding="utf-8")
+    assert by_error[0]["name"] in re.findall(r'<tr><td>([^<]*)</td>(?:(?!</tr>).)*class="r bad"', html)
+
+
+@pytest.mark.slow
 def test_the_graphs_of_one_of_several_ranks_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "gpt_oss", "--tp", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -130,6 +144,7 @@ def test_a_pass_that_was_undone_is_a_failure(install_vendor: InstallVendor, caps
         (("llama", "--html", "/nowhere/page.html"), "there is no folder '/nowhere'"),
         (("llama", "--html", "/"), "it is a folder"),
         (("llama", "--tp", "2", "--kernels"), "its collectives compute nothing"),
+        (("llama", "--sensitivity"), "--sensitivity found: nothing is quantised"),
     ],
 )
 def test_wrong_wishes_are_refused(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,15 +35,17 @@ class Quantize:
     scheme: QuantizationScheme
     #: A text file, each line of which is a sample; None for a built-in text.
     calibration: Path | None = None
+    #: Whether to measure what each layer costs the model as a whole (`core.quantize`).
+    sensitivity: bool = False
 
     @classmethod
-    def of(cls, scheme: str | None, calibration: Path | None) -> Quantize | None:
+    def of(cls, scheme: str | None, calibration: Path | None, *, sensitivity: bool = False) -> Quantize | None:
         """Return what the options ask for, None for nothing; raise `UsageError` for an unknown scheme."""
         if scheme is not None:
-            return cls(scheme=find_scheme(scheme), calibration=calibration)
-        if calibration is not None:
+            return cls(scheme=find_scheme(scheme), calibration=calibration, sensitivity=sensitivity)
+        if calibration is not None or sensitivity:
             raise UsageError(
-                f"--calibration {str(calibration)!r}",
+                "--sensitivity" if calibration is None else f"--calibration {str(calibration)!r}",
                 found="nothing is quantised",
                 remedy="name a scheme too, for example --quantize int8-static",
             )
@@ -52,7 +54,7 @@ class Quantize:
     def apply(self, loaded: LoadedModel, progress: Progress | None = None) -> LoadedModel:
         """Quantise the model in place and return the quantised model; raise `UsageError` as `core.quantize` does."""
         batches = calibration_batches(loaded, self.calibration)
-        quantize(loaded.model, self.scheme, calibration=batches, progress=progress)
+        quantize(loaded.model, self.scheme, calibration=batches, sensitivity=self.sensitivity, progress=progress)
         return replace(loaded, num_parameters=num_weights(loaded.model))
 
 
