@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import function_bound, probe_tokens, relative_difference
@@ -103,7 +105,8 @@ def inspect_recurrence(model: Any) -> Recurrence:
     layers = _layers(model, cache)
     if not layers:
         return NONE
-    return Recurrence(layers=layers, continues=_continues(model, tokens, whole))
+    continues = _reads_states(model, tokens, layers) and _continues(model, tokens, whole)
+    return Recurrence(layers=layers, continues=continues)
 
 
 def _run(model: Any, tokens: list[int], cache: Any, first: int = 0) -> Tensor:
@@ -124,6 +127,46 @@ def _continues(model: Any, tokens: list[int], whole: Tensor) -> bool:
     except Exception:  # a model's code may raise anything where it can't
         return False
     return relative_difference(torch.cat(parts), whole) <= function_bound(model)
+
+
+def _reads_states(model: Any, tokens: list[int], layers: Mapping[nn.Module, RecurrentLayer]) -> bool:
+    """Tell whether each layer, given several tokens, reads every kind of state that it left.
+
+    By NaN in place of the states: what a dropped state changes may be less than half precision rounds.
+    """
+    kinds = {state.key[0] for layer in layers.values() for state in layer.states}
+    try:
+        return all(_spoilt(model, tokens, layers, kind) == _having(layers, kind) for kind in kinds)
+    except Exception:  # a model's code may raise anything where it can't continue
+        return False
+
+
+def _having(layers: Mapping[nn.Module, RecurrentLayer], kind: str) -> set[nn.Module]:
+    return {module for module, layer in layers.items() if any(state.key[0] == kind for state in layer.states)}
+
+
+def _spoilt(model: Any, tokens: list[int], layers: Mapping[nn.Module, RecurrentLayer], kind: str) -> set[nn.Module]:
+    """Return the layers whose second chunk is NaN where their states of a kind are; each is given numbers."""
+    cache, half, found = _noting_cache(model), len(tokens) // 2, set[nn.Module]()
+    _run(model, tokens[:half], cache)
+    for module in _having(layers, kind):
+        for state in layers[module].states:
+            values = _state(cache, state.key)
+            if state.key[0] == kind and values is not None:
+                values.fill_(math.nan)
+
+    def cure(module: nn.Module, _args: Any, output: Any) -> Any:
+        if any(bool(each.isnan().any()) for each in tree_leaves(output) if isinstance(each, Tensor)):
+            found.add(module)
+        return tree_map_only(Tensor, torch.nan_to_num, output)
+
+    handles = [module.register_forward_hook(cure) for module in layers]
+    try:
+        _run(model, tokens[half:], cache, half)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 @contextmanager

@@ -38,9 +38,9 @@ def states_in_caches() -> None:
     needs_states_in_caches()
 
 
-def tiny(model_type: str) -> Any:
+def tiny(model_type: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    return build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32).model
+    return build_model(tiny_config(model_type), torch_device=CPU, dtype=dtype).model
 
 
 def sequence(index: int) -> Sequence:
@@ -66,6 +66,12 @@ def test_layers_are_found_by_what_they_do(model_type: str, kinds: set[str], cont
         assert not module._forward_hooks and not module._forward_pre_hooks
     kinds_of_layers = model.config.layer_types
     assert len(found.layers) == sum(kind != "full_attention" for kind in kinds_of_layers)
+
+
+@pytest.mark.parametrize(("model_type", "continues"), [("mamba", False), ("jamba", False), ("mamba2", True)])
+def test_a_state_that_later_chunks_drop_is_found_however_little_it_changes(model_type: str, continues: bool) -> None:
+    # In bfloat16 the logits without the state differ by less than rounding may.
+    assert inspect_recurrence(tiny(model_type, torch.bfloat16)).continues is continues
 
 
 def test_a_model_without_states_has_none() -> None:
