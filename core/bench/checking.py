@@ -56,8 +56,8 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
 
     A peer may take another token only where the model itself hardly prefers one: where two logits lie so close that the
     rounding of the dtype decides. Any other token is wrong, and a peer that computes something else is no peer: its
-    record then has that as failure. Of a quantised model peers hold other weights, so tokens that agree are counted
-    and no token is wrong. own: the records of `core` and transformers. model: as for `check`.
+    record then has that as failure. Of a quantised model peers hold other weights, so tokens that agree are counted,
+    a note says how many, and no token is wrong. own: the records of `core` and transformers. model: as for `check`.
     """
     fine = [record for record in own if not record.failure and record.tokens]
     yardstick = next((record for record in fine if record.subject == "core"), next(iter(fine), None))
@@ -65,14 +65,18 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
         if yardstick is None or record.failure or not record.tokens:
             continue
         record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
-        if record.verdict["tokens_equal"] or is_quantized(model):
+        if record.verdict["tokens_equal"]:
             continue
-        wrong, how = _wrong_token(cell, record, yardstick, model, device)
+        wrong, how = "", "not judged: a peer holds other codes"
+        if not is_quantized(model):
+            wrong, how = _wrong_token(cell, record, yardstick, model, device)
         record.verdict["differences"] = how
         if wrong:
             record.failure = f"computes something else: {wrong}"
         else:
-            record.notes.append(f"tokens differ from {yardstick.subject}: {record.verdict['mismatch']} ({how})")
+            equal = f"{record.verdict['tokens_agreeing']} of {record.verdict['tokens_compared']} equal"
+            first = record.verdict["mismatch"]
+            record.notes.append(f"tokens differ from {yardstick.subject}: {equal}; {first} ({how})")
 
 
 def _wrong_token(cell: Cell, record: Record, yardstick: Record, model: Any, device: Device) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core.bench.cells import Cell, Record
 from core.bench.dynamo_counts import Compiles
+from core.compilation.report import counted
 from core.engine.models.forward import accepted_arguments, cache_name
 from core.engine.models.vocabulary import vocab_size_of
 from core.engine.static.cache import static_cache
@@ -142,7 +143,7 @@ class StaticSubject:
             return
         record.details["compile"] = self._compiles.to_json()
         if recompiled := self._compiles.to_json()["recompiles"]:
-            record.notes.append(f"{recompiled} graphs were compiled while it was measured")
+            record.notes.append(f"{counted(recompiled, 'graphs')} compiled while it was measured")
 
     def close(self) -> None:
         """Forget the compiled code and the cache."""

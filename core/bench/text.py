@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from core.bench.cells import BenchReport, CellReport, Record
+from core.compilation.report import counted
 
 _COLUMNS = ("cell", "subject", "ms", "least - most", "graph alone", "floor / ms", "against eager", "start s", "check")
 
@@ -26,8 +27,7 @@ def renderables(report: BenchReport) -> Iterator[Any]:
     )
     rates = report.rates
     reads = "".join(
-        f"{rate / 1e9:.1f} GB/s (read, {threads} thread{'' if threads == 1 else 's'}), "
-        for threads, rate in rates.reads.items()
+        f"{rate / 1e9:.1f} GB/s (read, {counted(threads, 'threads')}), " for threads, rate in rates.reads.items()
     )
     yield (
         f"measured here: {rates.bytes_per_s / 1e9:.1f} GB/s (copies of {rates.copy_bytes / 2**20:.0f} MiB, read plus "
@@ -55,7 +55,7 @@ def renderables(report: BenchReport) -> Iterator[Any]:
 def _add(table: Any, report: CellReport, whole: BenchReport) -> None:
     eager = next((r.median_ms for r in report.records if r.subject == "eager"), None)
     floor = report.floor
-    what = "bytes" if floor.bytes_ms >= floor.flops_ms else "operations"
+    what = "bytes" if floor.bytes_ms >= floor.flops_ms else "flops"
     table.add_row(report.cell.name, f"floor ({what})", ms(floor.ms), "", "", "", "", "", "", style="dim")
     for record in report.records:
         median = record.median_ms
@@ -89,9 +89,9 @@ def check_text(record: Record) -> str:
         return ""
     compared = verdict["tokens_compared"]
     tokens = (
-        f"{compared} token{'' if compared == 1 else 's'} equal"
+        f"{counted(compared, 'tokens')} equal"
         if verdict["tokens_equal"]
-        else f"{verdict['tokens_agreeing']} of {compared} tokens equal ({verdict['differences']})"
+        else f"{verdict['tokens_agreeing']} of {counted(compared, 'tokens')} equal ({verdict['differences']})"
         if "differences" in verdict
         else f"TOKENS DIFFER ({verdict['mismatch']})"
     )

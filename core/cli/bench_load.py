@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.cli.output import json_text, print_items, status
 from core.cli.ranks import shard
+from core.compilation.report import counted
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _serve(
             return None
         say(f"warming up with {_WARM_UP} requests")
         run_load(engine, replace(load, num_requests=_WARM_UP, rate=None, seed=load.seed + 1))
-        say(f"serving {load.num_requests} requests")
+        say(f"serving {counted(load.num_requests, 'requests')}")
         with engine.timeline() as noted:
             report = run_load(engine, load)
         if timeline is not None:
@@ -132,13 +133,15 @@ def _table(report: LoadReport, served_by: dict[str, str]) -> Any:
     table.add_row("requests", f"{report.load.num_requests} in {report.seconds:.2f} s")
     table.add_row("tokens", f"{report.prompt_tokens} of prompts, {report.output_tokens} generated")
     if report.cut:
-        said = f"{report.cut} requests, to the context of {report.max_model_len} tokens"
+        said = f"{counted(report.cut, 'requests')}, to the context of {counted(report.max_model_len, 'tokens')}"
         table.add_row("shorter than drawn", said)
     table.add_row("generated per second", f"{report.output_rate:.1f}")
     table.add_row("to the first token", _row(report.first_token_s))
     table.add_row("between tokens", _row(report.between_tokens_s))
     table.add_row("steps", ", ".join(f"{count} {phase}" for phase, count in counts["steps"].items()))
-    table.add_row("of these begun ahead", f"{counts['ahead']}, {counts['discarded']} tokens of them in vain")
+    table.add_row(
+        "of these begun ahead", f"{counts['ahead']}, {counted(counts['discarded'], 'tokens')} of them in vain"
+    )
     table.add_row(
         "padding", f"{_share(counts['padded'], counts['computed'] + counts['padded'])} of all tokens computed"
     )
@@ -146,7 +149,9 @@ def _table(report: LoadReport, served_by: dict[str, str]) -> Any:
     table.add_row("preempted", str(counts["preempted"]))
     for kind, drafted in counts["drafted"].items():
         accepted = counts["accepted"].get(kind, 0)
-        table.add_row(f"drafted by {kind}", f"{drafted} tokens, {_share(accepted, drafted)} of them accepted")
+        table.add_row(
+            f"drafted by {kind}", f"{counted(drafted, 'tokens')}, {_share(accepted, drafted)} of them accepted"
+        )
     if report.fallbacks:
         table.add_row("without a graph", ", ".join(f"{count} {phase}" for phase, count in report.fallbacks.items()))
     return table

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.cli.output import console, print_json
+from core.compilation.report import counted
 
 if TYPE_CHECKING:
     from core.engine.check.comparison import Comparison
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str) -> list[tuple[str, str]]:
-    from core.compilation.report import counted
     from core.quantization.report import report_of
 
     loaded, report, quantized = engine.loaded, engine.report(), report_of(engine.loaded.model)
@@ -50,7 +50,7 @@ def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
     stats, draft, report = engine.stats(), engine.draft, engine.drafter.report()
     drafted, accepted = stats.drafted.total(), stats.accepted.total()
     share = f" ({accepted / drafted:.0%})" if drafted else ""
-    rows = [("drafts", f"{accepted} of {drafted} drafted tokens accepted{share}")]
+    rows = [("drafts", f"{accepted} of {counted(drafted, 'drafted tokens')} accepted{share}")]
     if draft is None or report is None:
         return rows
     about = f"{type(draft.model).__name__}, {draft.num_parameters / 1e6:.1f} M parameters, {draft.dtype}"
@@ -65,12 +65,12 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
     eager = "eager" if report_of(model) is None else "the quantised model's own eager"
     allowed = "rounding to codes allows" if widens(model, engine.loaded.dtype) else "eager"
     ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
-    verdict = comparison.verdict
+    verdict, rounds = comparison.verdict, counted(comparison.rounds, "rounds")
     return [
         ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
         (
             "tokens/s, compiled" if num_captures else "tokens/s, engine",
-            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {comparison.rounds} rounds in turns)",
+            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {rounds} in turns)",
         ),
         (
             "max logits error",
@@ -92,7 +92,7 @@ def _rounding_row(comparison: Comparison) -> list[tuple[str, str]]:
 
 def _tokens_line(comparison: Comparison) -> str:
     if comparison.tokens_equal:
-        return f"equal to eager ({comparison.num_tokens} tokens)"
+        return f"equal to eager ({counted(comparison.num_tokens, 'tokens')})"
     verdict = {True: "a tie within rounding", False: "WRONG", None: "not judged (ask for the reference by --oracle)"}[
         comparison.mismatch_allowed
     ]

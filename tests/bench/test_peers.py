@@ -23,6 +23,7 @@ from core.bench.peers.folder import model_folder, unreadable
 from core.bench.peers.requirements import lacking, versions
 from core.bench.peers.subject import ChosenPeer, PeerSubject
 from core.bench.rounds import measure
+from core.bench.text import check_text
 from core.cli import main
 from core.common.peers import Peer
 from core.device import Device
@@ -135,6 +136,9 @@ def test_of_a_quantised_model_tokens_are_counted_and_none_is_wrong(tokens: list[
     own, peer = Record(subject="core", tokens=tokens), Record(subject="there", tokens=others)
     check_peers(CELL, [peer], [own], quantised.model, cpu())
     assert not peer.failure and peer.verdict["tokens_agreeing"] == 0 and peer.verdict["tokens_compared"] == 10
+    (note,) = peer.notes
+    assert note.startswith("tokens differ from core: 0 of 10 equal; sequence 0, token 0: ")
+    assert check_text(peer) == "0 of 10 tokens equal (not judged: a peer holds other codes)"
 
 
 def test_peers_read_the_model_as_it_was_before_it_was_quantised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,19 +66,24 @@ class AdaptedLayer:
 def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:
     """Return the linear layers that adapters may have, by path: I, O and the dtype of the input.
 
-    They are those that a forward runs once, over all of its tokens: not the output layer, nor experts of their own.
+    They are those that a forward runs once, over all of its tokens, and that give one row of O numbers for each of
+    them: not the output layer, nor experts of their own, nor routers, which choose.
     """
     sizes = {module: found for module in model.modules() if (found := _sizes(module)) is not None}
     sizes.pop(model.get_output_embeddings(), None)
-    runs: dict[nn.Module, list[tuple[torch.Size, torch.dtype]]] = {module: [] for module in sizes}
+    #: For each run the dtype of the input; None where it was not over all tokens, or where more than rows came out.
+    runs: dict[nn.Module, list[torch.dtype | None]] = {module: [] for module in sizes}
 
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        runs[module].append((args[0].shape[:-1], args[0].dtype))
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(out, Tensor)
+        rows = args[0].shape[:-1] if plain else torch.Size()
+        plain = plain and out.shape == (*rows, sizes[module][1]) and rows.numel() == _NUM_TOKENS == rows[-1]
+        runs[module].append(args[0].dtype if plain else None)
 
     register_interfaces()
     ids = torch.arange(_NUM_TOKENS, device=next(model.parameters()).device)[None]
     tokens = ids % model.config.get_text_config().vocab_size
-    handles = [module.register_forward_pre_hook(note) for module in sizes]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in sizes]
     try:
         with torch.no_grad(), implementation(model, SIZE):
             model(input_ids=tokens, position_ids=torch.zeros_like(ids), use_cache=False)
@@ -86,10 +91,8 @@ def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:
         for handle in handles:
             handle.remove()
     paths = {module: path for path, module in model.named_modules()}
-    whole = {
-        module: each[0][1] for module, each in runs.items() if len(each) == 1 and each[0][0].numel() == _NUM_TOKENS
-    }
-    return {paths[module]: (*sizes[module], dtype) for module, dtype in whole.items()}
+    once = {module: each[0] for module, each in runs.items() if len(each) == 1}
+    return {paths[module]: (*sizes[module], dtype) for module, dtype in once.items() if dtype is not None}
 
 
 def attach(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> None:

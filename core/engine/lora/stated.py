@@ -127,12 +127,17 @@ def _refusal(stated: Mapping[str, Any]) -> str:
 
 
 def _matches(pattern: str, layer: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+    return re.match(_whole(pattern), layer) is not None
+
+
+def _whole(pattern: str) -> str:
+    """Return the expression that PEFT matches: of a whole path, or of what stands behind a point in it."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _is_pattern(text: str) -> bool:
     try:
-        re.compile(text)
+        re.compile(_whole(text))
     except re.error:
         return False
     return True

@@ -130,6 +130,14 @@ def test_llama_cpp_quantises_the_layers_matrices(folder: Path, weights: str, com
     assert any(ours == right[:compared] for ours, right in zip(rows, expected(asked, compared), strict=True))
 
 
+def test_rows_that_are_no_whole_blocks_are_refused() -> None:
+    pytest.importorskip("gguf", reason="the peer llama.cpp takes gguf")
+    data, kind = gguf_file._data("blk.0.ffn_up.weight", torch.ones(3, 64), "q8_0")
+    assert kind.name == "Q8_0" and data.shape[0] == 3
+    with pytest.raises(ModelError, match="its rows have 48 numbers, and q8_0 has blocks of 32"):
+        gguf_file._data("blk.0.ffn_up.weight", torch.ones(3, 48), "q8_0")
+
+
 def test_rows_of_a_llama_are_put_into_pairs() -> None:
     config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1}
     rows = torch.arange(8.0)[:, None]

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from core.engine.lora.adapters import Adapters, read_tensors
+from core.engine.lora.layers import find_layers
 from core.engine.lora.memory import AdapterMemory
 from core.engine.lora.stated import CONFIG_NAME, WEIGHTS_NAME, read_stated
 from core.engine.models.loading import build_model
@@ -84,6 +86,7 @@ def test_b_is_scaled_as_peft_does(folder: Path, stated: dict[str, Any], scale: f
         ({"r": True}, "the rank 'r' is True"),
         ({"lora_alpha": "8"}, "'lora_alpha' is '8', not a number"),
         ({"rank_pattern": {"(": 4}}, "regular expressions"),
+        ({"rank_pattern": {"(?i)Q_PROJ": 4}}, "regular expressions"),  # by itself it is one, within PEFT's it is none
         ({"bias": "all"}, "bias='all': it changes biases"),
         ({"use_dora": True}, "use_dora=True: DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
@@ -184,6 +187,16 @@ def test_what_one_adapter_makes_infinite_stays_with_its_tokens(model: Any) -> No
     assert (none == 0).all() and first.isinf().all() and (second == 2 * layer.a.shape[1]).all()
     memory.end_step()
     assert layer.add(x, out) is out
+
+
+@pytest.mark.parametrize(("model_type", "router"), [("phimoe", "router"), ("llama4_text", "feed_forward.router")])
+def test_layers_that_give_more_than_rows_have_no_adapters(model_type: str, router: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32).model
+    routers = {path for path, each in model.named_modules() if path.endswith(router) and isinstance(each, nn.Linear)}
+    found = find_layers(model)
+    assert routers and not routers & found.keys()
+    assert any(path.endswith("q_proj") for path in found)
 
 
 def test_the_configuration_is_read_without_torch(folder: Path) -> None:

@@ -36,7 +36,7 @@ def gguf_file(folder: Path, weights: str = "") -> Path:
 
     weights: the format of the layers' matrices, "q8_0" or "q4_0"; "" for their dtype. Embedding and head keep theirs,
     as `core` leaves them when it quantises. Raises `ModelError` for a model of another type, and for one that has a
-    tensor which is not known here.
+    tensor which is not known here, or whose rows are no whole number of the format's blocks.
     """
     path = folder / f"model{weights and f'-{weights}'}.gguf"
     if not path.is_file():
@@ -78,7 +78,7 @@ def _write(config: dict[str, Any], folder: Path, path: Path, weights: str) -> No
     writer.add_tokenizer_model("no_vocab")
     for name, tensor in _tensors(folder):
         known = _name(name)
-        data, kind = _data(_permuted(config, name, tensor), weights if known.startswith("blk.") else "")
+        data, kind = _data(name, _permuted(config, name, tensor), weights if known.startswith("blk.") else "")
         writer.add_tensor(known, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -116,13 +116,20 @@ def _permuted(config: dict[str, Any], name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _data(tensor: Tensor, weights: str) -> tuple[Any, Any]:
+def _data(name: str, tensor: Tensor, weights: str) -> tuple[Any, Any]:
     """Return the array and its type in the file; norms are fp32, as llama.cpp asks for."""
+    from gguf import GGML_QUANT_SIZES, quants
     from gguf import GGMLQuantizationType as Kind
-    from gguf import quants
 
     if weights and tensor.dim() == 2:
         kind = Kind[weights.upper()]
+        block = GGML_QUANT_SIZES[kind][0]
+        if tensor.shape[1] % block:
+            raise ModelError(
+                f"tensor {name!r} in a GGUF file as {weights}",
+                found=f"its rows have {tensor.shape[1]} numbers, and {weights} has blocks of {block}",
+                remedy="leave llama.cpp out of --subjects, or take a model whose sizes are multiples of that",
+            )
         return quants.quantize(tensor.float().numpy(), kind), kind
     tensor = tensor.float() if tensor.dim() < 2 else tensor.contiguous()
     if tensor.dtype is torch.bfloat16:
