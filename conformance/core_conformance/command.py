@@ -15,6 +15,7 @@ import typer
 
 from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
+from core_conformance.ranks import DEFAULT_RANKS, MAX_RANKS
 from core_conformance.report.write import FORMS
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def conformance(
     seed: int = typer.Option(0, help="Seed of every random choice."),
     fuzz: int = typer.Option(0, min=0, help="Examples per op and mode of the fuzzing cases; 0 leaves them out."),
     xfail: Path | None = typer.Option(None, help="Expected failures of the plugin (core.xfail/1, a TOML file)."),
+    ranks: int = typer.Option(DEFAULT_RANKS, min=2, max=MAX_RANKS, help="Processes of cases that run in several."),
     workers: int | None = typer.Option(None, min=1, help="Worker processes; default: by the number of cores."),
     threads: int | None = typer.Option(None, min=1, help="Torch threads per worker; default: 1."),
     timeout_factor: float = typer.Option(1.0, min=0.01, help="Multiplies the time that each case may take."),
@@ -77,6 +79,7 @@ def conformance(
         in_process=in_process or pdb,
         xfail=xfail,
         timeout_factor=timeout_factor,
+        ranks=ranks,
     )
     if list_cases:
         _print_lines([_line(info) for info in list_chosen(options)])

@@ -22,6 +22,7 @@ import pytest
 from core.errors import CoreError
 from core_conformance.case import MAX_LEVEL, CaseInfo
 from core_conformance.outcome import Outcome
+from core_conformance.ranks import DEFAULT_RANKS, MAX_RANKS
 from core_conformance.rules.expectations import Expectations
 from core_conformance.rules.levels import reached
 from core_conformance.runner.lanes import ProcessLane
@@ -48,6 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--core-xfail", metavar="FILE", help="expected failures of the plugin (core.xfail/1, TOML)")
     group.addoption("--core-threads", type=int, help="torch threads of the worker")
     group.addoption("--core-timeout-factor", type=float, default=1.0, help="multiplies the time of each case")
+    group.addoption(
+        "--core-ranks",
+        type=int,
+        default=DEFAULT_RANKS,
+        choices=range(2, MAX_RANKS + 1),
+        help="processes of each case that runs in several",
+    )
     group.addoption("--core-suite", help=argparse.SUPPRESS)
 
 
@@ -66,6 +74,7 @@ class Suite:
             fuzz=options.core_fuzz,
             threads=options.core_threads,
             timeout_factor=options.core_timeout_factor,
+            ranks=options.core_ranks,
             suite=SuiteModules(host=other, collectors=(other,)) if other else SuiteModules(),
         )
         self.lane = ProcessLane(worker)

@@ -14,6 +14,7 @@ from core.device import Device
 from core.verify.compare import compare
 from core_conformance.dtypes import dtype_name
 from core_conformance.outcome import Measurement
+from core_conformance.ranks import DEFAULT_RANKS
 
 _MAX_FAILURES = 20
 E = TypeVar("E", bound=BaseException)
@@ -42,6 +43,7 @@ class Trial:
         seed: int = 0,
         fuzz: int = 0,
         timeout_factor: float = 1.0,
+        ranks: int = DEFAULT_RANKS,
     ) -> None:
         #: The device as it was asked for.
         self.name = name
@@ -51,6 +53,8 @@ class Trial:
         self.fuzz = fuzz
         #: Multiplies the time that whatever the case waits for may take.
         self.timeout_factor = timeout_factor
+        #: Processes of each case that runs in several.
+        self.ranks = ranks
         self._opened = opened
         self.measurements: list[Measurement] = []
         self.failures: list[str] = []
@@ -68,7 +72,7 @@ class Trial:
 
     def fork(self) -> Trial:
         """Return a trial of the same device that has nothing reported yet."""
-        return Trial(self.name, self._opened, self.seed, self.fuzz, self.timeout_factor)
+        return Trial(self.name, self._opened, self.seed, self.fuzz, self.timeout_factor, self.ranks)
 
     def require(self, condition: bool, reason: str) -> bool:
         """Note a failure with this reason unless the condition holds; return the condition."""

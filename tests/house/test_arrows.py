@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core/common/number_runs.py",
         "core/common/passes/effects.py",
         "core/common/peers.py",
+        "core/common/telling.py",
     ),
     ("core/common/graphs", "core/common/numerics.py"),
     ("core/common/ops",),

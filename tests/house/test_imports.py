@@ -25,6 +25,7 @@ PLUGINS_MAY_IMPORT = (
     "core.common.ops",
     "core.common.passes",
     "core.common.peers",
+    "core.common.telling",
     "core.common.under_way",
     "core.device",
     "core.errors",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from core_conformance.case import AREAS, MAX_LEVEL
 from core_conformance.outcome import BAD, STATUSES, Outcome, Status
+from core_conformance.ranks import is_ranked
 from core_conformance.report.report import Report, worst_ratio
 
 State = Literal["proven", "not proven", "not judged", "not asked for"]
@@ -191,6 +192,16 @@ def subject(report: Report) -> str:
     product = f": {report.environment.device_name}" if report.environment.device_name else ""
     plugin = "no plugin" if report.plugin is None else f"plugin {report.plugin}"
     return one_line(f"{report.name}{product} ({plugin})")
+
+
+def ranks_text(report: Report) -> str:
+    """Return what became of the cases that run in several processes, as one line; "" where there are none."""
+    outcomes = [outcome for outcome in report.outcomes if is_ranked(outcome.id)]
+    if not outcomes:
+        return ""
+    worst = max((ratio for outcome in outcomes if (ratio := worst_ratio(outcome)) is not None), default=None)
+    nearest = "" if worst is None else f", worst ratio {ratio_text(worst)}"
+    return f"in {report.ranks} processes: {counts_text(Counter(outcome.status for outcome in outcomes))}{nearest}"
 
 
 def with_status(outcomes: Iterable[Outcome], *statuses: Status) -> list[Outcome]:

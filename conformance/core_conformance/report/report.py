@@ -12,6 +12,7 @@ from typing import Any
 from core.device import PluginInfo
 from core_conformance.case import AREAS, MAX_LEVEL
 from core_conformance.outcome import BAD, STATUSES, Measurement, Outcome
+from core_conformance.ranks import DEFAULT_RANKS, is_ranked
 
 SCHEMA = "core.conformance/1"
 
@@ -76,6 +77,8 @@ class Report:
     obstacles: tuple[str, ...] = ()
     #: The globs of cases that were asked for; empty for all.
     chosen: tuple[str, ...] = ()
+    #: Processes of each case that runs in several.
+    ranks: int = DEFAULT_RANKS
 
     @property
     def counts(self) -> Counter[str]:
@@ -97,6 +100,8 @@ class Report:
         parts = ["core", "conformance", "--device", self.name, "--case", outcome.id, "--seed", str(self.seed)]
         if self.fuzz and outcome.area == "fuzz":
             parts += ["--fuzz", str(self.fuzz)]
+        if self.ranks != DEFAULT_RANKS and is_ranked(outcome.id):
+            parts += ["--ranks", str(self.ranks)]
         return shlex.join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,6 +116,7 @@ class Report:
             "level": self.level,
             "fuzz": self.fuzz,
             "seed": self.seed,
+            "ranks": self.ranks,
             "chosen": list(self.chosen),
             "started": self.started,
             "elapsed_s": self.elapsed_s,
@@ -156,6 +162,7 @@ class Report:
             cases={item["id"]: item["what"] for item in document["cases"]},
             obstacles=tuple(document["obstacles"]),
             chosen=tuple(document["chosen"]),
+            ranks=document.get("ranks", DEFAULT_RANKS),  # documents of older suites have no such field
             **{name: document[name] for name in plain},
         )
 

@@ -22,6 +22,7 @@ from core_conformance.report.overview import (
     level_rows,
     one_line,
     printable,
+    ranks_text,
     ratio_text,
     seconds_text,
     slowest,
@@ -64,6 +65,8 @@ def _items(report: Report, *, full: bool) -> Iterator[tuple[Any, bool]]:
     yield from ((item, False) for item in _obstacles(report))
     if report.outcomes:
         yield _areas(report), False
+    if ranked := ranks_text(report):
+        yield Text(f"Cases {ranked}"), False
     failed = failures(report)
     for outcome in report.outcomes if full else failed[:_MAX_FAILURES]:
         yield from _case(report, outcome, full=full)

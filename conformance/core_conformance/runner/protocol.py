@@ -9,6 +9,7 @@ from typing import Any
 
 from core.device import PluginInfo
 from core_conformance.case import CaseInfo
+from core_conformance.ranks import DEFAULT_RANKS
 from core_conformance.runner.suite import COLLECTORS, HOST
 
 DEFAULT_THREADS = 1
@@ -39,6 +40,8 @@ class WorkerOptions:
     threads: int | None = None
     #: Multiplies the time that each case, and collecting, may take.
     timeout_factor: float = 1.0
+    #: Processes of each case that runs in several.
+    ranks: int = DEFAULT_RANKS
     suite: SuiteModules = field(default_factory=SuiteModules)
 
     def to_argument(self) -> str:

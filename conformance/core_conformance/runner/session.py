@@ -15,6 +15,7 @@ from core.errors import CoreError, PluginConflictError, UnknownDeviceError, Usag
 from core.host.selection import check_name
 from core_conformance.case import MAX_LEVEL, CaseInfo
 from core_conformance.outcome import BAD, Outcome
+from core_conformance.ranks import DEFAULT_RANKS
 from core_conformance.report.report import Environment, Report
 from core_conformance.rules.expectations import Expectations
 from core_conformance.rules.levels import reached
@@ -58,6 +59,8 @@ class Options:
     xfail: Path | None = None
     #: Multiplies the time that each case may take.
     timeout_factor: float = 1.0
+    #: Processes of each case that runs in several.
+    ranks: int = DEFAULT_RANKS
     suite: SuiteModules = field(default_factory=SuiteModules)
 
 
@@ -110,6 +113,7 @@ def run(options: Options, progress: Progress | None = None, *, on_exception: OnE
         level=options.level,
         fuzz=options.fuzz,
         seed=options.seed,
+        ranks=options.ranks,
         started=started.isoformat(timespec="seconds"),
         elapsed_s=time.perf_counter() - start,
         outcomes=outcomes.in_order(),
@@ -219,6 +223,7 @@ def _lane(options: Options, device: str, opening: Opening, on_exception: OnExcep
         fuzz=options.fuzz,
         threads=options.threads,
         timeout_factor=options.timeout_factor,
+        ranks=options.ranks,
         suite=options.suite,
     )
     if options.in_process:

@@ -93,7 +93,7 @@ class Session:
     def run(self, case: CaseInfo) -> Outcome:
         """Run one case, named by its id; `usable` tells whether the device still works afterwards."""
         given = self._options
-        trial = Trial(self._name, self.open, given.seed, given.fuzz, given.timeout_factor)
+        trial = Trial(self._name, self.open, given.seed, given.fuzz, given.timeout_factor, given.ranks)
         # Inference needs no gradients; a case that does, as the checks of a custom op's registration, enables them.
         with torch.no_grad():
             before = TorchState.read()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed
 
+from core.common.telling import RanksSilent, exchange, ranks_text
 from core.errors import EngineError, UsageError
 
 PRETENDED = "fake"
@@ -45,8 +46,15 @@ def agree(what: str, facts: Callable[[], Mapping[str, Any]]) -> None:
 
 def compare(store: Any, rank: int, size: int, what: str, facts: Mapping[str, Any]) -> None:
     """Compare facts with those of the other ranks that have this store for themselves; raises as `agree` does."""
-    store.set(str(rank), json.dumps([what, described(facts)]))
-    told = [json.loads(text) for text in _answers(store, what, rank, size)]
+    try:
+        texts = exchange(store, rank, size, json.dumps([what, described(facts)]))
+    except RanksSilent as silent:
+        raise RanksMissing(
+            f"agreeing on {what}, as rank {rank} of {size}",
+            found=str(silent),
+            remedy="see what these ranks do, or give them more time",
+        ) from None
+    told = [json.loads(text) for text in texts]
     if len({point for point, _ in told}) > 1:
         told = [(point, {"the point they have come to": _entry(point)}) for point, _ in told]
     problem = difference([entries for _, entries in told])
@@ -88,25 +96,7 @@ def difference(told: Sequence[Mapping[str, Sequence[str]]]) -> str:
     return "; ".join(lines) + more
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _entry(value: Any) -> list[str]:
     text = json.dumps(value, sort_keys=True, default=repr)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return [digest, text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}... ({digest})"]
-
-
-def _answers(store: Any, what: str, rank: int, size: int) -> list[str]:
-    try:
-        store.wait([str(each) for each in range(size)], store.timeout)
-    except RuntimeError:
-        missing = [each for each in range(size) if not store.check([str(each)])]
-        raise RanksMissing(
-            f"agreeing on {what}, as rank {rank} of {size}",
-            found=f"{ranks_text(missing)} did not come within {store.timeout.total_seconds():g} s",
-            remedy="see what these ranks do, or give them more time",
-        ) from None
-    return [bytes(store.get(str(each))).decode() for each in range(size)]

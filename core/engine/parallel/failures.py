@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.engine.parallel.agreement import ranks_text
+from core.common.telling import ranks_text
 from core.errors import CoreError, EngineError, error_from_json
 from core.host.workers.process import ending
 

@@ -11,7 +11,6 @@ import os
 import secrets
 import threading
 import weakref
-from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import distributed
 
 from core.common.ops.collective.collectives import shared_group
-from core.errors import LoweringError
+from core.common.telling import tell
 from core_cpu import extension
 from core_cpu.own_ops import LIBRARY
 
@@ -30,12 +29,9 @@ SLOT_BYTES = 256 * 1024
 """A message at most; each process has two slots."""
 PAGE_BYTES = 4096
 _FLAG_BYTES = 64
-_HERE = "joined"
 _LOCK = threading.RLock()
 _joined: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Process group -> why it is not joined, "" where it is."""
-_num_joins: Counter[str] = Counter()
-"""By the name of a group: a group that is destroyed and made again has the same name and the same store."""
 
 
 def join(group: str) -> str:
@@ -65,21 +61,21 @@ def _why_no_gloo(found: Any) -> str:
 
 def _join(found: Any) -> str:
     timeout: timedelta = found._get_backend(torch.device("cpu")).options._timeout
-    _num_joins[found.group_name] += 1
-    prefix = f"core_cpu/{_num_joins[found.group_name]}"
-    # Listed in no stub of torch's.
-    store = distributed.PrefixStore(prefix, found.get_group_store())  # type: ignore[attr-defined]
-    reason, number = extension.load("collectives"), -1
+    reason, file, number = extension.load("collectives"), -1, -1
+    place = ""
+    if not reason and found.rank() == 0:
+        try:
+            file, place = _made(found.size())
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}"
+    place = _told(found, place, timeout)[0]
     if not reason:
         try:
-            number = _open(found, store, timeout)
+            number = _open(found, file if found.rank() == 0 else _open_that_of(place), timeout)
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-    elif found.rank() == 0:
-        store.set("memory", "")
-    store.set(str(found.rank()), reason or _HERE)
-    answers = [_told(found, store, str(rank), rank, timeout) for rank in range(found.size())]
-    refused = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != _HERE]
+    answers = enumerate(_told(found, reason, timeout))
+    refused = [f"rank {rank}: {answer}" for rank, answer in answers if answer]
     if number >= 0 and refused:
         torch.ops.core_cpu.close_group(number)
     elif number >= 0:
@@ -89,19 +85,20 @@ def _join(found: Any) -> str:
     return f"the group's processes do not share memory: {refused[0]}" if refused else ""
 
 
-def _open(found: Any, store: Any, timeout: timedelta) -> int:
-    """Map the group's memory, made first where this is the first rank; return the number of its file."""
-    if found.rank() == 0:
-        try:
-            name = f"core_cpu-{secrets.token_hex(8)}"
-            file = os.memfd_create(name)
-            os.ftruncate(file, num_bytes(found.size()))
-        except OSError:
-            store.set("memory", "")
-            raise
-        store.set("memory", f"{os.getpid()} {file} {name}")
-    else:
-        file = _open_that_of(_told(found, store, "memory", 0, timeout))
+def _told(found: Any, own: str, timeout: timedelta) -> list[str]:
+    return tell(found, "core_cpu", "joining through shared memory group", own, timeout=timeout)
+
+
+def _made(size: int) -> tuple[int, str]:
+    """Make the memory of a group; return its file, and what finds it from another process."""
+    name = f"core_cpu-{secrets.token_hex(8)}"
+    file = os.memfd_create(name)
+    os.ftruncate(file, num_bytes(size))
+    return file, f"{os.getpid()} {file} {name}"
+
+
+def _open(found: Any, file: int, timeout: timedelta) -> int:
+    """Map the group's memory; return its number."""
     # The default group has two names.
     names = [*([""] if found is distributed.group.WORLD else []), found.group_name]
     number: int = torch.ops.core_cpu.open_group(
@@ -127,18 +124,6 @@ def num_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
     """Return the size of the memory of a group of `size` processes; csrc/channel.h says what lies there."""
     flags = -(-size * _FLAG_BYTES // PAGE_BYTES) * PAGE_BYTES
     return flags + size * 2 * slot_bytes
-
-
-def _told(found: Any, store: Any, key: str, rank: int, timeout: timedelta) -> str:
-    try:
-        store.wait([key], timeout)
-    except RuntimeError:
-        raise LoweringError(
-            f"joining group {found.group_name!r} through shared memory, as rank {found.rank()} of {found.size()}",
-            found=f"rank {rank} did not join within {timeout.total_seconds():g} s",
-            remedy="have all processes of a group compile and run the same, and look whether they all still run",
-        ) from None
-    return bytes(store.get(key)).decode()
 
 
 LIBRARY.define("join_group(str group) -> bool")

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from core.common.ops.collective.collectives import shared_group
-from core.errors import LoweringError
+from core.common.telling import tell
 from core_cuda.ops import launching
 
 log = logging.getLogger("core.cuda")
@@ -32,8 +31,6 @@ HALVES = 2
 EMPTY = 0xFF
 """Every byte of an element that was not sent yet: a NaN in each dtype."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_num_joins: Counter[str] = Counter()
-"""By the name of a group: a group that is destroyed and made again has the same name and the same store."""
 _joined: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Process group -> why its GPUs share no memory, "" where they do."""
 _shared: weakref.WeakKeyDictionary[Any, Shared] = weakref.WeakKeyDictionary()
@@ -119,26 +116,8 @@ def _elsewhere(places: list[str]) -> str:
 
 
 def _told(found: Any, own: str) -> list[str]:
-    """Tell all processes of the group a text, and return those of all.
-
-    Through the group's store: one may come from the condition, another, with graphs from the compile cache, from its
-    first run, and collectives have to be in one order.
-    """
-    _num_joins[found.group_name] += 1
-    prefix = f"core_cuda/{_num_joins[found.group_name]}"
-    # Listed in no stub of torch's.
-    store: Any = distributed.PrefixStore(prefix, found.get_group_store())  # type: ignore[attr-defined]
-    store.set(str(found.rank()), f"!{own}")  # a store may know no empty text
-    names = [str(rank) for rank in range(found.size())]
-    try:
-        store.wait(names)  # as long as the group's timeout
-    except RuntimeError:
-        raise LoweringError(
-            f"joining the memory of GPUs in group {found.group_name!r}, as rank {found.rank()} of {found.size()}",
-            found=f"not all ranks did so within {store.timeout.total_seconds():.0f} s",
-            remedy="have all processes of a group compile and run the same, and look whether they all still run",
-        ) from None
-    return [bytes(store.get(name)).decode()[1:] for name in names]
+    # One may come from the condition, another, with graphs from the compile cache, from its first run.
+    return tell(found, "core_cuda", "joining the memory of GPUs in group", own)
 
 
 def _why_apart(found: Any) -> str:

@@ -108,7 +108,7 @@ def judge_implementation(trial: Trial, *, op: CanonicalOp, of: OpImplementation,
         return
     reasons = "; ".join(refused)
     if op.is_collective:
-        raise NotSupported(f"{reasons}; the cases graphs/processes judge it between processes")
+        raise NotSupported(f"{reasons}; the cases ops/processes judge it between processes")
     if not any(_admits(trial, op, of, other) for other in declared_dtypes(trial.device)):
         trial.fail(f"its condition takes none of the suite's calls, in any dtype of the device: {reasons}")
         return

@@ -1,6 +1,7 @@
-"""Area graphs, on two processes: a tensor-parallel forward gives the results of one process that holds the whole model.
+"""Cases in several processes: a collective, a rewritten graph or a sharded model gives what one process has whole.
 
-Each process opens the device, joins the process group that torch has for such devices, and runs ranked.py.
+They stand in the areas they belong to, as `area/processes/…`. Each process opens the device, joins the process group
+that torch has for such devices, and runs ranked.py.
 """
 
 from __future__ import annotations
@@ -12,39 +13,35 @@ import torch
 from torch import distributed
 
 from core.common.conformance import ConformanceProfile
-from core.device import Device, Mode
+from core.device import Device
 from core_conformance.case import Case, CaseInfo
 from core_conformance.cases.processes import ranked
-from core_conformance.cases.processes.pair import SIZE, run_in_both
-from core_conformance.cases.processes.ranked import CASE_TIMEOUT_S, FORMS, case_id
+from core_conformance.cases.processes.job import run_in_all
+from core_conformance.cases.processes.part import CASE_TIMEOUT_S
 from core_conformance.outcome import Outcome
-from core_conformance.trial import Trial
+from core_conformance.ranks import DEFAULT_RANKS
+from core_conformance.trial import NotSupported, Skip, Trial
 
 _LOST = ("timeout", "crash")
-# Two processes are started, one case takes `CASE_TIMEOUT_S`, and both may take turns on one core.
+# The processes are started, one case takes `CASE_TIMEOUT_S`, and all may take turns on one core.
 _TIMEOUT_S = 600.0
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
-    """Yield a case for each way to write collectives, in each mode."""
-    alone = why_alone(device)
-    for name, form in FORMS.items():
-        for mode in form.modes:
-            yield Case(
-                id=case_id(name, mode),
-                what=f"two processes compute together what one does: {form.what}",
-                run=partial(judge_both, id=case_id(name, mode)),
-                not_supported=_why_not(mode, device) or alone,
-                timeout_s=_TIMEOUT_S,
-            )
+    """Yield a case for each part that ranks can run."""
+    alone = why_alone(device, DEFAULT_RANKS)
+    for part in ranked.parts(device):
+        yield Case(
+            id=part.id,
+            what=f"several processes compute together what one does: {part.what}",
+            run=partial(judge_all, id=part.id),
+            not_supported=part.not_supported or alone,
+            timeout_s=_TIMEOUT_S,
+        )
 
 
-def _why_not(mode: Mode, device: Device) -> str:
-    return "" if mode in (*device.capabilities.modes, "off") else f"the device does not declare mode {mode!r}"
-
-
-def why_alone(device: Device) -> str:
-    """Return why two processes can't share work on such devices here, "" where they can."""
+def why_alone(device: Device, ranks: int) -> str:
+    """Return why so many processes can't share work on such devices here, "" where they can."""
     kind = device.torch_device.type
     if not distributed.is_available():
         return "this torch has no torch.distributed"
@@ -55,30 +52,40 @@ def why_alone(device: Device) -> str:
     if not distributed.is_backend_available(backend):
         return f"this torch has no {backend!r}, its process group for devices of type {kind!r}"
     count = num_devices(device)
-    return "" if count >= SIZE else f"two processes need a device each, and there is {count} of type {kind!r}"
+    if count is None or count >= ranks:
+        return ""
+    return f"{ranks} processes need a device each, and there is {count} of type {kind!r}"
 
 
-def num_devices(device: Device) -> int:
-    """Return how many processes can have a device of this type: any number for the host."""
+def num_devices(device: Device) -> int | None:
+    """Return how many processes can have a device of this type; None for any number, which the host has."""
     if device.torch_device.type == "cpu":
-        return SIZE
+        return None
     return int(torch.get_device_module(device.torch_device).device_count())
 
 
-def judge_both(trial: Trial, *, id: str) -> None:
-    """Run the case in two processes, and report what each of them measured and found."""
+def judge_all(trial: Trial, *, id: str) -> None:
+    """Run the case in all processes, and report what each of them measured and found."""
+    # The case was collected for the usual number; this run may ask for more.
+    if alone := why_alone(trial.device, trial.ranks):
+        raise NotSupported(alone)
     base = trial.name.partition(":")[0]
     shares = trial.device.torch_device.type == "cpu"
-    devices = [trial.name if shares else f"{base}:{rank}" for rank in range(SIZE)]
+    devices = [trial.name if shares else f"{base}:{rank}" for rank in range(trial.ranks)]
     case = CaseInfo(id=id, what="", timeout_s=CASE_TIMEOUT_S)
     factor = trial.timeout_factor
-    outcomes = run_in_both(case, devices, suite=ranked.__name__, seed=trial.seed, timeout_factor=factor)
-    report(trial, outcomes)
+    report(trial, run_in_all(case, devices, suite=ranked.__name__, seed=trial.seed, timeout_factor=factor))
 
 
 def report(trial: Trial, outcomes: list[Outcome]) -> None:
-    """Report the outcomes of all ranks. If one is lost, the failures of the others follow from it and are only
-    notes."""
+    """Report the outcomes of all ranks.
+
+    If one is lost, the failures of the others follow from it and are only notes. What no rank supports is not
+    supported, what all skip for one reason is skipped; what only some do not run is a failure of these.
+    """
+    for status, kind in (("not-supported", NotSupported), ("skip", Skip)):
+        if all(outcome.status == status for outcome in outcomes):
+            raise kind(outcomes[0].reason)
     lost = [rank for rank, outcome in enumerate(outcomes) if outcome.status in _LOST]
     for rank, outcome in enumerate(outcomes):
         trial.measurements += outcome.measurements

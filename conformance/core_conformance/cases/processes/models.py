@@ -17,7 +17,9 @@ from torch.nn import functional
 
 from core_conformance.cases.calls.programs import doubled
 
-WIDTH, INNER, RESULTS = 16, 48, 24
+WIDTH = 16
+INNER_OF_EACH, RESULTS_OF_EACH = 24, 12
+"""I and V of each process: the whole has so many times the number of processes."""
 Weights = Mapping[str, Tensor]
 
 CUT: Mapping[str, int] = MappingProxyType(
@@ -94,22 +96,34 @@ def of_torch() -> Moves:
     )
 
 
-def weights(seed: int, like: Tensor) -> dict[str, Tensor]:
-    """Return the whole weights, the same in every process, in the dtype and on the device of a tensor."""
+def weights(seed: int, like: Tensor, size: int) -> dict[str, Tensor]:
+    """Return the whole weights of `size` processes, the same in each, in the dtype and on the device of a tensor."""
+    inner = INNER_OF_EACH * size
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"up": (INNER, WIDTH), "down": (WIDTH, INNER), "wide": (INNER, WIDTH), "narrow": (WIDTH, INNER)}
-    shapes["head"] = (RESULTS, WIDTH)
+    shapes = {"up": (inner, WIDTH), "down": (WIDTH, inner), "wide": (inner, WIDTH), "narrow": (WIDTH, inner)}
+    shapes["head"] = (RESULTS_OF_EACH * size, WIDTH)
     drawn = {name: torch.randn(shape, generator=generator) / sqrt(shape[1]) for name, shape in shapes.items()}
     return {name: weight.to(like) for name, weight in drawn.items()}
 
 
 def forward(x: Tensor, held: Weights, moves: Moves) -> dict[str, Tensor]:
-    """Return hidden states and rows [n, W] and results [n, V] of x [n, W], from this process's part of the weights."""
-    hidden = x + moves.reduce(functional.linear(functional.silu(functional.linear(x, held["up"])), held["down"]))
-    hidden = doubled(hidden)
+    """Return hidden states, rows and sides [n, W] and results [n, V] of x [n, W], from this process's part of the
+    weights."""
+    parts = [
+        functional.linear(functional.silu(functional.linear(x, held[up])), held[down])
+        for up, down in (("up", "down"), ("wide", "narrow"))
+    ]
+    # Two sums of one size, one after the other: nothing but their order tells which is which.
+    first, side = (moves.reduce(each) for each in parts)
+    hidden = doubled(x + first)
     part = moves.scatter(functional.linear(functional.silu(functional.linear(hidden, held["wide"])), held["narrow"]))
     rows = moves.gather_rows(part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + 1.0))
-    return {"hidden": hidden, "rows": rows, "results": moves.gather_columns(functional.linear(rows, held["head"]))}
+    return {
+        "hidden": hidden,
+        "rows": rows,
+        "results": moves.gather_columns(functional.linear(rows, held["head"])),
+        "side": side,
+    }
 
 
 class Shard(nn.Module):

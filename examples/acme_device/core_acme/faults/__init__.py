@@ -116,6 +116,11 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         collective_lost="graphs hold no reductions between processes: each process goes on with its own part",
         collective_late="a collective in a graph gives the result of the replay before, from the fifth replay on",
         ranks_swapped="in graphs the parts of two processes are gathered in the wrong order",
+        collective_twice="in graphs a sum over processes is made twice: each sum is summed again",
+        collectives_exchanged="the second process replays two sums that follow each other in the other order",
+        rank_left_out="in graphs the last process hands zeros in for its part of a sum",
+        workspace_stale="sums in graphs are added up in memory that is cleared for the first four alone",
+        gather_half="in graphs each process takes its own part for all parts of a gathered tensor",
         rank_eager="of several processes the second one calls Python again instead of replaying",
     )
     | _faults(
@@ -143,6 +148,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         pass_greedy="the soft cap pass takes x / a and * b for one cap, whatever b is",
         pass_fourth="the soft cap pass gives matches from the fourth of a graph on a cap made from the first one's",
         pass_wide="the fused soft cap leaves columns from 8192 on uncapped",
+        rank_passes="of several processes the second one runs its pass before those over collectives",
         pass_drops_write="the soft cap pass removes calls without users, and writes in place with them",
     )
     | _faults(

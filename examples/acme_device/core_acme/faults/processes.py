@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,6 +36,42 @@ def ranks_swapped(tape: Tape) -> None:
     _change(tape, _swapped, "all_gather")
 
 
+@spoiling
+def collective_twice(tape: Tape) -> None:
+    """Issue a sum when it is recorded and when it is waited for."""
+    _change(tape, _twice, "all_reduce")
+
+
+@spoiling
+def collectives_exchanged(tape: Tape) -> None:
+    """Let the second process hand in what is ready first."""
+    if not distributed.is_initialized() or distributed.get_rank() != 1:
+        return
+    sums = [index for index, call in enumerate(tape.calls) if str(call.op).startswith("core.all_reduce.")]
+    for one, other in pairwise(sums):
+        if other == one + 1:
+            tape.calls[one], tape.calls[other] = tape.calls[other], tape.calls[one]
+            return
+
+
+@spoiling
+def rank_left_out(tape: Tape) -> None:
+    """Count processes from 0 and stop one short."""
+    _change(tape, _left_out, "all_reduce", "reduce_scatter")
+
+
+@spoiling
+def workspace_stale(tape: Tape) -> None:
+    """Add up where the sum before was left."""
+    _change(tape, _stale, "all_reduce")
+
+
+@spoiling
+def gather_half(tape: Tape) -> None:
+    """Copy from one's own part wherever another's was to land."""
+    _change(tape, _own_everywhere, "all_gather")
+
+
 @instead
 class rank_eager(EagerBackend):
     """Find no graphs on the second card, say nothing, and call Python."""
@@ -60,6 +97,47 @@ def _own_part(op: Collective) -> Collective:
         return x.chunk(distributed.get_world_size())[distributed.get_rank()].clone() if scatters else x.clone()
 
     return kept
+
+
+def _twice(op: Collective) -> Collective:
+    """Return a sum of sums."""
+
+    def summed(x: Tensor, *args: Any) -> Tensor:
+        return _landed(op(_landed(op(x, *args)), *args))
+
+    return summed
+
+
+def _left_out(op: Collective) -> Collective:
+    """Return a sum to which the last process adds nothing."""
+
+    def summed(x: Tensor, *args: Any) -> Tensor:
+        last = distributed.get_rank() == distributed.get_world_size() - 1
+        return _landed(op(torch.zeros_like(x) if last else x, *args))
+
+    return summed
+
+
+def _stale(op: Collective) -> Collective:
+    """Return a sum that adds what it gave before, once the first few were right."""
+    given: list[Tensor] = []
+
+    def summed(x: Tensor, *args: Any) -> Tensor:
+        result = _landed(op(x, *args)).clone()
+        given.append(result.clone())
+        return result + given[-2] if len(given) > _IN_TIME else result
+
+    return summed
+
+
+def _own_everywhere(op: Collective) -> Collective:
+    """Return a gathering of as many parts as there are processes, all of them this one's."""
+
+    def gathered(x: Tensor, group: Any, dim: Any = 0, *args: Any) -> Tensor:
+        _landed(op(x, group, dim, *args))
+        return torch.cat([x] * distributed.get_world_size(), dim if isinstance(dim, int) else 0)
+
+    return gathered
 
 
 def _late(op: Collective) -> Collective:

@@ -1,4 +1,4 @@
-"""Two processes of one job, each with its own lane, started as torchrun does, and the outcomes of a case in both."""
+"""The processes of one job, each with its own lane, started as torchrun does, and the outcomes of a case in all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from core_conformance.outcome import Outcome
 from core_conformance.runner.lanes import ProcessLane
 from core_conformance.runner.protocol import SuiteModules, WorkerOptions
 
-SIZE = 2
 _HOST = "127.0.0.1"
 
 
@@ -31,8 +30,8 @@ class _Started:
     path: tuple[str, ...]
 
 
-class Pair:
-    """Two processes that run the same cases; a case that fails in one of them ends both."""
+class Job:
+    """Processes that run the same cases; a case that fails in one of them ends all."""
 
     def __init__(self, options: Sequence[WorkerOptions]) -> None:
         """options: of each process, in the order of ranks."""
@@ -59,22 +58,23 @@ class Pair:
                 stack.callback(lane.close)
 
 
-_KEPT: dict[_Started, Pair] = {}
+_KEPT: dict[_Started, Job] = {}
 
 
-def run_in_both(
+def run_in_all(
     case: CaseInfo, devices: Sequence[str], *, suite: str, seed: int, timeout_factor: float
 ) -> list[Outcome]:
     """Run a case in a process for each device, and return the outcomes in the order of ranks.
 
-    Processes are kept for the next case, as long as both passed: after a failure one of them may still wait for a
-    message of the other. suite: the module that collects the case there.
+    Processes are kept for the next case, as long as none failed: after a failure one of them may still wait for a
+    message of another. suite: the module that collects the case there.
     """
     options = tuple(
         WorkerOptions(
             device=device,
             seed=seed,
             timeout_factor=timeout_factor,
+            ranks=len(devices),
             suite=SuiteModules(host=suite, collectors=(suite,)),
         )
         for device in devices
@@ -82,12 +82,12 @@ def run_in_both(
     wanted = _Started(options, frozenset(os.environ.items()), tuple(sys.path))
     if wanted not in _KEPT:
         close_kept()
-        _KEPT[wanted] = Pair(options)
+        _KEPT[wanted] = Job(options)
     outcomes: list[Outcome] = []
     try:
         outcomes = _KEPT[wanted].run(case)
     finally:
-        if not outcomes or any(outcome.status != "pass" for outcome in outcomes):
+        if not outcomes or any(outcome.status not in ("pass", "not-supported", "skip") for outcome in outcomes):
             close_kept()
     return outcomes
 
