@@ -32,7 +32,7 @@ from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
 from core.engine.parallel.rank import own_rank
-from core.errors import DeviceUnavailableError, ModelError, UsageError
+from core.errors import DeviceUnavailableError, ModelError
 
 if TYPE_CHECKING:
     from core.compilation.options import Progress
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from core.engine.models.quantizing import Quantize
     from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
+    from core.engine.serve.prompts import Prompt
     from core.engine.serve.request import Completion
     from core.engine.steps.runner import EngineConfig
 
@@ -142,12 +143,6 @@ def _load(
     from core.engine.models.resolve import resolve_model
 
     loaded = tried(resolve_model(model, device, dtype, progress, sharded=rank.size > 1)[0], rank)
-    if loaded.tokenizer is None and loaded.tokenizer_error is None:
-        raise UsageError(
-            f"core run {model}",
-            found="a model type is built with random weights and has no tokenizer, so there is no text to continue",
-            remedy="name a folder; core explain, bench and serve take types",
-        )
     return loaded if scheme is None else scheme.apply(loaded, progress)
 
 
@@ -176,7 +171,7 @@ def _engine(
     check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
     resolved.parts.prepare()
     loaded = load(rank=rank)
-    encoded = encode_prompts(prompts, loaded, [params] * len(prompts))
+    encoded = encode_prompts(_for_model(prompts, loaded), loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
     longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)
     config = replace(
@@ -251,23 +246,35 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
         yield progress
 
 
-def _generate(engine: Engine, prompts: Sequence[str], params: Any, *, stream: bool) -> list[Completion]:
-    """Generate, and with one prompt print its text as it comes; with several, each as a whole at the end."""
+def _for_model(prompts: Sequence[str], loaded: LoadedModel) -> Sequence[Prompt]:
+    """Return the prompts; for a model type, which is built without a tokenizer, their bytes as token ids."""
+    if loaded.tokenizer is not None or loaded.tokenizer_error is not None:
+        return prompts
+    return [[byte % loaded.vocab_size for byte in prompt.encode(errors="surrogateescape")] for prompt in prompts]
+
+
+def _generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool) -> list[Completion]:
+    """Generate, and with one prompt print its text as it comes; with several, each as a whole at the end.
+
+    Without a tokenizer there is no text, and token ids are printed.
+    """
     import sys
 
     def write(_: int, piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    if stream and len(prompts) == 1:
-        write(0, prompts[0])
+    prompts, has_text = _for_model(texts, engine.loaded), engine.loaded.tokenizer is not None
+    if stream and has_text and len(texts) == 1:
+        write(0, texts[0])
         completions = engine.generate(prompts, params, on_text=write)
         write(0, "\n\n")
         return completions
     completions = engine.generate(prompts, params)
     if stream:
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            print(f"[{index}] {prompt}{completion.text}\n")
+        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
+            ids = ", ".join(map(str, completion.token_ids))
+            print(f"[{index}] {text}{completion.text}\n" if has_text else f"[{index}] token ids: {ids}\n")
     return completions
 
 

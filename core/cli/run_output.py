@@ -143,7 +143,7 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
         },
         model={
             "class": type(loaded.model).__name__,
-            "path": str(loaded.path),
+            "path": None if loaded.path is None else str(loaded.path),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "num_parameters": loaded.num_parameters,
             "warnings": list(loaded.warnings),

@@ -22,10 +22,27 @@ def test_a_folder_is_named_by_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["completions"] == by_place["completions"]
 
 
-def test_a_type_has_no_text_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "llama", "--device", "cpu", "--mode", "off"]) == 2
-    error = capsys.readouterr().err
-    assert "core run llama" in error and "no tokenizer" in error and "name a folder" in error
+def test_a_type_continues_the_bytes_of_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = [
+        "run",
+        "llama",
+        "--device",
+        "cpu",
+        "--mode",
+        "off",
+        "--max-new-tokens",
+        "2",
+        "--prompt",
+        "If",
+        "--no-check",
+    ]
+    assert main([*quick, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (completion,) = document["completions"]
+    assert completion["prompt_token_ids"] == list(b"If") and len(completion["token_ids"]) == 2
+    assert document["model"]["path"] is None
+    assert main(quick) == 0
+    assert f"[0] token ids: {', '.join(map(str, completion['token_ids']))}" in capsys.readouterr().out
 
 
 def test_two_names_of_the_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,54 @@ def test_each_program_of_a_page_runs(
         pytest.fail(f"docs/{page}.md, line {block.line}, prints:\n{printed}")
 
 
+def _names_of_fragments() -> dict[str, Any]:
+    """What code that shows a part of a plugin takes from the rest of it."""
+    from core.common.conformance import ConformanceProfile
+    from core.common.fakes import FakeOp
+    from core.common.fakes.rules import half_last
+    from core.common.ops.declaration import Sample
+    from core.common.ops.implementation import OpCall, OpImplementation
+    from core.hookspecs import hookimpl
+
+    kinds = (ConformanceProfile, FakeOp, OpCall, OpImplementation, Sample, half_last, torch, Iterator)
+    own = {"fastlib_linear": torch.nn.functional.linear, "why_not": lambda call: None, "lacking": None}
+    return {kind.__name__: kind for kind in kinds} | own | {"hookimpl": hookimpl}
+
+
+FRAGMENTS = [
+    pytest.param(page, block, id=f"{page} line {block.line}")
+    for page in ("conformance", "providers", "writing-a-plugin")
+    for block, _ in programs(page)
+    if "…" not in block.text  # what leaves something out is no program
+]
+
+
+@pytest.mark.parametrize(("page", "block"), FRAGMENTS)
+def test_each_fragment_of_a_plugin_runs_and_its_functions_return(page: str, block: Block) -> None:
+    names = _names_of_fragments()
+    given = names.keys() | {"__builtins__"}
+    run(block, names, f"docs/{page}.md")
+    for name in names.keys() - given:
+        if name.startswith("core_"):
+            names[name]()
+        elif name == "rows":
+            assert list(names[name](torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_the_program_of_a_job_runs_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    ((block, _),) = programs("distributed")
+    text = block.text.replace('"path/to/llama"', "embedded_model()").replace('lowering="inline"', 'mode="off"')
+    assert text.count("embedded_model()") == 1 and 'mode="off"' in text
+    try:
+        assert run(replace(block, text=text), {"embedded_model": embedded_model}, "docs/distributed.md").strip()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 def code(page: str) -> list[Block]:
     """Return the Python of a page and what is shown of its output."""
     found = with_output((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
