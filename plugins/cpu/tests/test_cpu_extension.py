@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -217,6 +218,15 @@ def test_a_process_that_only_calls_the_op_gets_its_kernel_or_its_reference(
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(compiler == "there")]
     assert done.stderr.count("no kernels of the plugin") == (compiler == "gone")
+
+
+@pytest.mark.parametrize("name", ["attention", "linear", "quantized", "weight_only"])
+def test_what_is_planted_is_one_place_of_the_source(name: str) -> None:
+    """Else a slow test says so, long after the source was changed."""
+    found = runpy.run_path(str(Path(__file__).with_name(f"test_cpu_{name}.py")))
+    texts = [path.read_text() for path in extension.SOURCES.iterdir()]
+    for mistake, (right, _) in found["MISTAKES"].items():
+        assert sum(text.count(right) for text in texts) == 1, mistake
 
 
 @pytest.mark.slow

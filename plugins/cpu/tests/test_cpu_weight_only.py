@@ -143,7 +143,7 @@ MISTAKES = {
         "index_[l] = static_cast<int32_t>(l * (UNIT / WIDTH) / size_)",
         "index_[l] = 0",
     ),
-    "a bias for each row": ("product.bias[c + j]", "product.bias[r + i]"),
+    "a bias for each row": ("product.bias[c + j * apart]", "product.bias[r + i]"),
     "the first rows for all": ("product.x->numbers.get() + r * units * Way::UNIT", "product.x->numbers.get()"),
 }
 
