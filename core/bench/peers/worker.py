@@ -21,7 +21,7 @@ _held: dict[str, PeerRunner] = {}
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, object]:
-    """Answer `lacks` (requires), `open` (runner, work) or `run` (count); an error's text is `error` of the answer."""
+    """Answer `lacks` (requires), `open` (runner, work), `run` (count) or `end`; an error's text is `error`."""
     try:
         return _ANSWERS[request["op"]](request)
     except Exception as error:
@@ -57,4 +57,9 @@ def _run(request: Mapping[str, Any]) -> dict[str, object]:
     return {"tokens": tokens, "seconds": seconds}
 
 
-_ANSWERS = {"lacks": _lacks, "open": _open, "run": _run}
+def _end(request: Mapping[str, Any]) -> dict[str, object]:
+    _held.pop("runner").end()
+    return {}
+
+
+_ANSWERS = {"lacks": _lacks, "open": _open, "run": _run, "end": _end}

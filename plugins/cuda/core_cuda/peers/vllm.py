@@ -1,0 +1,174 @@
+"""vLLM: its `LLM` in this process, whose engine takes the steps that `LLM.generate` takes in its loop, one by one.
+
+Where the folder holds no weights, vLLM's parameters are drawn here from the distributions of `core bench`, because
+vLLM's own dummies let a router choose the same few experts for every token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.common.peers import PeerRunner, PeerWork
+from core_cuda.peers.room import FILL_TOKENS, bytes_per_token, cache_bytes, fitting, longest
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in this process, so that a step can be asked for
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_WARM_UPS = 3
+_held: dict[str, _Served] = {}
+
+
+def engine(work: PeerWork) -> PeerRunner:
+    """Compute the prompts of a cell and take its first steps, by the LLM that an earlier cell has left or a new one.
+
+    Raises `RuntimeError` with the words "out of memory" where the device has no room for the cell's cache.
+    """
+    size = (len(work.prompts), work.limit)
+    if "served" not in _held:
+        _held["served"] = _Served(work, _room(work, size))
+    served = _held["served"]
+    if size not in served.sizes:
+        raise RuntimeError(f"out of memory: the running engine has a cache for {served.sizes}, not for {size}")
+    return served.prefill(work) if work.phase == "prefill" else served.decode(work)
+
+
+def _room(work: PeerWork, wanted: tuple[int, int]) -> list[tuple[int, int]]:
+    config = json.loads((work.folder / "config.json").read_text(encoding="utf-8"))
+    free, _ = torch.cuda.mem_get_info()
+    weights = _weight_bytes(work)
+    sizes = {(int(seqs), int(limit)) for seqs, limit in work.sizes} | {wanted}
+    found = fitting(sorted(sizes), bytes_per_token(config, 2), weights, free)
+    if wanted not in found:
+        needed = cache_bytes(bytes_per_token(config, 2), *wanted)
+        gib = [f"{each / 2**30:.1f}" for each in (weights, needed, free)]
+        raise RuntimeError(
+            f"out of memory: {gib[0]} GiB of weights and {gib[1]} GiB of cache, and {gib[2]} GiB are free"
+        )
+    return found
+
+
+def _weight_bytes(work: PeerWork) -> int:
+    """Return the bytes of the weights, by files where there are any, else by building the model on no device."""
+    if files := list(work.folder.glob("*.safetensors")):
+        return sum(file.stat().st_size for file in files)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.folder))
+    return 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+class _Served:
+    """An LLM with room for all of `sizes`; it serves cell after cell."""
+
+    def __init__(self, work: PeerWork, sizes: list[tuple[int, int]]) -> None:
+        os.environ.update(_ENVIRONMENT)
+        from vllm import LLM
+
+        self.sizes = sizes
+        config = json.loads((work.folder / "config.json").read_text(encoding="utf-8"))
+        drawn = not list(work.folder.glob("*.safetensors"))
+        batches = sorted({seqs for seqs, _ in sizes})
+        # As `core` has: graphs of exactly the sizes measured. Prompts keep vLLM's own choice.
+        graphs = {"compilation_config": {"cudagraph_capture_sizes": batches}} if work.phase == "decode" else {}
+        self._llm = LLM(
+            model=str(work.folder),
+            dtype=work.dtype,
+            load_format="dummy" if drawn else "auto",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            enable_prefix_caching=False,
+            max_model_len=max(longest(*each) for each in sizes),
+            max_num_seqs=batches[-1],
+            max_num_batched_tokens=max(FILL_TOKENS, *(limit for _, limit in sizes)),
+            gpu_memory_utilization=0.05,  # not obeyed where the bytes of the cache are named, but checked
+            kv_cache_memory_bytes=max(cache_bytes(bytes_per_token(config, 2), *each) for each in sizes),
+            **graphs,
+        )
+        if drawn:
+            hidden = int((config.get("text_config") or config)["hidden_size"])
+            self._llm.apply_model(partial(draw, std=hidden**-0.5))
+        self._engine = self._llm.llm_engine
+        self._names = map(str, itertools.count())
+        self._rows: dict[str, int] = {}
+
+    def decode(self, work: PeerWork) -> PeerRunner:
+        """Fill the cache with the prompts and take steps until every sequence has two tokens."""
+        most = longest(len(work.prompts), work.limit) - len(work.prompts[0])
+        self._add(work.prompts, most)
+        tokens: list[list[int]] = [[] for _ in work.prompts]
+        while min(map(len, tokens)) < 2:
+            self._take(tokens)
+
+        def run(count: int) -> list[list[int]]:
+            found: list[list[int]] = [[] for _ in work.prompts]
+            taken = 0
+            while taken < count:
+                taken += self._take(found)
+            # One step was queued when the clock started and one is queued now, whose work is waited for.
+            torch.cuda.synchronize()
+            return found
+
+        for row, new in zip(tokens, run(_WARM_UPS), strict=True):
+            row += new
+        return PeerRunner(tokens=tokens, run=run, end=self._end)
+
+    def prefill(self, work: PeerWork) -> PeerRunner:
+        """Compute the prompt some times; a round does so until its first token is known."""
+
+        def run(count: int) -> list[list[int]]:
+            found: list[list[int]] = [[]]
+            for _ in range(count):
+                self._add(work.prompts, 1)
+                while not self._take(found):
+                    pass
+            return found
+
+        return PeerRunner(tokens=[run(_WARM_UPS)[0][-1:]], run=run, end=self._end)
+
+    def _add(self, prompts: list[list[int]], most: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._rows = {}
+        for row, prompt in enumerate(prompts):
+            asked = {"temperature": 0.0, "max_tokens": most, "min_tokens": most, "ignore_eos": True}
+            params = SamplingParams(**asked, detokenize=False, output_kind=RequestOutputKind.DELTA)
+            name = next(self._names)
+            self._rows[name] = row
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def _take(self, tokens: list[list[int]]) -> bool:
+        """Take a step; add its tokens to those of their sequences; tell whether there were any."""
+        outputs = self._engine.step()
+        for output in outputs:
+            tokens[self._rows[output.request_id]] += output.outputs[0].token_ids
+        return bool(outputs)
+
+    def _end(self) -> None:
+        self._engine.abort_request(list(self._rows))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+@torch.no_grad()
+def draw(model: nn.Module, std: float) -> None:
+    """Draw matrices from N(0, std), biases from within 0.25, and other vectors, norm weights, from 0.75 to 1.25."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.dim() >= 2:
+            parameter.normal_(0.0, std)
+        else:
+            parameter.uniform_(-0.25, 0.25)
+            parameter.add_(0.0 if name.endswith("bias") else 1.0)
+
