@@ -130,13 +130,14 @@ class PeerSubject:
     def _ask(self, timeout_s: float, **payload: object) -> Mapping[str, Any]:
         assert self._worker is not None
         result = self._worker.request(payload, timeout_s=timeout_s)
-        problem = result.answer.get("error") if result.answer else f"its process {result.problem}"
-        if result.answer is None or problem:
+        answer = result.answer
+        problem = f"its process {result.problem}" if answer is None else answer.get("error")
+        if answer is None or problem:
             self.free()  # whatever it holds, others need its memory now
-            tail = "" if result.answer else " ".join(result.output.split())[-300:]
+            tail = "" if answer is not None else " ".join(result.output.split())[-300:]
             raise ModelError(
                 f"{self.name} in a process of its own",
                 found=f"{problem}{f' ({tail})' if tail else ''}",
                 remedy=f"leave {self.name} out of --subjects, or mend this first",
             )
-        return result.answer
+        return answer

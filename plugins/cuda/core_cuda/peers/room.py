@@ -10,7 +10,7 @@ FILL_TOKENS = 8192
 _BLOCK = 16
 _SPARE = 8
 """Tokens, so that no sequence ends, and leaves, inside a measured step."""
-_BESIDE = 3 << 30
+BESIDE = 3 << 30
 """Bytes beside weights and cache: the CUDA context, activations of FILL_TOKENS tokens, graphs, workspaces."""
 _SHARE = 1.03
 """vLLM groups layers whose caches differ, and rounds the groups up."""
@@ -42,5 +42,5 @@ def cache_bytes(per_token: int, num_seqs: int, limit: int) -> int:
 
 def fitting(sizes: Sequence[tuple[int, int]], per_token: int, weights: int, free: int) -> list[tuple[int, int]]:
     """Return those of `sizes` (sequences, limit) for which a device with `free` bytes has room, smallest first."""
-    room = free - weights - _BESIDE
+    room = free - weights - BESIDE
     return sorted(each for each in sizes if cache_bytes(per_token, *each) <= room)
