@@ -69,6 +69,8 @@ class PeerRunner:
     run: Callable[[int], list[list[int]]]
     #: Called before each timed `run`, outside of the measured time.
     ready: Callable[[], None] = lambda: None
+    #: Returns the seconds that the steps of the last `run` took, of a peer whose `run` has to do more than these.
+    elapsed: Callable[[], float] | None = None
     #: What a reader of the figures should know.
     notes: list[str] = field(default_factory=list)
     #: Ends the cell in a process that lasts: what follows it is the next cell.

@@ -34,6 +34,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, peer: Peer, *more: st
     return code, json.loads(path.read_text()) if path.is_file() else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_one_process_serves_all_cells_and_its_tokens_are_not_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, apart: bool

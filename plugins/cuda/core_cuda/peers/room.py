@@ -12,8 +12,8 @@ _SPARE = 8
 """Tokens, so that no sequence ends, and leaves, inside a measured step."""
 BESIDE = 3 << 30
 """Bytes beside weights and cache: the CUDA context, activations of FILL_TOKENS tokens, graphs, workspaces."""
-_SHARE = 1.03
-"""vLLM groups layers whose caches differ, and rounds the groups up."""
+_SHARE = 1.1
+"""vLLM groups layers whose caches differ and rounds the groups up, and blocks of the round before stay for a while."""
 
 
 def longest(num_seqs: int, limit: int) -> int:

@@ -1,4 +1,7 @@
-"""vLLM: its `LLM` in this process, whose engine takes the steps that `LLM.generate` takes in its loop, one by one.
+"""vLLM as it serves: its engine in a process of its own, asked for what `LLM.generate` asks for.
+
+That engine does not wait to be asked for a step. So a round is a set of requests: their prompts are found in the
+prefix cache, and the clock runs from the second token of all sequences on, for as many steps as are asked for.
 
 Where the folder holds no weights, vLLM's parameters are drawn here from the distributions of `core bench`, because
 vLLM's own dummies let a router choose the same few experts for every token.
@@ -9,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from functools import partial
 from typing import Any
 
@@ -19,11 +23,13 @@ from core.common.peers import PeerRunner, PeerWork
 from core_cuda.peers.room import FILL_TOKENS, bytes_per_token, cache_bytes, fitting, longest
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in this process, so that a step can be asked for
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function that draws weights goes to the process of its engine
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 _WARM_UPS = 3
+_FIRST = 2
+"""Tokens of a sequence before the clock of a round starts: as many as the other subjects have by then."""
 _held: dict[str, _Served] = {}
 
 
@@ -43,7 +49,7 @@ def engine(work: PeerWork) -> PeerRunner:
 
 def _room(work: PeerWork, wanted: tuple[int, int]) -> list[tuple[int, int]]:
     config = json.loads((work.folder / "config.json").read_text(encoding="utf-8"))
-    free, _ = torch.cuda.mem_get_info()
+    free = free_bytes()
     weights = _weight_bytes(work)
     sizes = {(int(seqs), int(limit)) for seqs, limit in work.sizes} | {wanted}
     found = fitting(sorted(sizes), bytes_per_token(config, 2), weights, free)
@@ -54,6 +60,17 @@ def _room(work: PeerWork, wanted: tuple[int, int]) -> list[tuple[int, int]]:
             f"out of memory: {gib[0]} GiB of weights and {gib[1]} GiB of cache, and {gib[2]} GiB are free"
         )
     return found
+
+
+def free_bytes() -> int:
+    """Return the bytes that are free on the GPU, without taking any: a CUDA context here would slow vLLM's start."""
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    by_name = not visible.isdecimal()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(visible) if by_name else pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
 
 
 def _weight_bytes(work: PeerWork) -> int:
@@ -86,7 +103,7 @@ class _Served:
             load_format="dummy" if drawn else "auto",
             skip_tokenizer_init=True,
             generation_config="vllm",
-            enable_prefix_caching=False,
+            enable_prefix_caching=work.phase == "decode",  # a prompt of prefill is computed anew
             max_model_len=max(longest(*each) for each in sizes),
             max_num_seqs=batches[-1],
             max_num_batched_tokens=max(FILL_TOKENS, *(limit for _, limit in sizes)),
@@ -100,27 +117,29 @@ class _Served:
         self._engine = self._llm.llm_engine
         self._names = map(str, itertools.count())
         self._rows: dict[str, int] = {}
+        self._elapsed = 0.0
 
     def decode(self, work: PeerWork) -> PeerRunner:
-        """Fill the cache with the prompts and take steps until every sequence has two tokens."""
+        """Compute the prompts and take some steps; a round begins at the same prompts again."""
         most = longest(len(work.prompts), work.limit) - len(work.prompts[0])
-        self._add(work.prompts, most)
-        tokens: list[list[int]] = [[] for _ in work.prompts]
-        while min(map(len, tokens)) < 2:
-            self._take(tokens)
 
         def run(count: int) -> list[list[int]]:
             found: list[list[int]] = [[] for _ in work.prompts]
-            taken = 0
+            self._add(work.prompts, most)
+            while min(map(len, found)) < _FIRST:
+                self._take(found)
+            start, taken = time.perf_counter(), 0
             while taken < count:
                 taken += self._take(found)
-            # One step was queued when the clock started and one is queued now, whose work is waited for.
-            torch.cuda.synchronize()
-            return found
+            self._elapsed = time.perf_counter() - start
+            self._end()
+            heads[:] = [row[:_FIRST] for row in found]
+            return [row[_FIRST : _FIRST + count] for row in found]
 
-        for row, new in zip(tokens, run(_WARM_UPS), strict=True):
-            row += new
-        return PeerRunner(tokens=tokens, run=run, end=self._end)
+        heads: list[list[int]] = []
+        for _ in range(2):  # the first fills the prefix cache
+            run(_WARM_UPS)
+        return PeerRunner(tokens=list(heads), run=run, elapsed=lambda: self._elapsed, end=self._end)
 
     def prefill(self, work: PeerWork) -> PeerRunner:
         """Compute the prompt some times; a round does so until its first token is known."""
@@ -155,6 +174,7 @@ class _Served:
         return bool(outputs)
 
     def _end(self) -> None:
+        """Have the engine give up what it still generates."""
         self._engine.abort_request(list(self._rows))
         while self._engine.has_unfinished_requests():
             self._engine.step()
