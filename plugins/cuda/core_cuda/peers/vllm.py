@@ -1,7 +1,7 @@
 """vLLM as it serves: its engine in a process of its own, asked for what `LLM.generate` asks for.
 
-That engine does not wait to be asked for a step. So a round is a set of requests: their prompts are found in the
-prefix cache, and the clock runs from the second token of all sequences on, for as many steps as are asked for.
+That engine does not wait to be asked for a step. So a round is a set of requests, which go on from the tokens so far:
+the prefix cache has them, and the clock runs from the first token of all sequences on, for the steps asked for.
 
 Where the folder holds no weights, vLLM's parameters are drawn here from the distributions of `core bench`, because
 vLLM's own dummies let a router choose the same few experts for every token.
@@ -28,8 +28,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _WARM_UPS = 3
-_FIRST = 2
-"""Tokens of a sequence before the clock of a round starts: as many as the other subjects have by then."""
 _held: dict[str, _Served] = {}
 
 
@@ -120,26 +118,33 @@ class _Served:
         self._elapsed = 0.0
 
     def decode(self, work: PeerWork) -> PeerRunner:
-        """Compute the prompts and take some steps; a round begins at the same prompts again."""
-        most = longest(len(work.prompts), work.limit) - len(work.prompts[0])
+        """Compute the prompts; a round goes on from the tokens of the round before."""
+        tokens: list[list[int]] = [[] for _ in work.prompts]
 
-        def run(count: int) -> list[list[int]]:
-            found: list[list[int]] = [[] for _ in work.prompts]
-            self._add(work.prompts, most)
-            while min(map(len, found)) < _FIRST:
+        def take(first: int, count: int) -> list[list[int]]:
+            """Start the clock when every sequence has `first` new tokens; return all new ones."""
+            # The last token is computed once more, by which the engine has something to compute.
+            rows = [prompt + row[:-1] for prompt, row in zip(work.prompts, tokens, strict=True)]
+            self._add(rows, longest(len(rows), work.limit) - max(map(len, rows)))
+            found: list[list[int]] = [[] for _ in rows]
+            while min(map(len, found)) < first:
                 self._take(found)
             start, taken = time.perf_counter(), 0
             while taken < count:
                 taken += self._take(found)
             self._elapsed = time.perf_counter() - start
             self._end()
-            heads[:] = [row[:_FIRST] for row in found]
-            return [row[_FIRST : _FIRST + count] for row in found]
+            return found
 
-        heads: list[list[int]] = []
-        for _ in range(2):  # the first fills the prefix cache
-            run(_WARM_UPS)
-        return PeerRunner(tokens=list(heads), run=run, elapsed=lambda: self._elapsed, end=self._end)
+        def run(count: int) -> list[list[int]]:
+            new = [row[1 : 1 + count] for row in take(1, count)]
+            for row, more in zip(tokens, new, strict=True):
+                row += more
+            return new
+
+        tokens[:] = [row[:2] for row in take(2, 1)]  # fills the prefix cache
+        take(1, _WARM_UPS)
+        return PeerRunner(tokens=list(map(list, tokens)), run=run, elapsed=lambda: self._elapsed, end=self._end)
 
     def prefill(self, work: PeerWork) -> PeerRunner:
         """Compute the prompt some times; a round does so until its first token is known."""
