@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +27,22 @@ if TYPE_CHECKING:
 
 Measured = Mapping[str, Sequence[Record]]
 """By the name of a cell: records of peers that ran apart, before the model was made."""
+
+
+_GIVEN_BACK_S = 30.0
+_SETTLED_S = 1.5
+
+
+def wait_for_memory(device: Device) -> None:
+    """Wait until the device's memory in use falls no more: a driver takes seconds to give back that of an ended process."""
+    deadline, least, since = time.monotonic() + _GIVEN_BACK_S, None, time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        held = device.parts.memory().held_bytes
+        if least is None or (held or 0) < least:
+            least, since = held or 0, now
+        elif now - since >= _SETTLED_S:
+            return
+        time.sleep(0.1)
 
 
 class Peers:
@@ -87,6 +104,7 @@ class Peers:
                     found[cell.name] += measure([subject], cell, device)[0]
             finally:
                 subject.free()
+                wait_for_memory(device)
         for record in (each for records in found.values() for each in records):
             record.interleaved = False
             record.notes.append("not interleaved: measured before the model of the other subjects was made")
