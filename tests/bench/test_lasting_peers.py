@@ -19,7 +19,22 @@ from tests.support import cpu
 
 DRAWING = Peer(name="drawing", runner="tests.bench.fake_peers:drawing", draws_weights=True, lasting=True)
 READING = Peer(name="reading", runner="tests.bench.fake_peers:honest")
-SMALL = ["--device", "cpu", "--batch", "1,2", "--context", "8", "--rounds", "2", "--steps", "2", "--prefill", "", "--lowering", "inline"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--batch",
+    "1,2",
+    "--context",
+    "8",
+    "--rounds",
+    "2",
+    "--steps",
+    "2",
+    "--prefill",
+    "",
+    "--lowering",
+    "inline",
+]
 CHOOSE = choosing.choose
 
 

@@ -1,18 +1,17 @@
 """Measure decode of any models beside vLLM: `core bench` for each configuration, whose cells join its document.
 
-    python tools/cuda/bench_beside_vllm.py docs/performance tools/cuda/shapes/*.json
+    python tools/cuda/bench_beside_vllm.py docs/performance/vllm tools/cuda/shapes/*.json
     python tools/performance_page.py docs/performance
 
 A configuration is a `config.json` of transformers, under any name; weights are random. Where the GPU holds the model
 and its cache twice, vLLM and `core` run in turns, else one after the other in the same run; a batch that does not fit
-once is named in the document with what it would take. The document is `bench-vllm-NAME.json`. A run replaces the cells
-that it measures again and keeps the others.
+once is named in the document with what it would take. The document is `NAME.json`. A run replaces the cells that it
+measures again and keeps the others.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -59,12 +58,6 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**new, "cells": sorted(cells.values(), key=lambda cell: (cell["phase"], cell["batch"], cell["tokens"]))}
 
 
-def stated(cells: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Write into each cell when and on what it was measured: cells of several runs stand in one document."""
-    for cell in cells:
-        cell |= {"run": dict(facts)}  # type: ignore[operator,misc]
-
-
 def main(
     folder: Path,
     configs: list[Path],
@@ -86,9 +79,11 @@ def main(
         needs = {int(each): weights + BESIDE + cache_bytes(per_token, int(each), limit) for each in batches.split(",")}
         twice, once, too_large = planned(needs, total)
         groups = [(twice, False), (once, True)] if turns else [([*twice, *once], True)]
-        path = folder / f"bench-vllm-{config.stem}.json"
+        path = folder / f"{config.stem}.json"
+        options = ["--context", str(context), "--rounds", str(rounds), "--steps", str(steps), *more.split()]
+        options += [part for each in peer_python for part in ("--peer-python", each)]
         for group, apart in groups:
-            if group and not measured(path, config, group, apart, context, rounds, steps, peer_python, more.split()):
+            if group and not measured(path, config, group, [*options, *(["--apart"] if apart else [])]):
                 failures.append(f"{config.stem} at {group}")
         document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if document and too_large:
@@ -99,32 +94,20 @@ def main(
         raise SystemExit(f"not measured: {', '.join(failures)}")
 
 
-def measured(
-    path: Path,
-    config: Path,
-    batches: Sequence[int],
-    apart: bool,
-    context: int,
-    rounds: int,
-    steps: int,
-    pythons: Sequence[str],
-    more: Sequence[str],
-) -> bool:
+def measured(path: Path, config: Path, batches: Sequence[int], options: Sequence[str]) -> bool:
     """Run `core bench` and join its cells with those of `path`; tell whether there were any."""
     with tempfile.TemporaryDirectory() as name:
         out, start = Path(name) / "bench.json", time.perf_counter()
         command = [sys.executable, "-m", "core", "bench", "--preset", str(config), "--device", "cuda"]
-        command += ["--batch", ",".join(map(str, batches)), "--context", str(context), "--prefill", ""]
-        command += ["--subjects", "vllm,core", "--rounds", str(rounds), "--steps", str(steps), "--json", str(out)]
-        command += ["--apart"] if apart else []
-        command += [*(part for each in pythons for part in ("--peer-python", each)), *more]
-        code = subprocess.run(command, env=dict(os.environ), check=False).returncode
+        command += ["--batch", ",".join(map(str, batches)), "--prefill", "", "--subjects", "vllm,core"]
+        code = subprocess.run([*command, *options, "--json", str(out)], check=False).returncode
         print(f"{config.stem} {batches}: exit code {code}, {time.perf_counter() - start:.0f} s", flush=True)
         if not out.is_file():
             return False
         document = json.loads(out.read_text(encoding="utf-8"))
+    # Cells of several runs stand in one document, so each says when and on what it was measured.
     facts = {name: document[name] for name in ("started", "device", "versions", "rates")}
-    stated(document["cells"], facts)
+    document["cells"] = [{**cell, "run": facts} for cell in document["cells"]]
     old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     path.write_text(json.dumps(merged(old, document), indent=1) + "\n", encoding="utf-8")
     for cell in document["cells"]:

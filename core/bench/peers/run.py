@@ -29,20 +29,19 @@ Measured = Mapping[str, Sequence[Record]]
 """By the name of a cell: records of peers that ran apart, before the model was made."""
 
 
-_GIVEN_BACK_S = 30.0
-_SETTLED_S = 1.5
+_GIVEN_BACK_S, _SETTLED_S, _POLL_S = 30.0, 1.5, 0.1
+"""How long to wait for memory at most, for how long it may stay as it is, and between two looks."""
 
 
 def wait_for_memory(device: Device) -> None:
-    """Wait until the device's memory in use falls no more: a driver takes seconds to give back that of an ended process."""
-    deadline, least, since = time.monotonic() + _GIVEN_BACK_S, None, time.monotonic()
-    while (now := time.monotonic()) < deadline:
-        held = device.parts.memory().held_bytes
-        if least is None or (held or 0) < least:
-            least, since = held or 0, now
-        elif now - since >= _SETTLED_S:
-            return
-        time.sleep(0.1)
+    """Wait until the memory taken from the device falls no more: a driver gives that of an ended process back late."""
+    deadline = time.monotonic() + _GIVEN_BACK_S
+    least, since = device.parts.memory().taken_bytes, time.monotonic()
+    while (now := time.monotonic()) < min(deadline, since + _SETTLED_S):
+        taken = device.parts.memory().taken_bytes
+        if taken < least:
+            least, since = taken, now
+        time.sleep(_POLL_S)
 
 
 class Peers:

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-import torch
 from torch import nn
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -59,7 +58,7 @@ class Engine:
 
 
 class LLM:
-    made: list[LLM] = []
+    made: ClassVar[list[LLM]] = []
 
     def __init__(self, **options: Any) -> None:
         self.options = options

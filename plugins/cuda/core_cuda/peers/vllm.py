@@ -14,7 +14,6 @@ import json
 import os
 import time
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -196,4 +195,3 @@ def draw(model: nn.Module, std: float) -> None:
         else:
             parameter.uniform_(-0.25, 0.25)
             parameter.add_(0.0 if name.endswith("bias") else 1.0)
-
