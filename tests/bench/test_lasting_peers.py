@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from core.bench.peers import choosing
+from core.bench.peers import choosing, run
 from core.cli import main
 from core.common.peers import Peer
-from core.device import Device
+from core.device import Device, MemoryInfo
 from tests.support import cpu
 
 DRAWING = Peer(name="drawing", runner="tests.bench.fake_peers:drawing", draws_weights=True, lasting=True)
@@ -80,3 +80,28 @@ def test_what_cant_run_apart_is_refused(
     code, _ = bench(monkeypatch, tmp_path, peer, "--apart", *more)
     told = " ".join(capsys.readouterr().err.split())
     assert code == 2 and "--apart with" in told and phrase in told
+
+
+def test_memory_of_an_ended_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_SETTLED_S", 0.05)
+    monkeypatch.setattr(run, "_POLL_S", 0.001)
+    falling = iter([9, 7, 7, 4, 2])
+    seen: list[int] = []
+
+    def memory() -> MemoryInfo:
+        seen.append(next(falling, 2))
+        return MemoryInfo(used_bytes=0, total_bytes=10, peak_bytes=0, held_bytes=seen[-1])
+
+    device = replace(cpu(), parts=replace(cpu().parts, memory=memory))
+    run.wait_for_memory(device)
+    assert seen[:5] == [9, 7, 7, 4, 2] and len(seen) > 6 and set(seen[5:]) == {2}
+
+
+def test_memory_that_goes_on_falling_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_GIVEN_BACK_S", 0.02)
+    monkeypatch.setattr(run, "_POLL_S", 0.001)
+    left = iter(range(10_000, 0, -1))
+    info = MemoryInfo(used_bytes=0, total_bytes=10_000, peak_bytes=0)
+    parts = replace(cpu().parts, memory=lambda: replace(info, held_bytes=next(left)))
+    run.wait_for_memory(replace(cpu(), parts=parts))
+    assert next(left) > 5000
