@@ -4,7 +4,8 @@
 
 The folder holds `bench-PRESET.json` (core bench --json), and where they were made its plot `bench-PRESET.svg`,
 `gains-PRESET.json` (benchmarks/pass_gains.py --json), `kernels.json` (tools/cuda/bench_cuda_kernels.py --out) and
-`notes.md`, whose text the page begins with. Its folder `processor` holds what tools/processor_bench.py measured.
+`notes.md`, whose text the page begins with. Its folder `processor` holds what tools/processor_bench.py measured, its
+folder `vllm` what tools/cuda/bench_beside_vllm.py did.
 Every figure of the page comes from these files.
 """
 
@@ -19,6 +20,7 @@ import typer
 
 from pages import table
 from processor_page import processor
+from vllm_page import beside_vllm
 
 Document = Mapping[str, Any]
 
@@ -191,7 +193,7 @@ def page(folder: Path) -> str:
     lines += [gains(json.loads(path.read_text())) for path in sorted(folder.glob("gains-*.json"))]
     if (folder / "kernels.json").is_file():
         lines.append(kernels(json.loads((folder / "kernels.json").read_text())))
-    lines.append(processor(folder / "processor"))
+    lines += [beside_vllm(folder / "vllm"), processor(folder / "processor")]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -124,12 +124,13 @@ def bench(
     rates: Rates | None = None,
     progress: Progress | None = None,
     peers: Mapping[str, Callable[[], Subject]] | None = None,
+    apart: Mapping[str, Sequence[Record]] | None = None,
 ) -> BenchReport:
     """Measure every cell and return the report.
 
     loaded: a model on `device`; its modules are served by the engine, and copies that share its weights run beside it.
     rates: measured here unless given. progress: called with a cell's name, cells done and all cells, before each and
-    after the last. peers: makes the subject of each of `settings.peers`.
+    after the last. peers: makes the subject of each of `settings.peers`. apart: by cell what was measured before.
     Raises `UsageError` for a context that the model does not have. An interrupt
     ends the run, and what was measured before it is reported, the fact "interrupted" naming what was not.
     """
@@ -147,7 +148,8 @@ def bench(
         for index, cell in enumerate(cells):
             if progress is not None:
                 progress(cell.name, index, len(cells))
-            reports.append(_measure(cell, engines, other, settings, shape, rates, peers or {}))
+            report = _measure(cell, engines, other, settings, shape, rates, peers or {})
+            reports.append(replace(report, records=(*(apart or {}).get(cell.name, ()), *report.records)))
     except KeyboardInterrupt:
         if not reports:
             raise

@@ -75,6 +75,8 @@ class Record:
     failure: str = ""
     #: Whether it ran in turns with the other subjects.
     interleaved: bool = True
+    #: Whether it ran on weights that it drew itself, so that its tokens say nothing.
+    weights_drawn: bool = False
     notes: list[str] = field(default_factory=list)
     #: Further fields of its JSON.
     details: dict[str, Any] = field(default_factory=dict)

@@ -64,6 +64,9 @@ def check_peers(cell: Cell, peers: Sequence[Record], own: Sequence[Record], mode
     for record in peers:
         if yardstick is None or record.failure or not record.tokens:
             continue
+        if record.weights_drawn:
+            record.notes.append("weights drawn by itself: tokens not compared")
+            continue
         record.verdict = {"against": yardstick.subject, **compare_tokens(cell, record.tokens, yardstick.tokens)}
         if record.verdict["tokens_equal"]:
             continue

@@ -56,6 +56,21 @@ def open_model(
     return (made, name) if quantize is None else (quantize.apply(made), quantized_name(name, quantize))
 
 
+def random_config(asked: Mapping[str, Any], device: Device) -> tuple[Any, torch.dtype]:
+    """Return configuration and dtype of a model with random weights, by the entries `preset` and `dtype`.
+
+    Raises `UsageError` for a MODEL, whose weights are its own.
+    """
+    found = find(None, asked["preset"])
+    if found is None:
+        raise UsageError(
+            f"--apart with MODEL {asked['model']!r}",
+            found="peers would need its weights, which core has to load first",
+            remedy="leave --apart out",
+        )
+    return found.config(), preset_dtype(found, device, asked["dtype"])
+
+
 def asked_quantize(asked: Mapping[str, Any]) -> Quantize | None:
     """Return how to quantise the model, by the entries `quantize` and `calibration` of what was asked for."""
     from core.engine.models.quantizing import Quantize

@@ -65,6 +65,9 @@ def bench(
     peer_python: list[str] = typer.Option(
         [], metavar="NAME=PATH", help="The Python of a peer that needs other packages; may be repeated."
     ),
+    apart: bool = typer.Option(
+        False, help="Measure peers before the model is made: for one that the device holds only once."
+    ),
     rounds: int = typer.Option(5, help="Rounds; in each, every subject runs once."),
     steps: int = typer.Option(32, help="Decode steps of a subject per round; an eighth as many prompts of prefill."),
     mode: str | None = typer.Option(None, help="Capture mode of core, as in `core run`."),
@@ -176,7 +179,7 @@ def bench(
         settings = replace(settings, engine=replace(engine, options=replace(options, measure=False)))
     asked = _asked(resolved.name, model, preset, dtype, quantize, calibration, engine_options(engine))
     with interrupted_by_sigterm(), status("loading the model", quiet=json == _STDOUT) as say:
-        report = _bench((resolved, rank), asked, settings, choice, references, start, say)
+        report = _bench((resolved, rank), asked, settings, choice, references, start, apart, say)
     if not rank.leads:
         return 0
     if json is not None:
@@ -209,16 +212,14 @@ def _bench(
     choice: Choice,
     references: Any,
     start: bool,
+    apart: bool,
     say: Callable[[str], None],
 ) -> BenchReport:
-    from contextlib import ExitStack
     from dataclasses import replace
-    from functools import partial
 
     from core.bench.bench import bench
-    from core.bench.model import asked_quantize, open_model
-    from core.bench.peers.folder import model_folder, unreadable
-    from core.bench.peers.subject import PeerSubject
+    from core.bench.model import asked_quantize, open_model, random_config
+    from core.bench.peers.run import Peers
     from core.bench.start import measure_start
     from core.engine.parallel.rank import note_phase
 
@@ -232,25 +233,23 @@ def _bench(
         started = measure_start({**asked, "prompt": prompt})
     device, rank = place
     note_phase("load")
-    quantize, subjects = asked_quantize(asked), dict[str, Any]()
-    with ExitStack() as stack:
+    quantize, subjects, measured = asked_quantize(asked), dict[str, Any](), None
+    with Peers(choice, settings.cells, asked["quantize"] or "") as peers:
+        if apart:
+            measured = peers.apart(*random_config(asked, device), device, progress)
 
         def before_quantising(whole: LoadedModel) -> LoadedModel:
             """Have peers read what the model is now; return this process's part of it."""
-            nonlocal choice
-            if choice.peers and (why := unreadable(whole.model)):
-                choice = choice.without_peers(why)
-            if choice.peers:
-                folder = stack.enter_context(model_folder(whole.model))
-                facts = (folder, whole.dtype, whole.vocab_size, asked["quantize"] or "")
-                subjects.update({each.peer.name: partial(PeerSubject, each, *facts) for each in choice.peers})
+            subjects.update(peers.of(whole, random=asked["preset"] is not None))
             return shard(whole, rank=rank)
 
         how = (asked["model"], asked["preset"], device, asked["dtype"], quantize)
         loaded, title = open_model(*how, before_quantising)
         note_phase("serve")
-        settings = replace(settings, subjects=choice.subjects, peers=tuple(subjects), missing=choice.missing)
-        report = bench(loaded, device, settings, title=title, references=references, progress=progress, peers=subjects)
+        chosen = peers.choice
+        settings = replace(settings, subjects=chosen.subjects, peers=tuple(subjects), missing=chosen.missing)
+        more: dict[str, Any] = {"progress": progress, "peers": subjects, "apart": measured}
+        report = bench(loaded, device, settings, title=title, references=references, **more)
     return replace(report, start=started)
 
 

@@ -6,7 +6,7 @@ process stays there, a crash too, and it may have a Python and a torch of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -29,13 +29,19 @@ class Peer:
     #: Its own format for models that `core` quantises by a scheme: scheme, without a group size -> format. By other
     #: schemes it computes with the weights as they were before.
     formats: Mapping[str, str] = field(default_factory=dict)
+    #: Whether it can draw random weights itself: of a model whose weights are random anyway its folder then holds the
+    #: configuration alone, and its tokens are not compared.
+    draws_weights: bool = False
+    #: Whether one process serves all cells of a phase: for a peer that takes minutes to start.
+    lasting: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerWork:
     """What a peer is asked to compute: one cell of a bench."""
 
-    #: The model as transformers saves it: `config.json` and safetensors. Peers may add files that they convert it to.
+    #: The model as transformers saves it: `config.json` and safetensors, these not for a peer that draws weights. Peers
+    #: may add files that they convert it to.
     folder: Path
     #: torch's name of the dtype of the weights.
     dtype: str
@@ -48,6 +54,8 @@ class PeerWork:
     limit: int
     #: The peer's own format into which it is to quantise the weights of layers; "" for the weights as they are.
     weights: str = ""
+    #: What the process will be asked for while it lasts: sequences, and the most tokens that each will hold.
+    sizes: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,8 +69,12 @@ class PeerRunner:
     run: Callable[[int], list[list[int]]]
     #: Called before each timed `run`, outside of the measured time.
     ready: Callable[[], None] = lambda: None
+    #: Returns the seconds that the steps of the last `run` took, of a peer whose `run` has to do more than these.
+    elapsed: Callable[[], float] | None = None
     #: What a reader of the figures should know.
     notes: list[str] = field(default_factory=list)
+    #: Ends the cell in a process that lasts: what follows it is the next cell.
+    end: Callable[[], None] = lambda: None
     #: Kept alive as long as the runner.
     keeps: Any = None
 

@@ -25,6 +25,21 @@ def formatted(work: PeerWork) -> PeerRunner:
     return runner
 
 
+def drawing(work: PeerWork) -> PeerRunner:
+    """Draw the weights of a folder that has none: any tokens, and in a note what the process was asked for so far."""
+    assert not list(work.folder.glob("*.safetensors")), "there is something to read"
+    assert json.loads((work.folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    _cells.append(f"{len(work.prompts)} of {[seqs for seqs, _ in work.sizes]}")
+
+    def run(count: int) -> list[list[int]]:
+        return [[0] * count for _ in work.prompts]
+
+    return PeerRunner(tokens=run(2), run=run, notes=[" then ".join(_cells)], end=lambda: _cells.append("end"))
+
+
+_cells: list[str] = []
+
+
 def refusing(work: PeerWork) -> PeerRunner:
     """Raise, as a peer does that does not know the model."""
     raise ValueError(f"no {work.dtype} here")

@@ -21,7 +21,7 @@ from core.bench.model import open_model
 from core.bench.peers.choosing import choose
 from core.bench.peers.folder import model_folder, unreadable
 from core.bench.peers.requirements import lacking, versions
-from core.bench.peers.subject import ChosenPeer, PeerSubject
+from core.bench.peers.subject import ChosenPeer, PeerModel, PeerSubject
 from core.bench.rounds import measure
 from core.bench.text import check_text
 from core.cli import main
@@ -125,7 +125,8 @@ def test_a_peer_quantises_by_its_own_format_or_not_and_says_so(
 ) -> None:
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
     peer = replace(THERE, runner="tests.bench.fake_peers:formatted", formats={"w8a16": "q8_0"})
-    subject = PeerSubject(ChosenPeer(peer=peer), tmp_path, torch.float32, loaded.vocab_size, scheme)
+    model = PeerModel(folder=tmp_path, dtype=torch.float32, vocab_size=loaded.vocab_size, scheme=scheme)
+    subject = PeerSubject(ChosenPeer(peer=peer), model)
     (record,), _ = measure([subject], CELL, cpu())
     assert record.notes == [f"format {weights!r}", *([note] if note else [])]
 
@@ -174,7 +175,7 @@ def test_the_folder_states_the_rotary_base_as_older_versions_read_it(loaded: Loa
 
 def subject(runner: str, folder: Path, **more: Any) -> PeerSubject:
     peer = Peer(name=runner, runner=f"tests.bench.fake_peers:{runner}", requires=("packaging",), **more)
-    return PeerSubject(ChosenPeer(peer=peer), folder, torch.float32, 160)
+    return PeerSubject(ChosenPeer(peer=peer), PeerModel(folder=folder, dtype=torch.float32, vocab_size=160))
 
 
 def test_peers_run_in_turns_and_a_wrong_one_has_no_figure(

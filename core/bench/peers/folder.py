@@ -1,4 +1,4 @@
-"""The model in a folder, from which the processes of peers read the same weights."""
+"""The model in a folder, from which the processes of peers read configuration and weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,29 @@ def unreadable(model: Any) -> str:
 @contextmanager
 def model_folder(model: Any) -> Iterator[Path]:
     """Write configuration and weights into a folder that lives as long as the block."""
+    with _folder(model) as folder:
+        yield folder
+
+
+@contextmanager
+def config_folder(config: Any, model_class: str, dtype: str) -> Iterator[Path]:
+    """Write the configuration alone, for peers that draw weights. model_class: of transformers, which reads it.
+
+    dtype: torch's name of the weights' dtype.
+    """
+    stated = {"architectures": [model_class], "dtype": dtype, "torch_dtype": dtype}
+    with _folder(config) as folder:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | stated, indent=2), encoding="utf-8")
+        yield folder
+
+
+@contextmanager
+def _folder(what: Any) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="core-bench-") as name:
         folder = Path(name)
         with driven(None):
-            model.save_pretrained(folder)
+            what.save_pretrained(folder)
         _state_old_names(folder / "config.json")
         yield folder
 

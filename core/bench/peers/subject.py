@@ -1,8 +1,8 @@
-"""A peer as a subject of the bench: one process for each cell, asked in turns with the other subjects."""
+"""A peer as a subject of the bench: a process for each cell, or for a phase, asked in turns with the other subjects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,37 @@ class ChosenPeer:
     python: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerModel:
+    """The model that a peer runs."""
+
+    #: As transformers saves it in `dtype`, before it was quantised by `scheme`.
+    folder: Path
+    dtype: torch.dtype
+    vocab_size: int
+    #: By which `core` quantises it; "" for none.
+    scheme: str = ""
+    #: Whether the folder holds the configuration alone, so that the peer draws weights itself.
+    drawn: bool = False
+
+
 class PeerSubject:
     """The subject of one peer. Its process measures its own steps, so the way there and back does not count."""
 
-    def __init__(self, chosen: ChosenPeer, folder: Path, dtype: torch.dtype, vocab_size: int, scheme: str = "") -> None:
-        """folder: the model, as transformers saves it in `dtype`, before it was quantised by `scheme`, if it was."""
+    def __init__(self, chosen: ChosenPeer, model: PeerModel, cells: Sequence[Cell] = ()) -> None:
+        """cells: of the whole bench, for which the process of a peer that lasts prepares."""
         self.name = chosen.peer.name
         self._chosen = chosen
-        self._folder = folder
-        self._dtype = str(dtype).removeprefix("torch.")
-        self._vocab_size = vocab_size
-        self._scheme = scheme
-        self._weights = chosen.peer.formats.get(scheme.partition("-g")[0], "")
+        self._model = model
+        self._cells = tuple(cells)
+        self._dtype = str(model.dtype).removeprefix("torch.")
+        self._weights = chosen.peer.formats.get(model.scheme.partition("-g")[0], "")
         self._worker: PersistentWorker | None = None
+        self._phase = ""
+        self._is_open = False
 
     def open(self, cell: Cell, record: Record) -> None:
-        """Start the process and let it load, compile, and take the first step."""
+        """Have a process that loads, compiles, and takes the first step: a new one, unless the last one lasts."""
         peer = self._chosen.peer
         if peer.dtypes and self._dtype not in peer.dtypes:
             raise ModelError(
@@ -52,21 +67,17 @@ class PeerSubject:
                 remedy=f"choose another --dtype, or leave {self.name} out of --subjects",
             )
         self._record = record
-        self._worker = PersistentWorker(WORKER, python=self._chosen.python)
-        work = {
-            "folder": str(self._folder),
-            "dtype": self._dtype,
-            "threads": torch.get_num_threads(),
-            "phase": cell.phase,
-            "prompts": cell.prompts(self._vocab_size),
-            "limit": cell.limit,
-            "weights": self._weights,
-        }
-        found = self._ask(_OPEN_S, op="open", runner=peer.runner, requires=peer.requires, work=work)
+        if cell.phase != self._phase:
+            self.free()
+        if self._worker is None:
+            self._worker, self._phase = PersistentWorker(WORKER, python=self._chosen.python), cell.phase
+        found = self._ask(_OPEN_S, op="open", runner=peer.runner, requires=peer.requires, work=self._work(cell))
+        self._is_open = True
         record.tokens = found["tokens"]
         record.start_s = float(found["start_s"])
         record.notes += found["notes"]
-        if self._scheme:
+        record.weights_drawn = self._model.drawn
+        if self._model.scheme:
             record.notes.append(f"weights as {self._weights}" if self._weights else "weights as before quantisation")
         record.details["versions"] = found["versions"]
 
@@ -88,24 +99,45 @@ class PeerSubject:
         """Do nothing: all is known when it is open."""
 
     def close(self) -> None:
+        """End the cell, and with it the process and its memory unless it lasts."""
+        if not self._chosen.peer.lasting:
+            self.free()
+        elif self._is_open:
+            self._is_open = False
+            self._ask(_RUN_S, op="end")
+
+    def free(self) -> None:
         """End the process, and its memory with it."""
+        self._is_open = False
         if self._worker is not None:
             self._worker.close()
         self._worker = None
 
-    def free(self) -> None:
-        """Close the subject, which keeps nothing for the next cell."""
-        self.close()
+    def _work(self, cell: Cell) -> dict[str, object]:
+        lasts = self._chosen.peer.lasting
+        alike = [each for each in self._cells if each.phase == cell.phase] if lasts else []
+        return {
+            "folder": str(self._model.folder),
+            "dtype": self._dtype,
+            "threads": torch.get_num_threads(),
+            "phase": cell.phase,
+            "prompts": cell.prompts(self._model.vocab_size),
+            "limit": cell.limit,
+            "weights": self._weights,
+            "sizes": [(each.batch, each.limit) for each in alike or [cell]],
+        }
 
     def _ask(self, timeout_s: float, **payload: object) -> Mapping[str, Any]:
         assert self._worker is not None
         result = self._worker.request(payload, timeout_s=timeout_s)
-        problem = result.answer.get("error") if result.answer else f"its process {result.problem}"
-        if result.answer is None or problem:
-            tail = "" if result.answer else " ".join(result.output.split())[-300:]
+        answer = result.answer
+        problem = f"its process {result.problem}" if answer is None else answer.get("error")
+        if answer is None or problem:
+            self.free()  # whatever it holds, others need its memory now
+            tail = "" if answer is not None else " ".join(result.output.split())[-300:]
             raise ModelError(
                 f"{self.name} in a process of its own",
                 found=f"{problem}{f' ({tail})' if tail else ''}",
                 remedy=f"leave {self.name} out of --subjects, or mend this first",
             )
-        return result.answer
+        return answer

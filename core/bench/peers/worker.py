@@ -21,7 +21,7 @@ _held: dict[str, PeerRunner] = {}
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, object]:
-    """Answer `lacks` (requires), `open` (runner, work) or `run` (count); an error's text is `error` of the answer."""
+    """Answer `lacks` (requires), `open` (runner, work), `run` (count) or `end`; an error's text is `error`."""
     try:
         return _ANSWERS[request["op"]](request)
     except Exception as error:
@@ -52,9 +52,14 @@ def _run(request: Mapping[str, Any]) -> dict[str, object]:
     time.sleep(_SETTLE_S)
     start = time.perf_counter()
     tokens = runner.run(int(request["count"]))
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start if runner.elapsed is None else runner.elapsed()
     time.sleep(_SETTLE_S)
     return {"tokens": tokens, "seconds": seconds}
 
 
-_ANSWERS = {"lacks": _lacks, "open": _open, "run": _run}
+def _end(request: Mapping[str, Any]) -> dict[str, object]:
+    _held.pop("runner").end()
+    return {}
+
+
+_ANSWERS = {"lacks": _lacks, "open": _open, "run": _run, "end": _end}

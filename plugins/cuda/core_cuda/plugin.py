@@ -20,6 +20,7 @@ from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cuda.compiler import TRITON
+from core_cuda.peers import PEERS
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
 from core_cuda.sleeping import DeviceMemory
@@ -68,6 +69,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         record=_record,
         sleeping_memory=partial(DeviceMemory, device),
         kernel_compilers=(TRITON,) if missing else (TRITON, _flashinfer()),
+        peers=PEERS,
     )
 
 

@@ -23,7 +23,7 @@ from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
 from core_cuda.ops.linear.products import gated_linear, gated_linear_other, linear, linear_other, other_timed, why_not
 from core_cuda.ops.linear.skinny import skinny_linear
-from core_cuda.ops.linear.skinny_configs import SkinnyConfig, candidates, default_config
+from core_cuda.ops.linear.skinny_configs import SkinnyConfig, candidates, default_config, timed
 from core_cuda.ops.workspace import counters
 
 HALF = (torch.bfloat16, torch.float16)
@@ -172,11 +172,50 @@ def test_the_other_kernel_is_timed_where_nobody_measured(gated: bool, monkeypatc
             own[rows, kernel] = launched == ["_tile_kernel"]
         assert (other_timed(OpCall(op="core::linear", args=call)) is None) == (rows <= 32)
         assert (own[rows, which[0]] != own[rows, which[1]]) == (rows <= 128)
+    few_columns = operands(64, 64, 64, torch.bfloat16) | gate
+    assert (other_timed(OpCall(op="core::linear", args=few_columns)) is None) is not gated
     assert own[3, which[0]] and not own[20, which[0]]
     alternating = OpCall(op="core::gated_linear", args=call | {"kind": "silu", "interleaved": True})
     assert "alternating" in str(other_timed(alternating))
     monkeypatch.setattr("core_cuda.ops.linear.products.winner", lambda *_, **__: (True, None))
     assert "is known" in str(other_timed(OpCall(op="core::linear", args=operands(3, 64, 64, torch.bfloat16) | gate)))
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "config"),
+    [
+        (4096, 4096, SkinnyConfig("tile", 32, 256, 4, 4)),
+        (4096, 14_336, SkinnyConfig("tile", 32, 256, 4, 4)),
+        (2048, 2048, SkinnyConfig("tile", 32, 256, 4, 4, split_k=2)),
+        (2048, 8192, SkinnyConfig("tile", 32, 256, 4, 4, split_k=2)),
+        (128_256, 4096, SkinnyConfig("tile", 128, 128, 8, 2)),
+    ],
+)
+def test_the_default_of_64_rows_is_what_tuners_found(
+    columns: int, depth: int, config: SkinnyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winners of an H100 (of 4,096 columns and more) and of an H200 in layers (of 2,048)."""
+    monkeypatch.setattr(launching, "num_multiprocessors", lambda: 132)
+    monkeypatch.setattr(launching, "shared_bytes", lambda: 227 * 1024)
+    monkeypatch.setattr(launching, "has_shared_operands", lambda: True)
+    assert default_config(64, columns, depth) == config and timed(64, columns)
+    assert default_config(33, columns, depth) == config and timed(33, columns)
+
+
+@pytest.mark.parametrize("rows", [33, 64])
+def test_many_rows_by_the_default(rows: int, kernel_device: torch.device) -> None:
+    call = operands(rows, 96, 600, torch.bfloat16)
+    assert judged(linear_other(**moved(call, kernel_device)), LINEAR, call)
+
+
+@pytest.mark.parametrize("size", [(64, 6144, False), (64, 14_336, True), (65, 4096, False), (128, 128_256, False)])
+def test_where_cublas_won_at_many_rows_nothing_is_timed(
+    size: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "num_multiprocessors", lambda: 132)
+    rows, columns, gated = size
+    assert not timed(rows, columns, gated=gated)
+    assert timed(32, columns, gated=gated)
 
 
 def test_calls_that_no_kernel_takes() -> None:

@@ -18,16 +18,13 @@ from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core_cuda.ops.activation import Gate, gated_activation_fused
 from core_cuda.ops.linear.skinny import skinny_linear
-from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig, default_config
+from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig, default_config, timed
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_UNMEASURED_ROWS = 16
 """Rows up to which the kernels here serve sizes that nobody measured."""
-_MAX_TIMED_ROWS = 32
-"""Rows up to which the other kernel is timed: beyond, the plugin's kernels win only in configurations that a tuner
-finds. On an H100 their default lost at 39 of 42 sizes of an 8B model from 40 rows on, and won by 6 % at most."""
 
 
 @kernel_of(LINEAR)
@@ -86,10 +83,11 @@ def other_timed(call: OpCall) -> str | None:
     x, weight = call.args["x"], call.args["weight"]
     if call.args.get("interleaved"):
         return "the plugin's kernels take no alternating gates"
-    rows, _, _ = _sizes(x, weight, gated=False)
-    if rows > _MAX_TIMED_ROWS:
-        return f"it has {rows} rows, and cuBLAS wins beyond {_MAX_TIMED_ROWS}"
-    return _other(x, weight, gated="kind" in call.args)[0]
+    gated = "kind" in call.args
+    rows, columns, _ = _sizes(x, weight, gated=gated)
+    if not timed(rows, columns, gated=gated):
+        return f"it has {rows} rows and {columns} columns, and cuBLAS wins there"
+    return _other(x, weight, gated=gated)[0]
 
 
 def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> tuple[bool, SkinnyConfig | None]:
