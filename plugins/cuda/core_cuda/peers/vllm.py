@@ -78,7 +78,7 @@ def _weight_bytes(work: PeerWork) -> int:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.folder))
-    return 2 * sum(parameter.numel() for parameter in model.parameters())
+    return 2 * int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 class _Served:
