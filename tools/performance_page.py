@@ -19,8 +19,8 @@ from typing import Any
 import typer
 
 from pages import table
-from processor_page import processor
-from vllm_page import beside_vllm
+from performance.processor import processor
+from performance.vllm import beside_vllm
 
 Document = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from performance.processor import processor
 from processor_bench import RUNS, planned
-from processor_page import processor
 
 
 def subject(name: str, median: float | None, failure: str = "", check: Any = None, **more: Any) -> dict[str, Any]:

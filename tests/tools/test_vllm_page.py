@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench_beside_vllm import merged, planned
 
-from vllm_page import beside_vllm
+from performance.vllm import beside_vllm
 
 RUN = {
     "started": "2026-11-27T02:00:00+00:00",

@@ -1,0 +1,1 @@
+"""The sections of docs/performance.md that are written from documents of one kind."""
