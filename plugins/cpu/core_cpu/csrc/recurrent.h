@@ -11,6 +11,8 @@ namespace core_cpu {
 constexpr int64_t CHANNELS = 512;
 // Vectors of a row of a state that are summed in registers.
 constexpr int COLUMNS = 8;
+// Rows of a state that are summed on their own first: one sum after the other rounds as often as there are rows.
+constexpr int64_t SUMMED = 16;
 
 // Write `size` numbers of fp32 as T.
 template <typename T>
@@ -138,6 +140,19 @@ struct DeltaRule {
     return 1.f / std::sqrt(total(sums) + eps);
   }
 
+  // Add what `add` adds for each feature of the key to N sums, SUMMED features at a time.
+  template <int N, typename Add>
+  void in_parts(Vec* sums, const Add& add) const {
+    for (int64_t begin = 0; begin < depth; begin += SUMMED) {
+      Vec part[N];
+      unrolled<N>([&](auto n) { part[n] = Vec(0.f); });
+      for (int64_t d = begin; d < std::min(begin + SUMMED, depth); ++d) {
+        add(d, part);
+      }
+      unrolled<N>([&](auto n) { sums[n] = sums[n] + part[n]; });
+    }
+  }
+
   // N vectors of each row, the last of which has `count` numbers: what the faded state tells of the key, then the new
   // state, and what that tells of the query.
   template <int N>
@@ -145,27 +160,27 @@ struct DeltaRule {
     const bool whole = count == WIDTH;
     Vec sums[N];
     unrolled<N>([&](auto n) { sums[n] = Vec(0.f); });
-    for (int64_t d = 0; d < depth; ++d) {
+    in_parts<N>(sums, [&](int64_t d, Vec* part) {
       const Vec factor(key[d] * fades[d]);
       unrolled<N>([&](auto n) {
         const float* from = state + d * width + n * WIDTH;
-        sums[n] = at::vec::fmadd(factor, whole ? Vec::loadu(from) : Vec::loadu(from, count), sums[n]);
+        part[n] = at::vec::fmadd(factor, whole ? Vec::loadu(from) : Vec::loadu(from, count), part[n]);
       });
-    }
+    });
     unrolled<N>([&](auto n) {
       ((Vec::loadu(value + at + n * WIDTH) - sums[n]) * Vec(beta)).store(missing + at + n * WIDTH);
       sums[n] = Vec(0.f);
     });
-    for (int64_t d = 0; d < depth; ++d) {
+    in_parts<N>(sums, [&](int64_t d, Vec* part) {
       const Vec faded(fades[d]), k(key[d]), q(query[d]);
       unrolled<N>([&](auto n) {
         const int64_t place = d * width + n * WIDTH;
         const Vec old = whole ? Vec::loadu(state + place) : Vec::loadu(state + place, count);
         const Vec next = at::vec::fmadd(k, Vec::loadu(missing + at + n * WIDTH), old * faded);
-        sums[n] = at::vec::fmadd(q, next, sums[n]);
+        part[n] = at::vec::fmadd(q, next, part[n]);
         whole ? next.store(kept + place) : next.store(kept + place, count);
       });
-    }
+    });
     unrolled<N>([&](auto n) { sums[n].store(result + at + n * WIDTH); });
   }
 
