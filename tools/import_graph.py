@@ -25,6 +25,7 @@ HALLS = (
     "core/common/passes",
     "core/compilation",
     "core/engine",
+    "plugins/cpu/core_cpu",
     "plugins/cuda/core_cuda",
     "plugins/cuda/core_cuda/ops",
     "plugins/npu/core_npu",

@@ -141,12 +141,21 @@ def zero(value: Any) -> Any:
 
 def negated(value: Any) -> Any:
     """Return the negative of a node's value."""
+    return _changed(value, torch.neg)
+
+
+def other_rows(value: Any) -> Any:
+    """Return a node's rows in reverse: each row gets what is another's."""
+    return _changed(value, torch.flipud)
+
+
+def _changed(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if not isinstance(value, fx.Node):
         return NO_CHANGE
     with value.graph.inserting_after(value):
-        negative = value.graph.call_function(torch.neg, (value,))
-    negative.meta = {key: kept for key, kept in value.meta.items() if key != MADE_BY}
-    return negative
+        changed = value.graph.call_function(function, (value,))
+    changed.meta = {key: kept for key, kept in value.meta.items() if key != MADE_BY}
+    return changed
 
 
 OTHER_KIND: Mapping[str, str] = MappingProxyType(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from core_conformance.fuzzing import attention, layers, pointwise, quantized
+from core_conformance.fuzzing import attention, layers, pointwise, quantized, recurrent
 from core_conformance.fuzzing.source import Source
 
 CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
@@ -40,6 +40,9 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::rms_norm_quantize": layers.quantized(pointwise.rms_norm),
         "core::add_rms_norm_quantize": layers.quantized(pointwise.add_rms_norm),
         "core::gated_activation_quantize": layers.gated_activation_quantize,
+        "core::causal_conv1d_update": recurrent.convolution,
+        "core::gated_delta_rule": recurrent.delta_rule,
+        "core::selective_state_update": recurrent.state_space,
         "core::sample": quantized.sample,
         "core::argmax": quantized.argmax,
     }

@@ -16,6 +16,7 @@ from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary.table import inverse_frequencies
 from core_conformance.inputs import large_linears as linears
+from core_conformance.inputs import large_recurrent as recurrent
 from core_conformance.inputs.large_attention import dense_attention, paged_attention
 from core_conformance.inputs.large_derived import Calls, in_codes, tables, with_derived
 from core_conformance.inputs.large_sampling import most_likely, sampled
@@ -187,6 +188,7 @@ LARGE: Mapping[str, Calls] = MappingProxyType(
             "quantize_fp4": linears.quantize_fp4,
         }
     )
+    | dict(recurrent.LARGE)
     | dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "local_shard"), parts)
     | {
         "all_reduce_rms_norm": lambda draw: _grouped(rms_norm(draw)),

@@ -15,6 +15,7 @@ from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary.table import LAYOUTS, inverse_frequencies
 from core_conformance.inputs import large_linears as linears
+from core_conformance.inputs import large_recurrent as recurrent
 from core_conformance.inputs.large import head_tables, heads
 from core_conformance.inputs.large_attention import dense_attention_sizes, paged_attention_sizes
 from core_conformance.inputs.large_derived import Calls, changed, with_derived
@@ -135,5 +136,6 @@ SIZES: Mapping[str, Calls] = MappingProxyType(
             "argmax": most_likely_sizes,
         }
     )
+    | dict(recurrent.SIZES)
 )
 """Name of an op -> its calls past the tiles; collectives have none, a single process moves nothing."""

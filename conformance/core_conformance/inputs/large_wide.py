@@ -16,6 +16,7 @@ from torch import Tensor
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
 from core.common.ops.rotary.table import inverse_frequencies
+from core_conformance.inputs import large_recurrent as recurrent
 from core_conformance.inputs.large import head_tables, heads
 from core_conformance.inputs.large_attention import dense_attention_far, paged_attention_far
 from core_conformance.inputs.large_derived import Calls, changed, with_derived
@@ -187,5 +188,6 @@ WIDE: Mapping[str, Calls] = MappingProxyType(
             "argmax": argmax,
         }
     )
+    | dict(recurrent.WIDE)
 )
 """Name of an op -> its widest and longest calls."""

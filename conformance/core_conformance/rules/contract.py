@@ -16,6 +16,8 @@ from core_conformance.trial import Trial, tensors
 
 _PAGED = ("attention", "rotary_attention", "attention_quantize", "rotary_attention_quantize")
 """Ops that write the paged cache."""
+_MOVED_ON = ("gated_delta_rule", "selective_state_update")
+"""Ops that compute new states of sequences, in slots."""
 
 
 def check_metadata(trial: Trial, name: str, results: Sequence[Any], fakes: Sequence[Any]) -> bool:
@@ -58,8 +60,10 @@ def unread(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> int:
 def computed(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> Tensor | None:
     """Return which elements of an argument the op computes, on the host; None if the op only copies its inputs there.
 
-    Computed are rotated keys, and codes of keys and values.
+    Computed are rotated keys, codes of keys and values, and states that move on.
     """
+    if op.name in _MOVED_ON and name in op.mutates:
+        return _states_written(kwargs, kwargs[name])
     rotated = op.name.startswith("rotary") and name == "key_cache"
     if op.name not in _PAGED or name not in op.mutates or not (rotated or kwargs[name].dtype in CODES):
         return None
@@ -67,3 +71,10 @@ def computed(op: CanonicalOp, kwargs: Mapping[str, Any], name: str) -> Tensor | 
     found = torch.zeros(cache.shape[:2], dtype=torch.bool)
     found.view(-1)[kwargs["slot_mapping"].cpu()] = True
     return found[:, :, None, None].expand(cache.shape)
+
+
+def _states_written(kwargs: Mapping[str, Any], states: Tensor) -> Tensor:
+    found = torch.zeros(states.shape[:1], dtype=torch.bool)
+    places = [kwargs[name] for name in ("kept", "slots") if kwargs.get(name) is not None]
+    found[places[0].cpu() if places else slice(None)] = True
+    return found.view(-1, *(1,) * (states.dim() - 1)).expand(states.shape)

@@ -16,6 +16,7 @@ HOST = "core_conformance.cases.host.cases"
 
 COLLECTORS: tuple[str, ...] = (
     "core_conformance.cases.ops.torch_ops",
+    "core_conformance.cases.ops.long_states",
     "core_conformance.cases.ops.collect",
     "core_conformance.cases.fakes",
     "core_conformance.cases.graphs.collect",

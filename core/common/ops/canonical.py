@@ -25,6 +25,7 @@ from core.common.ops.mlp import GATED_ACTIVATION, GATED_ACTIVATION_FUSED, GATED_
 from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE, QUANTIZED_GROUPED_LINEAR
 from core.common.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE, LAYER_NORM, RMS_NORM, RMS_NORM_QUANTIZE
 from core.common.ops.quantize import QUANTIZE, QUANTIZE_ASYMMETRIC, QUANTIZE_FP4, QUANTIZED_LINEAR
+from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE, ROTARY_TABLE
 from core.common.ops.sampling import ARGMAX, SAMPLE
 
@@ -41,10 +42,12 @@ __all__ = [
     "ARGMAX",
     "ATTENTION",
     "ATTENTION_QUANTIZE",
+    "CAUSAL_CONV1D_UPDATE",
     "DENSE_ATTENTION",
     "GATED_ACTIVATION",
     "GATED_ACTIVATION_FUSED",
     "GATED_ACTIVATION_QUANTIZE",
+    "GATED_DELTA_RULE",
     "GATED_LINEAR",
     "GROUPED_MLP",
     "LAYER_NORM",
@@ -68,6 +71,7 @@ __all__ = [
     "ROTARY_SINGLE",
     "ROTARY_TABLE",
     "SAMPLE",
+    "SELECTIVE_STATE_UPDATE",
     "WEIGHT_ONLY_LINEAR",
 ]
 

@@ -32,6 +32,7 @@ Examples = Callable[[], "Iterable[Example]"]
 LIFTS = (
     *("lift_rms_norm", "fuse_add_rms_norm", "lift_layer_norm", "lift_gated_activation", "lift_rotary"),
     *("fuse_qk_norm_rotary", "lift_attention", "fuse_attention_cache", "lift_moe_route", "lift_grouped_mlp"),
+    *("lift_causal_conv1d", "lift_gated_delta_rule", "lift_selective_state_update"),
 )
 """The passes that recognise what a model computes, for the `Pass.after` of a pass that builds on them. Names that no
 pass of a run has are ignored."""

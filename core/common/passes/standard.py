@@ -29,6 +29,9 @@ from core.common.passes.quantize.results import (
     FUSE_RMS_NORM_QUANTIZE,
 )
 from core.common.passes.quantize.scales import SHARE_QUANTIZE_SCALES
+from core.common.passes.recurrent.convolution import LIFT_CAUSAL_CONV1D
+from core.common.passes.recurrent.delta_rule import LIFT_GATED_DELTA_RULE
+from core.common.passes.recurrent.state_space import LIFT_SELECTIVE_STATE_UPDATE
 from core.common.passes.rotary.attention import FUSE_ROTARY_ATTENTION
 from core.common.passes.rotary.lift import LIFT_ROTARY
 from core.common.passes.rotary.qk_norm import FUSE_QK_NORM_ROTARY
@@ -45,6 +48,9 @@ COMMON_PASSES: tuple[Pass, ...] = (
     FUSE_ATTENTION_CACHE,
     LIFT_MOE_ROUTE,
     LIFT_GROUPED_MLP,
+    LIFT_CAUSAL_CONV1D,
+    LIFT_GATED_DELTA_RULE,
+    LIFT_SELECTIVE_STATE_UPDATE,
     LIFT_GATED_ACTIVATION,
     SHARE_QUANTIZE_SCALES,
     ELIMINATE_COMMON_SUBEXPRESSIONS,

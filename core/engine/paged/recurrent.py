@@ -153,6 +153,8 @@ class ServedLayer:
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any, slots: Tensor, *, begins: bool) -> Any:
         """Run the module's own code on states of these slots, and put them back."""
+        # Told before the states are computed: an op that writes them itself needs to know where.
+        kept = slots.clamp(min=DROPPED_SLOT)
         states: dict[StateKey, Tensor | None] = {
             key: None if begins else pool.index_select(0, slots) for key, pool in self.pools.items()
         }
@@ -162,7 +164,6 @@ class ServedLayer:
         else:
             kwargs = {**kwargs, self.layer.argument: cache}
         out = type(module).forward(module, *args, **kwargs)
-        kept = slots.clamp(min=DROPPED_SLOT)
         for key, pool in self.pools.items():
             new = cache.states[key]
             assert new is not None, "a module kept no state that it keeps elsewhere"

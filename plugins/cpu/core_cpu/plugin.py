@@ -79,8 +79,9 @@ def core_register_ops() -> Sequence[OpImplementation]:
     if why_no_kernels():
         return norm.IMPLEMENTATIONS
     from core_cpu import attention, collectives, linear, quantized, weight_only
+    from core_cpu.ops import recurrent
 
-    kernels = (attention, linear, weight_only, quantized, collectives, norm)
+    kernels = (attention, linear, weight_only, quantized, recurrent, collectives, norm)
     return tuple(implementation for module in kernels for implementation in module.IMPLEMENTATIONS)
 
 

@@ -18,6 +18,8 @@ from core_cuda.ops.linear import quantized as quantized_linear
 from core_cuda.ops.moe import grouped_mlp
 from core_cuda.ops.moe import route as moe_route
 from core_cuda.ops.norm import norms as norm
+from core_cuda.ops.recurrent import convolution, delta_rule, state_space
+from core_cuda.ops.recurrent import states as recurrent
 from core_cuda.ops.registration import OP_OF
 from core_cuda.ops.rotary import rotation as rotary
 from core_cuda.ops.rotary import table as rotary_table
@@ -44,6 +46,9 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     linear.gated_linear_other: linear.why_not,
     moe_route.moe_route: moe_route.route_condition,
     grouped_mlp.grouped_mlp: grouped_mlp.grouped_mlp_condition,
+    convolution.causal_conv1d_update: recurrent.why_not,
+    delta_rule.gated_delta_rule: delta_rule.why_not,
+    state_space.selective_state_update: state_space.why_not,
     sampling.sample: dtypes,
     argmax.argmax: dtypes,
     quantize.quantize: all_of(dtypes, code_dtype),

@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "prefill": ("8b", "1b", "gemma"),
     "moe": ("qwen3", "route"),
     "rotary": ("8b", "1b", "qwen"),
+    "recurrent": (),
     "flashinfer": (),
 }
 """By family the words that a call's name must hold one of; none takes all."""
@@ -50,6 +51,7 @@ KERNELS: dict[str, set[str]] = {
     "prefill": {"prefill_kernel", "decode_kernel", "_write_kernel"},
     "moe": {"row_up_kernel", "row_down_kernel", "sort_kernel", "product_kernel", "sum_kernel", "_route_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel"},
+    "recurrent": {"_convolution_kernel", "_delta_kernel", "_state_space_kernel"},
     "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
 }
 """By family the kernels that its calls launch."""
@@ -66,6 +68,7 @@ OTHERS = (
     ),
     *("sample 1", "argmax 8", "8b decode 8", "mqa decode 8", "mqa drafts 512", "8b fp32", "8b codes 8"),
     *("8b 4096 in 8", "gemma 2", "8b codes, coded", "qwen3 8", "mixtral 64", "qwen3 4096", "route qwen3"),
+    *("convolution 64", "delta 64", "kimi 1", "state space 64"),
     *("8b rotary 64", "8b table 64", "8b qk norm 64", "8b codes, half 64"),
 )
 """Words of the calls that are compiled for other capabilities, of all families."""

@@ -14,12 +14,14 @@ from core.common.ops.attention.quantized import ATTENTION_QUANTIZE, ROTARY_ATTEN
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
+from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from tests.common.ops.canonical_oracle import CPU, every_sample, faked, in_fp64, outputs, run
 
 # test_attention.py, test_dense_attention.py, test_rotary_attention.py and test_attention_quantize.py hold the ops that
-# write a cache to the same.
+# write a cache to the same, recurrent/test_recurrent.py those that write states.
 WRITING = (ATTENTION, DENSE_ATTENTION, ROTARY_ATTENTION, ATTENTION_QUANTIZE, ROTARY_ATTENTION_QUANTIZE)
-FUNCTIONAL = [op for op in OPS if op not in WRITING]
+RECURRENT = (CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE)
+FUNCTIONAL = [op for op in OPS if op not in (*WRITING, *RECURRENT)]
 CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in FUNCTIONAL for s in every_sample(op)]
 COLLECTIVES = {
     *("all_reduce", "reduce_scatter", "all_gather", "all_reduce_rms_norm", "all_reduce_add_rms_norm"),
@@ -39,7 +41,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 def test_all_are_declared_once() -> None:
     assert {op.qualified_name: op for op in OPS}.items() <= declared_ops().items()
-    assert len({op.name for op in OPS}) == len(OPS) == 39
+    assert len({op.name for op in OPS}) == len(OPS) == 42
 
 
 def test_only_attention_and_collectives_may_be_cut_at() -> None:

@@ -35,6 +35,7 @@ from core.verify.verify import Verification, verify
 from core_conformance.cases.passes.attention_models import ATTENTION_MODELS
 from core_conformance.cases.passes.many_models import WIDE_MODELS
 from core_conformance.cases.passes.models import MODELS, Built, perturb
+from core_conformance.cases.passes.recurrent_models import RECURRENT_MODELS
 
 Tokens = tuple[int, int] | None
 
@@ -51,7 +52,8 @@ class Sample:
 
 
 CORPUS: Mapping[str, Sample] = {
-    name: Sample(name, build) for name, build in {**MODELS, **ATTENTION_MODELS, **WIDE_MODELS}.items()
+    name: Sample(name, build)
+    for name, build in {**MODELS, **ATTENTION_MODELS, **RECURRENT_MODELS, **WIDE_MODELS}.items()
 }
 
 

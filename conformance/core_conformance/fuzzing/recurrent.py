@@ -1,0 +1,83 @@
+"""Random calls of the steps of recurrent layers: any slots, sizes, layouts and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from core.common.ops.arguments import at_least_fp32
+from core_conformance.fuzzing.source import WIDTHS, Source
+
+_SIZES = (1, 2, 8, 16, 31, 64)
+
+
+def _slots(source: Source, rows: int) -> tuple[int, dict[str, Any]]:
+    """Draw how many states there are, and which of them rows read and write: their own, or one that nobody writes."""
+    form = source.one_of("none", "own", "others")
+    if form == "none":
+        return rows, {"slots": None, "kept": None}
+    count = rows + source.integer(1, 5)
+    order = source.order(count - 1)[:rows] + 1
+    slots = torch.where(source.booleans(rows, share=0.3), 0, order) if form == "others" else order
+    kept = None if form == "own" else order.to(source.device)
+    return count, {"slots": slots.to(source.device), "kept": kept}
+
+
+def convolution(source: Source) -> dict[str, Any]:
+    """Draw a call of core::causal_conv1d_update."""
+    rows, channels = source.integer(0, 6), source.one_of(*WIDTHS)
+    taps = source.integer(1, 6)
+    length = max(taps - 1, 1) + source.integer(0, 2)
+    count, slots = _slots(source, rows)
+    dtype = source.one_of(source.dtype, at_least_fp32(source.dtype))
+    return {
+        "x": source.tensor(rows, channels),
+        "states": source.dense(count, channels, length),
+        "weight": source.tensor(channels, taps, dtype=dtype, scale=0.5),
+        "bias": source.maybe(channels, dtype=dtype),
+        "silu": source.one_of(False, True),
+        **slots,
+    }
+
+
+def delta_rule(source: Source) -> dict[str, Any]:
+    """Draw a call of core::gated_delta_rule."""
+    rows, heads, group = source.integer(0, 4), source.integer(1, 3), source.integer(1, 3)
+    key, value = source.one_of(*_SIZES), source.one_of(*_SIZES)
+    count, slots = _slots(source, rows)
+    wide = at_least_fp32(source.dtype)
+    fading = source.one_of((rows, heads * group), (rows, heads * group, key))
+    return {
+        "query": source.tensor(rows, heads, key),
+        "key": source.tensor(rows, heads, key),
+        "value": source.tensor(rows, heads * group, value),
+        "decay": -source.dense(*fading, dtype=wide).abs(),
+        "beta": source.dense(rows, heads * group).sigmoid(),
+        "states": source.dense(count, heads * group, key, value, dtype=source.one_of(wide, source.dtype)),
+        "scale": key**-0.5,
+        "norm_eps": source.one_of(1e-6, 0.0),
+        **slots,
+    }
+
+
+def state_space(source: Source) -> dict[str, Any]:
+    """Draw a call of core::selective_state_update."""
+    rows, groups, group = source.integer(0, 4), source.integer(1, 3), source.integer(1, 3)
+    features, size = source.one_of(*_SIZES), source.one_of(*_SIZES)
+    count, slots = _slots(source, rows)
+    heads, wide = groups * group, at_least_fp32(source.dtype)
+    softplus = source.one_of(True, False)
+    dt = source.tensor(rows, heads)
+    return {
+        "x": source.tensor(rows, heads, features),
+        "dt": dt if softplus else dt.abs(),  # states that grow by steps below zero would leave the range
+        "A": -source.dense(heads, dtype=wide).exp(),
+        "B": source.tensor(rows, groups, size),
+        "C": source.tensor(rows, groups, size),
+        "states": source.dense(count, heads, features, size, dtype=source.one_of(wide, source.dtype)),
+        "D": source.maybe(heads),
+        "dt_bias": source.maybe(heads) if softplus else None,
+        "dt_softplus": softplus,
+        **slots,
+    }

@@ -1,0 +1,1 @@
+"""Lifts of what recurrent layers compute for one token of each sequence."""

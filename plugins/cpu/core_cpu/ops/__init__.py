@@ -1,0 +1,1 @@
+"""Canonical ops by families of kernels of the extension."""

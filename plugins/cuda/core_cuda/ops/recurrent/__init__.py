@@ -1,0 +1,1 @@
+"""Steps of recurrent layers on states in slots, one launch each."""

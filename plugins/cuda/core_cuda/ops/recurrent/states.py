@@ -1,0 +1,55 @@
+"""What the kernels of recurrent layers share: where a state lies, and which calls they take."""
+
+# Triton reads annotations of kernels as types of its own
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core.common.ops.implementation import OpCall
+from core_cuda.ops import launching
+from core_cuda.ops.conditions import dtypes
+
+
+def why_not(call: OpCall) -> str | None:
+    """Return why the kernels can't take a call, or None: a dtype, or states that are no run of memory each."""
+    states, expected = call.args["states"], 1
+    for size, stride in zip(reversed(states.shape[1:]), reversed(states.stride()[1:]), strict=True):
+        if stride != expected and size != 1:
+            return f"states have strides {tuple(states.stride())}, and the kernel takes each as one run of memory"
+        expected *= size
+    return dtypes(call)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is one run of memory, a copy where it is not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def places(slots: Tensor | None, kept: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return where each row reads its state and where it writes it, as `slot_of` takes them."""
+    read, written = (None if index is None else index.contiguous() for index in (slots, kept))
+    return read, read if written is None else written
+
+
+def block_of(num_states: int, size: int, *, most: int, least: int) -> int:
+    """Return of how many columns or rows of a state a program takes care, a power of 2: fewer where programs are few.
+
+    num_states: of all rows and heads. size: columns or rows of each. most, least: the largest and the smallest block.
+    """
+    block: int = min(most, max(triton.next_power_of_2(size), 1))
+    wanted = 2 * launching.num_multiprocessors()
+    while block > least and num_states * triton.cdiv(size, block) < wanted:
+        block //= 2
+    return block
+
+
+@triton.jit
+def slot_of(slots, row):
+    """Return the slot of a row, the row itself without slots, as int64."""
+    if slots is None:
+        return row.to(tl.int64)
+    else:
+        return tl.load(slots + row).to(tl.int64)

@@ -1,0 +1,75 @@
+"""Calls of the steps of recurrent layers at shapes of Qwen3-Next, Nemotron-H and LFM2, for compile_cuda_kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_cuda.ops.recurrent.convolution import causal_conv1d_update
+from core_cuda.ops.recurrent.delta_rule import gated_delta_rule
+from core_cuda.ops.recurrent.state_space import selective_state_update
+
+BF16 = torch.bfloat16
+
+
+def slots(rows: int) -> dict[str, Tensor]:
+    return {name: torch.empty(rows, dtype=torch.int64) for name in ("slots", "kept")}
+
+
+def convolution(rows: int, channels: int, taps: int, *, silu: bool) -> dict[str, Any]:
+    return {
+        "x": torch.empty(rows, channels, dtype=BF16),
+        "states": torch.empty(rows + 2, channels, taps, dtype=BF16),
+        "weight": torch.empty(channels, taps, dtype=BF16),
+        "bias": None,
+        "silu": silu,
+        **slots(rows),
+    }
+
+
+def delta_rule(rows: int, *, by_feature: bool) -> dict[str, Any]:
+    keys, values, size = (32, 32, 128) if by_feature else (16, 32, 128)
+    return {
+        "query": torch.empty(rows, keys, size, dtype=BF16),
+        "key": torch.empty(rows, keys, size, dtype=BF16),
+        "value": torch.empty(rows, values, size, dtype=BF16),
+        "decay": torch.empty((rows, values, size) if by_feature else (rows, values)),
+        "beta": torch.empty(rows, values, dtype=BF16),
+        "states": torch.empty(rows + 2, values, size, size),
+        "scale": size**-0.5,
+        "norm_eps": 1e-6,
+        **slots(rows),
+    }
+
+
+def state_space(rows: int) -> dict[str, Any]:
+    heads, groups, size, state = 128, 8, 64, 128
+    return {
+        "x": torch.empty(rows, heads, size, dtype=BF16),
+        "dt": torch.empty(rows, heads, dtype=BF16),
+        "A": torch.empty(heads),
+        "B": torch.empty(rows, groups, state, dtype=BF16),
+        "C": torch.empty(rows, groups, state, dtype=BF16),
+        "states": torch.empty(rows + 2, heads, size, state),
+        "D": torch.empty(heads, dtype=BF16),
+        "dt_bias": torch.empty(heads, dtype=BF16),
+        "dt_softplus": True,
+        **slots(rows),
+    }
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield steps of one and 64 sequences."""
+    for rows in (1, 64):
+        call = convolution(rows, 8192, 4, silu=True)
+        yield f"convolution {rows}", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]
+        call = convolution(rows, 2048, 3, silu=False)
+        yield f"short convolution {rows}", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]
+        for name, by_feature in (("delta", False), ("kimi", True)):
+            call = delta_rule(rows, by_feature=by_feature)
+            yield f"{name} {rows}", lambda call=call: gated_delta_rule(**call)  # type: ignore[misc]
+        call = state_space(rows)
+        yield f"state space {rows}", lambda call=call: selective_state_update(**call)  # type: ignore[misc]

@@ -1,0 +1,240 @@
+"""core/common/ops/recurrent: against transformers' own steps, over slots, and over thousands of steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.common.numerics import MIN_ELEMENTS, Fp64Mode, judge
+from core.common.ops.declaration import CanonicalOp
+from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
+from tests.common.ops.canonical_oracle import Call, assert_raises, every_sample, faked, run, sample
+from tests.support import needs_states_in_caches
+
+OPS = (CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE)
+CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in OPS for s in every_sample(op)]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+EACH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def widened(call: Call) -> Call:
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+
+
+def rows_of(call: Call) -> Tensor:
+    """Return the states that the rows of a call have written."""
+    places = call.get("kept") if call.get("kept") is not None else call.get("slots")
+    states: Tensor = call["states"]
+    return states if places is None else states[places]
+
+
+def convolution(call: Call) -> Tensor:
+    from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update
+
+    state, activation = _gathered(call), "silu" if call.get("silu") else None
+    out = unwrap(causal_conv1d_update)(call["x"][..., None], state, call["weight"], call["bias"], activation)
+    _scattered(call, state)
+    return out[..., 0]
+
+
+def delta_rule(call: Call) -> Tensor:
+    from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    by_feature = call["decay"].dim() == 3
+    function: Any = recurrent_kimi_delta_attention if by_feature else torch_recurrent_gated_delta_rule
+    rest = {name: call[name][:, None] for name in ("query", "key", "value", "beta")}
+    out, state = unwrap(function)(
+        **rest,
+        g=call["decay"][:, None],
+        initial_state=_gathered(call),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=bool(call["norm_eps"]),
+    )
+    _scattered(call, state)
+    return out[:, 0]
+
+
+def state_space(call: Call) -> Tensor:
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
+
+    state, (heads, features, size) = _gathered(call), call["states"].shape[1:]
+    spread = {
+        name: None if call[name] is None else call[name][:, None].expand(-1, features) for name in ("D", "dt_bias")
+    }
+    out = unwrap(mamba2_selective_state_update)(
+        state,
+        call["x"],
+        call["dt"][..., None].expand(-1, -1, features),
+        call["A"][:, None, None].expand(heads, features, size),
+        call["B"],
+        call["C"],
+        **spread,
+        dt_softplus=call["dt_softplus"],
+    )
+    _scattered(call, state)
+    return out
+
+
+def _gathered(call: Call) -> Tensor:
+    slots = call.get("slots")
+    return call["states"].clone() if slots is None else call["states"].index_select(0, slots)
+
+
+def _scattered(call: Call, state: Tensor) -> None:
+    places = call.get("kept") if call.get("kept") is not None else call.get("slots")
+    call["states"][slice(None) if places is None else places] = state.to(call["states"].dtype)
+
+
+EAGER: dict[str, Callable[[Call], Tensor]] = {
+    "causal_conv1d_update": convolution,
+    "gated_delta_rule": delta_rule,
+    "selective_state_update": state_space,
+}
+
+
+def judged(op: CanonicalOp, call: Call) -> None:
+    """Expect results and states with errors like those of transformers' own code."""
+    mine, eager, exact = copy.deepcopy(call), copy.deepcopy(call), widened(copy.deepcopy(call))
+    out, theirs = run(op, mine)[0], EAGER[op.name](eager)
+    with Fp64Mode():
+        true = op.reference(**exact)
+    for one, other, truth in ((out, theirs, true), (rows_of(mine), rows_of(eager), rows_of(exact))):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if one.numel() >= MIN_ELEMENTS:
+            verdict = judge(one, other, truth)
+            assert verdict.passed, verdict
+
+
+@DTYPES
+@pytest.mark.parametrize(("op", "name"), CASES)
+def test_each_sample_agrees_with_transformers(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
+    needs_states_in_caches()
+    call = sample(op, name, dtype)
+    if call.get("scale", call["states"].shape[-2] ** -0.5) == call["states"].shape[-2] ** -0.5:
+        judged(op, call)
+
+
+@DTYPES
+@pytest.mark.parametrize(("op", "name"), CASES)
+def test_other_slots_keep_every_bit(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
+    call, before = sample(op, name, dtype), sample(op, name, dtype)
+    run(op, call)
+    written = torch.zeros(len(call["states"]), dtype=torch.bool)
+    places = call.get("kept") if call.get("kept") is not None else call.get("slots")
+    written[slice(None) if places is None else places] = True
+    assert torch.equal(call["states"][~written], before["states"][~written])
+    assert all((call["states"][at] != before["states"][at]).any() for at in written.nonzero().flatten())
+    for key, value in call.items():
+        assert key == "states" or not isinstance(value, Tensor) or torch.equal(value, before[key]), key
+
+
+@EACH
+def test_rows_are_independent(op: CanonicalOp) -> None:
+    """A row alone gives what it gives among others, and NaN in slots that no row has does not leak."""
+    call = sample(op, "slots")
+    alone = copy.deepcopy(call)
+    per_row = [
+        k for k, v in call.items() if isinstance(v, Tensor) and k != "states" and v.shape[:1] == call["slots"].shape
+    ]
+    alone |= {name: call[name][2:3] for name in per_row if name not in ("A", "D", "dt_bias", "weight", "bias")}
+    unused = torch.ones(len(call["states"]), dtype=torch.bool)
+    unused[call["slots"][2]] = False
+    alone["states"][unused] = torch.nan
+    one, all_rows = run(op, alone)[0], run(op, call)[0]
+    torch.testing.assert_close(one, all_rows[2:3])
+    torch.testing.assert_close(rows_of(alone), rows_of(call)[2:3])
+
+
+@pytest.mark.parametrize(("op", "name"), CASES)
+def test_torch_accepts_the_registration(op: CanonicalOp, name: str) -> None:
+    call = sample(op, name)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.overload, (), call, test_utils=checks)
+
+
+@EACH
+def test_torch_compiles_the_op(op: CanonicalOp) -> None:
+    torch.library.opcheck(
+        op.overload, (), sample(op, "slots, written to others"), test_utils="test_aot_dispatch_dynamic"
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize(("op", "name"), CASES)
+def test_the_fake_gives_the_metadata_of_the_real_one(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
+    call = sample(op, name, dtype)
+    mode, fakes = faked(call)
+    with mode:
+        (fake,) = run(op, fakes)
+    (real,) = run(op, call)
+    assert (fake.shape, fake.dtype, fake.device, fake.stride()) == (real.shape, real.dtype, real.device, real.stride())
+
+
+@pytest.mark.parametrize(("op", "name"), CASES)
+def test_fp64_stays_fp64(op: CanonicalOp, name: str) -> None:
+    call = sample(op, name, torch.float64)
+    wide = copy.deepcopy(call)
+    with Fp64Mode():
+        exact = op.reference(**wide)
+    assert torch.equal(run(op, call)[0], exact) and exact.dtype == torch.float64
+    assert torch.equal(call["states"], wide["states"])
+
+
+NEAR_MISSES: dict[str, tuple[CanonicalOp, Call, str]] = {
+    "other channels": (CAUSAL_CONV1D_UPDATE, {"weight": torch.ones(23, 4)}, "x has 24 channels, states 24, weight 23"),
+    "short states": (CAUSAL_CONV1D_UPDATE, {"weight": torch.ones(24, 6)}, "too short for 6 taps"),
+    "narrow states": (CAUSAL_CONV1D_UPDATE, {"states": torch.ones(12, 24, 4).bfloat16()}, "states are torch.bfloat16"),
+    "a narrow bias": (CAUSAL_CONV1D_UPDATE, {"bias": torch.ones(24).bfloat16()}, "one dtype that holds torch.float32"),
+    "int32 slots": (CAUSAL_CONV1D_UPDATE, {"slots": torch.ones(5, dtype=torch.int32)}, "slots must be torch.int64"),
+    "a state short": (CAUSAL_CONV1D_UPDATE, {"slots": None}, "12 states of 5 rows need slots"),
+    "too few slots": (GATED_DELTA_RULE, {"kept": torch.ones(4, dtype=torch.int64)}, r"kept must have shape \(5,\)"),
+    "heads no multiple": (GATED_DELTA_RULE, {n: torch.ones(5, 3, 16) for n in ("query", "key")}, "no multiple of 3"),
+    "transposed states": (GATED_DELTA_RULE, {"states": torch.ones(12, 4, 8, 16)}, r"states must be \(N, 4, 16, 8\)"),
+    "decay of values": (GATED_DELTA_RULE, {"decay": torch.ones(5, 4, 8)}, r"decay must have shape \(5, 4, 16\)"),
+    "a negative eps": (GATED_DELTA_RULE, {"norm_eps": -1.0}, "norm_eps must be positive"),
+    "groups no divisor": (SELECTIVE_STATE_UPDATE, {n: torch.ones(5, 3, 16) for n in "BC"}, "no multiple of 3 groups"),
+    "steps of features": (SELECTIVE_STATE_UPDATE, {"dt": torch.ones(5, 4, 8)}, r"dt must have shape \(5, 4\)"),
+    "integers": (SELECTIVE_STATE_UPDATE, {"A": torch.ones(4, dtype=torch.int64)}, "A must be floating-point"),
+}
+
+
+@pytest.mark.parametrize("near_miss", NEAR_MISSES)
+def test_a_near_miss_raises(near_miss: str) -> None:
+    op, change, message = NEAR_MISSES[near_miss]
+    assert_raises(op, sample(op, "slots") | change, message)
+
+
+@pytest.mark.slow
+@DTYPES
+@EACH
+def test_4096_steps_do_not_drift(op: CanonicalOp, dtype: torch.dtype) -> None:
+    """The errors of results and state after so many steps are like those of transformers' own code."""
+    needs_states_in_caches()
+    first = sample(op, "no slots", dtype)
+    states = [
+        {"states": first["states"].clone()},
+        {"states": first["states"].clone()},
+        {"states": first["states"].double()},
+    ]
+    generator = torch.Generator().manual_seed(3)
+    fixed = ("A", "D", "dt_bias", "weight", "bias", "states")
+    last: list[tuple[Tensor, ...]] = []
+    for step in range(4096):
+        order = torch.randint(5, (5,), generator=generator)
+        call = {k: v[order] if isinstance(v, Tensor) and k not in fixed else v for k, v in first.items()}
+        with Fp64Mode():
+            true = op.reference(**widened(call) | states[2])
+        outs = run(op, call | states[0])[0], EAGER[op.name](call | states[1]), true
+        if step >= 4096 - 16:
+            last.append(outs)
+    mine, eager, exact = (torch.cat(each) for each in zip(*last, strict=True))
+    for results in ((mine, eager, exact), tuple(each["states"] for each in states)):
+        verdict = judge(*results)
+        assert verdict.passed, verdict
