@@ -80,7 +80,8 @@ def _state_space(model: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, slots:
     out = torch.bmm(flat, c.view(_ROWS * _HEADS, _KEYS, 1)).view(_ROWS, _HEADS, _VALUES)
     out = (out + x * model.skip[:, None].expand(-1, _VALUES)).to(x.dtype)
     model.states.index_copy_(0, kept, state.to(model.states.dtype))
-    return out * 2
+    doubled: Tensor = out * 2
+    return doubled
 
 
 def _inputs(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
