@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 from core_acme.faults import FAULTS, VARIABLE, Fault
 
+from documentation.pages import ROOT, render
 from example_vendor import environment
-from pages import ROOT, render
 
 PAGE = ROOT / "docs/conformance-faults.md"
 _BAD = ("fail", "crash", "timeout", "xpass")

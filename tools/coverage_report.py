@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pages import escaped, table
+from documentation.pages import escaped, table
 from sweeping import Result, versions
 
 VARIANTS = (

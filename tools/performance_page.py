@@ -18,7 +18,7 @@ from typing import Any
 
 import typer
 
-from pages import table
+from documentation.pages import table
 from performance.processor import processor
 from performance.vllm import beside_vllm
 

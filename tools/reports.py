@@ -26,8 +26,8 @@ from typing import Annotated, Any
 
 import typer
 
+from documentation.pages import ROOT, render
 from example_vendor import SOURCE, environment, install
-from pages import ROOT, render
 
 FOLDER = ROOT / "docs/conformance"
 SWEEPS = tuple(ROOT / "docs" / name for name in ("coverage.md", "architectures.md", "architectures-cuda.md"))

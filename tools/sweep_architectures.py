@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from pages import escaped, table
+from documentation.pages import escaped, table
 from sweeping import Result, Worker, one_line, read_results, sweep, versions
 
 NUM_TOKENS = 16

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pages import table
+from documentation.pages import table
 
 Document = Mapping[str, Any]
 _QUIET = 0.5

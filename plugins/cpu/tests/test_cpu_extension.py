@@ -245,8 +245,8 @@ def test_kernels_and_models_are_right_with_avx2_alone(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
-    of_kernels = ("attention", "linear", "quantized", "weight_only")
-    files = [f"plugins/cpu/tests/test_cpu_{each}.py" for each in of_kernels]
+    of_kernels = ("attention", "linear", "quantized", "recurrent", "weight_only")
+    files = [f"plugins/cpu/tests/ops/test_cpu_{each}.py" for each in of_kernels]
     told = run("-c", TESTS, "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive", *files)
     assert told.startswith("avx2-") and " passed" in told
     for dtype in ("float32", "bfloat16"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "tools/templates"
 
 
