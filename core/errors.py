@@ -107,6 +107,8 @@ class GraphResourcesError(CaptureError):
     """
 
 
+_NO_MEMORY = re.compile(r"out of memory|can(?:no|')t allocate memory", re.IGNORECASE)
+"""What torch's allocators, compilers and the system say."""
 _APPENDED = re.compile(
     r"\s(?:While executing %|Original traceback:|from user code:|Set TORCHDYNAMO_VERBOSE|Use tlparse)", re.IGNORECASE
 )
@@ -149,6 +151,20 @@ def broken_extension(asked: str, error: BaseException) -> DeviceUnavailableError
         remedy=f"uninstall {match[1]}, or install what it needs; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch do without "
         "it (core imports the backend of the device asked for by itself), but transformers will still want it",
     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether memory was short, on the host or on a device, by an error or what it was raised from.
+
+    Python and torch's devices say so by type; torch on the processor, compilers and vendors' libraries in words.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        if _NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def error_json(error: CoreError) -> dict[str, Any]:

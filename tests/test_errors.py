@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from core import cli
-from core.errors import DeviceUnavailableError, broken_extension
+from core.errors import DeviceUnavailableError, ModelError, broken_extension, is_out_of_memory
 
 TEXT = "Failed to load the backend extension: torch_dev. You can disable extension auto-loading with TORCH_…=0."
 
@@ -39,3 +40,19 @@ def test_the_command_line_calls_it_no_internal_error(
     assert cli.main(["run", "--device", "cpu"]) == cli.EXIT_USER
     text = capsys.readouterr().err
     assert text.startswith("error: core run --device cpu") and "internal" not in text
+
+
+def test_memory_that_ran_out_is_known_by_type_or_words_also_of_a_cause() -> None:
+    with pytest.raises(RuntimeError) as caught:  # no type of its own on the processor
+        torch.empty(1 << 50, dtype=torch.uint8)
+    wrapped = ModelError("load it", found="it failed", remedy="see above")
+    wrapped.__cause__ = caught.value
+    for error in (
+        caught.value,
+        wrapped,
+        MemoryError(),
+        torch.OutOfMemoryError("x"),
+        OSError(12, "Cannot allocate memory"),
+    ):
+        assert is_out_of_memory(error), error
+    assert not is_out_of_memory(ValueError("no")) and not is_out_of_memory(None)

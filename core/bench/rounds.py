@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from core.bench.cells import Cell, Record
-from core.errors import ModelError
+from core.errors import ModelError, is_out_of_memory
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -68,7 +68,7 @@ def measure(
             error = _attempt(subject, partial(subject.open, cell, records[subject.name]), device)
             if error is None:
                 opened.append(subject)
-            elif is_out_of_memory(error[0]) and len(subjects) > 1:
+            elif lacks_memory(error[0]) and len(subjects) > 1:
                 records[subject.name] = Record(subject=subject.name)
                 crowded.append(subject)
             else:
@@ -163,11 +163,11 @@ def _attempt(subject: Subject, run: Callable[[], None], device: Device) -> tuple
     return None
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory was short: torch says so by type, compilers in words, an engine before it allocates."""
+def lacks_memory(error: BaseException | None) -> bool:
+    """Tell whether memory was short, also where an engine says so before it allocates."""
+    if is_out_of_memory(error):
+        return True
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
-            return True
         if isinstance(error, ModelError) and "key/value cache" in error.asked:
             return True
         error = error.__cause__ or error.__context__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from core.bench.cells import Cell, Record
-from core.bench.rounds import is_out_of_memory
+from core.bench.rounds import lacks_memory
 from core.common.graphs.backend import GraphKey
 from core.engine.config import SamplingParams
 from core.engine.serve.engine import Engine
@@ -56,7 +56,7 @@ class Engines:
             return self._make(alike if cell in alike else (cell,))
         except Exception as error:
             # The cache for all cells may be too large although that for one is not.
-            if len(alike) == 1 or not (isinstance(error, ModelError) or is_out_of_memory(error)):
+            if len(alike) == 1 or not (isinstance(error, ModelError) or lacks_memory(error)):
                 raise
         gc.collect()  # the failed engine may hold its cache in a reference cycle
         self.device.parts.empty_cache()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.bench.cells import Cell, Record, spread
-from core.bench.rounds import is_out_of_memory, measure
+from core.bench.rounds import lacks_memory, measure
 from core.errors import ModelError
 from tests.support import cpu
 
@@ -117,11 +117,11 @@ def test_one_without_room_at_all_says_so(trio: tuple[list[Fake], list[str], Cloc
 def test_what_counts_as_short_memory() -> None:
     wrapped = RuntimeError("backend failed")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
-    assert is_out_of_memory(wrapped)
-    assert is_out_of_memory(RuntimeError("device out of memory while compiling"))
-    assert is_out_of_memory(ModelError("a key/value cache of 3 GiB", found="1 GiB free", remedy="lower it"))
-    assert not is_out_of_memory(ModelError("a batch of 8", found="one at a time", remedy="ask for 1"))
-    assert not is_out_of_memory(ValueError("no"))
+    assert lacks_memory(wrapped)
+    assert lacks_memory(RuntimeError("device out of memory while compiling"))
+    assert lacks_memory(ModelError("a key/value cache of 3 GiB", found="1 GiB free", remedy="lower it"))
+    assert not lacks_memory(ModelError("a batch of 8", found="one at a time", remedy="ask for 1"))
+    assert not lacks_memory(ValueError("no"))
 
 
 def test_a_cell_knows_its_room_and_its_mean_context() -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,8 +47,8 @@ def run_ranks(
     for so long after a signal; None ends all at once. All ranks and what they started have ended when this returns.
     Raises the `CoreError` that names the rank that failed. For the main thread.
     """
-    with tempfile.TemporaryDirectory(prefix="core-ranks-") as folder, _handlers_kept(), _held_back() as allow:
-        job = _Job(arguments, size, Path(folder), asked, timeout_s)
+    with _folder() as folder, _handlers_kept(), _held_back() as allow:
+        job = _Job(arguments, size, folder, asked, timeout_s)
         try:
             return job.watch(drain_timeout_s, allow)
         finally:
@@ -181,6 +182,23 @@ class _Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Yield a temporary folder, which is removed even where this process is killed: by one that waits for its end."""
+    with tempfile.TemporaryDirectory(prefix="core-ranks-") as folder:
+        remover = subprocess.Popen(
+            ["sh", "-c", 'cat > /dev/null; rm -rf -- "$1"', "sh", folder],
+            stdin=subprocess.PIPE,  # ends when nobody can write there any more, and this process alone can
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield Path(folder)
+        finally:
+            remover.communicate()
 
 
 @contextmanager

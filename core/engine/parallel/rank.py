@@ -18,7 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from core.errors import CoreError, DeviceUnavailableError, UsageError, error_json, notes_of, one_line
+from core.errors import (
+    CoreError,
+    DeviceUnavailableError,
+    UsageError,
+    error_json,
+    is_out_of_memory,
+    notes_of,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from core.device import Device
@@ -79,7 +87,7 @@ def report(error: BaseException) -> None:
     else:
         text = f"{type(error).__name__}: {one_line(str(error))}"
         fields = {"type": "CoreError", "asked": "", "found": text, "remedy": "", "notes": notes_of(error)}
-    _write("outcome", json.dumps({"error": fields, "waited": has_waited(error), "memory": _short(error)}))
+    _write("outcome", json.dumps({"error": fields, "waited": has_waited(error), "memory": is_out_of_memory(error)}))
 
 
 def finish(code: int) -> None:
@@ -93,15 +101,6 @@ def has_waited(error: BaseException | None) -> bool:
     """Tell whether an error says that another rank is lost or late."""
     while error is not None:
         if _WAITED.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _short(error: BaseException | None) -> bool:
-    """Tell whether memory was short."""
-    while error is not None:
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -61,25 +61,28 @@ def _why_no_gloo(found: Any) -> str:
 
 def _join(found: Any) -> str:
     timeout: timedelta = found._get_backend(torch.device("cpu")).options._timeout
-    reason, file, number = extension.load("collectives"), -1, -1
-    place = ""
-    if not reason and found.rank() == 0:
-        try:
-            file, place = _made(found.size())
-        except OSError as error:
-            reason = f"{type(error).__name__}: {error}"
-    place = _told(found, place, timeout)[0]
-    if not reason:
-        try:
-            number = _open(found, file if found.rank() == 0 else _open_that_of(place), timeout)
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-    answers = enumerate(_told(found, reason, timeout))
-    refused = [f"rank {rank}: {answer}" for rank, answer in answers if answer]
-    if number >= 0 and refused:
-        torch.ops.core_cpu.close_group(number)
-    elif number >= 0:
-        weakref.finalize(found, torch.ops.core_cpu.close_group, number).atexit = False
+    reason, file, place = extension.load("collectives"), -1, ""
+    with ExitStack() as undo:  # a process that does not come is an error, which must leave no memory
+        if not reason and found.rank() == 0:
+            try:
+                file, place = _made(found.size())
+                undo.callback(os.close, file)
+            except OSError as error:
+                reason = f"{type(error).__name__}: {error}"
+        place = _told(found, place, timeout)[0]
+        number = -1
+        if not reason:
+            try:
+                undo.pop_all()  # the channel closes the file
+                number = _open(found, file if found.rank() == 0 else _open_that_of(place), timeout)
+                undo.callback(torch.ops.core_cpu.close_group, number)
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        answers = enumerate(_told(found, reason, timeout))
+        refused = [f"rank {rank}: {answer}" for rank, answer in answers if answer]
+        if number >= 0 and not refused:
+            undo.pop_all()
+            weakref.finalize(found, torch.ops.core_cpu.close_group, number).atexit = False
     if refused:
         log.warning("collectives of group %r go by gloo: %s", found.group_name, "; ".join(refused))
     return f"the group's processes do not share memory: {refused[0]}" if refused else ""

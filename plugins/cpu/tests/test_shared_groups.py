@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
+from core.common.telling import _num_told
+from core.errors import LoweringError
+from core_cpu import extension, shared_groups
 from tests.common.processes import launch
+from tests.support import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
 
@@ -71,3 +79,32 @@ def test_a_process_that_ends_is_missed_though_one_that_it_forked_lives_on() -> N
     assert told["forked"] in ("S", "R")  # it lived on
     assert "rank 0 of 2 in group '0' waits in all_reduce of 4 bytes of Float for rank 1" in told["error"]
     assert "its process has ended, or left the group" in told["error"] and "start all" in told["error"]
+
+
+class Silent:
+    """A group of two whose other process has said where its memory would be, if that was asked, and then nothing."""
+
+    group_name = "silent"
+
+    def __init__(self, rank: int) -> None:
+        self._store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+        self.rank, self.size = lambda: rank, lambda: 2
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=0.2)))
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+
+def test_a_process_that_does_not_come_leaves_no_memory_behind() -> None:
+    assert extension.load("collectives") == ""
+    files = set(Path("/proc/self/fd").iterdir())
+    with refused(LoweringError, "rank 1 did not come within 0.2 s"):
+        shared_groups._join(Silent(0))
+    later = Silent(0)  # it came, and was gone before it said that it had joined
+    count = _num_told["core_cpu", "silent"] + 1
+    later._store.set(f"core_cpu/{count}/1", "!")
+    with refused(LoweringError, "rank 1 did not come within 0.2 s"):
+        shared_groups._join(later)
+    assert set(Path("/proc/self/fd").iterdir()) == files
