@@ -260,7 +260,7 @@ def planted_in(module: str) -> list[str]:
 
 def test_every_fault_of_the_backend_is_tried() -> None:
     assert sorted(CHECKS) == planted_in("graphs")
-    assert len(planted_in("processes")) == 4, "which show between processes alone: the conformance suite starts these"
+    assert len(planted_in("processes")) == 9, "which show between processes alone: the conformance suite starts these"
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -170,7 +170,9 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
     collectives = ["all_reduce", "reduce_scatter", "all_gather"]
     shared = [(f"core::{name}", "cpu_shared_memory") for name in collectives]
     linears = [("core::linear", name) for name in ("cpu_linear", "torch_linear")]
-    products = [*linears, *((f"core::{name}", f"cpu_{name}") for name in ("weight_only_linear", "quantized_linear"))]
+    coded, steps = ("weight_only_linear", "quantized_linear"), ("causal_conv1d_update", "gated_delta_rule")
+    own = (*coded, *steps, "selective_state_update")
+    products = [*linears, *((f"core::{name}", f"cpu_{name}") for name in own)]
     assert names == [("core::attention", "cpu_attention"), *products, *shared, ("core::rms_norm", LIBRARY)]
     assert extension.KERNELS in device.kernel_compilers
 
@@ -223,7 +225,7 @@ def test_a_process_that_only_calls_the_op_gets_its_kernel_or_its_reference(
 @pytest.mark.parametrize("name", ["attention", "linear", "quantized", "weight_only"])
 def test_what_is_planted_is_one_place_of_the_source(name: str) -> None:
     """Else a slow test says so, long after the source was changed."""
-    found = runpy.run_path(str(Path(__file__).with_name(f"test_cpu_{name}.py")))
+    found = runpy.run_path(str(Path(__file__).with_name("ops") / f"test_cpu_{name}.py"))
     texts = [path.read_text() for path in extension.SOURCES.iterdir()]
     for mistake, (right, _) in found["MISTAKES"].items():
         assert sum(text.count(right) for text in texts) == 1, mistake

@@ -196,7 +196,7 @@ def test_an_implementation_that_takes_nothing_at_all_is_a_failure() -> None:
 
 
 def test_a_collective_that_wants_a_group_is_judged_between_processes() -> None:
-    with pytest.raises(NotSupported, match=r"^nobody shares the group; the cases graphs/processes"):
+    with pytest.raises(NotSupported, match=r"^nobody shares the group; the cases ops/processes"):
         judged("all_reduce", print, torch.float32, condition=lambda call: "nobody shares the group")
 
 

@@ -41,6 +41,9 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "lift_moe_route": ("router",),
     "lift_grouped_mlp": ("experts",),
     "lift_linear": ("linears",),
+    "lift_causal_conv1d": ("convolution-step",),
+    "lift_gated_delta_rule": ("delta-rule-step",),
+    "lift_selective_state_update": ("state-space-step",),
     "fuse_gated_linear": ("gated-mlp",),
     "lift_rotary_table": ("rotary-halves",),
 }
