@@ -103,7 +103,8 @@ def test_drift_shows_after_thousands_of_steps_only(op: CanonicalOp) -> None:
     """A decay that is off by a rounding in some places is within the bounds of one call."""
 
     def drifting(before: dict[str, Any], after: dict[str, Any]) -> None:
-        after["states"][kept(after), ..., ::4] *= 1 + 2.0**-23
+        if len(after["states"][kept(after)]) > 1:  # one row has too few numbers to hide it
+            after["states"][kept(after), ..., ::4] *= 1 + 2.0**-23
 
     reasons = on(op, with_fault(op, drifting))
     assert not reasons["float32"] and reasons[f"{long_states.NUM_STEPS}-steps"], reasons
