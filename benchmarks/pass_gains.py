@@ -20,9 +20,10 @@ from typing import Any
 
 import core
 from core.bench.cells import Cell, Record
+from core.bench.engines import Engines
 from core.bench.model import open_model
 from core.bench.presets import PRESETS
-from core.bench.served import CoreSubject, Engines
+from core.bench.served import CoreSubject
 from core.device import Device
 from core.engine.models.loading import LoadedModel
 from core.engine.models.quantizing import Quantize

@@ -19,9 +19,10 @@ import torch
 
 import core
 from core.bench.cells import Cell, Record
+from core.bench.engines import Engines
 from core.bench.model import open_model
 from core.bench.rounds import Subject, measure
-from core.bench.served import CoreSubject, Engines
+from core.bench.served import CoreSubject
 from core.bench.static import SharedCache, StaticSubject, sharing_copy
 from core.device import Device
 from core.engine.models.loading import LoadedModel

@@ -16,11 +16,12 @@ import torch
 
 from core.bench.cells import BenchReport, Cell, CellReport, Record
 from core.bench.checking import check, check_peers
+from core.bench.engines import Engines
 from core.bench.floor import Shape, decode_floor, prefill_floor, shape_of
 from core.bench.model import engine_options
 from core.bench.rates import Rates, measure_rates
 from core.bench.rounds import Subject, measure
-from core.bench.served import CoreSubject, Engines
+from core.bench.served import CoreSubject
 from core.bench.static import COMPILE_MODES, SharedCache, StaticSubject, sharing_copy
 from core.compilation.options import Progress
 from core.engine.inspect.cache_codes import CACHE_DTYPES

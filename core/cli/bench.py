@@ -130,7 +130,7 @@ def bench(
     from core.bench.load import load_of
     from core.bench.model import engine_options, find
     from core.bench.peers.choosing import choose
-    from core.bench.plot_file import check_plot, write_plot
+    from core.bench.plots.file import check_plot, write_plot
     from core.engine.models.quantizing import Quantize
     from core.engine.parallel.rank import open_device
     from core.engine.steps.runner import EngineConfig

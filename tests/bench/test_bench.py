@@ -19,6 +19,7 @@ from core.bench import bench as bench_module
 from core.bench import served, start, start_worker
 from core.bench.bench import Settings, bench, failed, read_references
 from core.bench.cells import BenchReport, Cell, Record
+from core.bench.engines import Engines
 from core.bench.model import open_model
 from core.bench.rates import Rates
 from core.bench.rounds import measure
@@ -204,9 +205,7 @@ def test_every_round_computes_as_many_steps_as_it_counts() -> None:
     device = acme()
     loaded = open_model(None, "tiny-llama", device, "auto")[0]
     cell = Cell(phase="decode", batch=2, tokens=9, steps=3, rounds=2)
-    subject = served.CoreSubject(
-        served.Engines(loaded, device, replace(ENGINE, run_ahead=True), [cell]), keep_logits=True
-    )
+    subject = served.CoreSubject(Engines(loaded, device, replace(ENGINE, run_ahead=True), [cell]), keep_logits=True)
     computed: list[int] = []
     try:
         subject.open(cell, Record(subject="core"))
@@ -227,14 +226,14 @@ def test_a_prompt_that_failed_is_not_served_in_the_next_cell(
 ) -> None:
     cells = [Cell(phase="prefill", batch=1, tokens=tokens, steps=1, rounds=2) for tokens in (24, 8)]
 
-    def measured(engines: served.Engines, cell: Cell) -> Record:
+    def measured(engines: Engines, cell: Cell) -> Record:
         ((record,), _) = measure([served.CoreSubject(engines, keep_logits=True)], cell, cpu())
         return record
 
-    alone = served.Engines(loaded, cpu(), ENGINE, cells[1:])
+    alone = Engines(loaded, cpu(), ENGINE, cells[1:])
     wanted = measured(alone, cells[1])
     alone.close()
-    engines = served.Engines(loaded, cpu(), ENGINE, cells)
+    engines = Engines(loaded, cpu(), ENGINE, cells)
     engine = engines.open(cells[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "run", lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))

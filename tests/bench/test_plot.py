@@ -11,10 +11,10 @@ import pytest
 
 from core.bench.cells import BenchReport, Cell, CellReport, Record
 from core.bench.floor import Floor
-from core.bench.plot import Panel, panels
-from core.bench.plot_file import check_plot, write_plot
+from core.bench.plots.figures import Panel, panels
+from core.bench.plots.file import check_plot, write_plot
+from core.bench.plots.svg import to_svg
 from core.bench.rates import Rates
-from core.bench.svg import to_svg
 from core.errors import UsageError
 from tests.support import refused
 

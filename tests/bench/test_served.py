@@ -13,9 +13,9 @@ from core_acme.runner import RecordingBackend
 
 from core.bench.bench import Settings, bench
 from core.bench.cells import BenchReport, Cell
+from core.bench.engines import Engines
 from core.bench.model import open_model
 from core.bench.rates import Rates
-from core.bench.served import Engines
 from core.common.graphs.backend import GraphKey
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
@@ -74,6 +74,20 @@ def test_a_graph_on_a_device_with_host_side_arguments_is_repeated_and_judged(bac
         assert record.failure == "" and len(record.replay_ms) == 2
         assert not any("not judged" in note for note in record.notes)
         assert record.verdict["tokens_equal"] and record.verdict["logits"]["passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_tokens", [48, 32])
+def test_steps_of_fewer_sequences_than_the_cell_has_are_no_steps_of_the_cell(cache_tokens: int) -> None:
+    """Where the cache holds one sequence after the other, each step is quicker, and none is one of the batch."""
+    device = acme()
+    loaded = open_model(None, "tiny-llama", device, "auto")[0]
+    engine = EngineConfig(options=CompileOptions(mode="full"), cache_tokens=cache_tokens)
+    settings = Settings(subjects=("core",), batches=(4, 1), context=9, prompts=(), rounds=2, steps=3, engine=engine)
+    report = bench(loaded, device, settings, title="tiny", rates=RATES)
+    batch, single = (cell.records[0] for cell in report.cells)
+    assert "does not hold all sequences" in batch.failure and not batch.rounds_ms
+    assert not single.failure and single.rounds_ms
 
 
 def test_prompts_are_computed_anew_in_each_round() -> None:

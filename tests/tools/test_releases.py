@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("hatchling", reason="needs what builds the wheel, in the extra 'dev'")
+
 from hatch_build import version
 from releases.check_dist import files_of, main, metadata, package_folders, sdist_problems, wheel_problems
 from tests.house.rules import ROOT, plant

@@ -83,8 +83,11 @@ def main(
         options = ["--context", str(context), "--rounds", str(rounds), "--steps", str(steps), *more.split()]
         options += [part for each in peer_python for part in ("--peer-python", each)]
         for group, apart in groups:
-            if group and not measured(path, config, group, [*options, *(["--apart"] if apart else [])]):
-                failures.append(f"{config.stem} at {group}")
+            missing = measured(path, config, group, [*options, *(["--apart"] if apart else [])]) if group else []
+            if missing and not apart:  # what one of them takes is known by measuring alone: perhaps not both fit
+                missing = measured(path, config, missing, [*options, "--apart"])
+            if missing:
+                failures.append(f"{config.stem} at {missing}")
         document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if document and too_large:
             known = document.setdefault("too_large", {})
@@ -94,8 +97,11 @@ def main(
         raise SystemExit(f"not measured: {', '.join(failures)}")
 
 
-def measured(path: Path, config: Path, batches: Sequence[int], options: Sequence[str]) -> bool:
-    """Run `core bench` and join its cells with those of `path`; tell whether there were any."""
+def measured(path: Path, config: Path, batches: Sequence[int], options: Sequence[str]) -> list[int]:
+    """Run `core bench` and join its cells with those of `path`; return the batches that one of the two did not run.
+
+    Their cells are not joined.
+    """
     with tempfile.TemporaryDirectory() as name:
         out, start = Path(name) / "bench.json", time.perf_counter()
         command = [sys.executable, "-m", "core", "bench", "--preset", str(config), "--device", "cuda"]
@@ -103,17 +109,18 @@ def measured(path: Path, config: Path, batches: Sequence[int], options: Sequence
         code = subprocess.run([*command, *options, "--json", str(out)], check=False).returncode
         print(f"{config.stem} {batches}: exit code {code}, {time.perf_counter() - start:.0f} s", flush=True)
         if not out.is_file():
-            return False
+            return list(batches)
         document = json.loads(out.read_text(encoding="utf-8"))
     # Cells of several runs stand in one document, so each says when and on what it was measured.
     facts = {name: document[name] for name in ("started", "device", "versions", "rates")}
-    document["cells"] = [{**cell, "run": facts} for cell in document["cells"]]
+    whole = [cell for cell in document["cells"] if not any(each["failure"] for each in cell["subjects"])]
+    document["cells"] = [{**cell, "run": facts} for cell in whole]
     old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     path.write_text(json.dumps(merged(old, document), indent=1) + "\n", encoding="utf-8")
     for cell in document["cells"]:
-        figures = ((each["subject"], (each["ms"] or {}).get("median"), each["failure"]) for each in cell["subjects"])
+        figures = ((each["subject"], each["ms"]["median"]) for each in cell["subjects"])
         print(cell["name"], f"floor {cell['floor']['ms']:.3f}", *figures, flush=True)
-    return True
+    return sorted(set(batches) - {cell["batch"] for cell in whole})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.bench.cells import BenchReport
-from core.bench.plot import colours_of, ms_text, panels, subtitle_of, title_of
-from core.bench.svg import to_svg
+from core.bench.plots.figures import colours_of, ms_text, panels, subtitle_of, title_of
+from core.bench.plots.svg import to_svg
 from core.errors import UsageError
 
 SUFFIXES = (".svg", ".png")

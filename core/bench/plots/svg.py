@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from core.bench.cells import BenchReport
-from core.bench.plot import Group, Panel, colours_of, ms_text, panels, subtitle_of, title_of
+from core.bench.plots.figures import Group, Panel, colours_of, ms_text, panels, subtitle_of, title_of
 
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#333}.small{font-size:10px}.title{font-size:15px;font-weight:600}"
