@@ -5,9 +5,9 @@
 
 Each model, context and number of threads is a run of `core bench --device cpu` with the peers that are installed, in a
 process of its own, whose document is NAME-cCONTEXT-tTHREADS.json. `--preset FILE`, a config.json, adds its shape. A
-document that is there is kept; delete it to measure again. `--only` takes a part of these names. Each peer holds the
-weights once more, and some hold them twice: llama-1b with all peers takes about 24 GiB, so `--subjects` may have to
-name fewer.
+document that is there is kept; delete it to measure again. `--only` takes a part of these names. `--avx2` limits code
+to AVX2, as on older processors, and writes documents of its own. Each peer holds the weights once more, and some twice:
+llama-1b with all peers takes about 24 GiB, so `--subjects` may have to name fewer.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class Run:
     context: int
 
 
+_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""Limits kernels of torch, of Inductor and of the plugin, and oneDNN's; llama.cpp and ONNX Runtime know neither."""
+
+
 def _preset(name: str, batches: str, context: int = 128, scheme: str = "") -> Run:
     quantized = ("--quantize", scheme) if scheme else ()
     title = f"{name}-{scheme}" if scheme else name
@@ -52,12 +56,14 @@ RUNS = (
 )
 
 
-def planned(folder: Path, threads: list[int], more: Sequence[Path] = ()) -> Iterator[tuple[Run, int, Path]]:
+def planned(
+    folder: Path, threads: list[int], more: Sequence[Path] = (), *, suffix: str = ""
+) -> Iterator[tuple[Run, int, Path]]:
     """Yield each run, its threads, and its document; `more` are config.json files of further shapes."""
     added = (replace(_preset(str(file), "1,4"), name=file.stem) for file in more)
     for run in (*RUNS, *added):
         for count in threads:
-            yield run, count, folder / f"{run.name}-c{run.context}-t{count}.json"
+            yield run, count, folder / f"{run.name}{suffix}-c{run.context}-t{count}.json"
 
 
 def busy_processors(seconds: float = 2.0) -> float:
@@ -82,11 +88,14 @@ def main(
     only: str = typer.Option("", help="Measure only documents whose name has this part."),
     preset: list[Path] = typer.Option([], metavar="FILE", help="Measure the shape of this config.json too."),
     peer_python: list[str] = typer.Option([], help="As for core bench."),
+    avx2: bool = typer.Option(False, "--avx2", help="Limit code to AVX2."),
 ) -> None:
     """Measure what is not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = []
-    for run, count, path in planned(folder, [int(each) for each in threads.split(",")], preset):
+    for run, count, path in planned(
+        folder, [int(each) for each in threads.split(",")], preset, suffix="-avx2" if avx2 else ""
+    ):
         if path.is_file() or only not in path.name:
             continue
         load, start = busy_processors(), time.perf_counter()
@@ -94,13 +103,15 @@ def main(
         command += ["--batch", run.batches, "--context", str(run.context), "--prefill", "", "--subjects", subjects]
         command += ["--rounds", str(rounds), "--steps", str(steps), "--json", str(path.with_suffix(".part"))]
         command += [part for each in peer_python for part in ("--peer-python", each)]
-        code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(count)}, check=False).returncode
+        limits = {"OMP_NUM_THREADS": str(count), **(_AVX2 if avx2 else {})}
+        code = subprocess.run(command, env=os.environ | limits, check=False).returncode
         if not path.with_suffix(".part").is_file():
             failures.append(path.name)
             continue
         document = json.loads(path.with_suffix(".part").read_text(encoding="utf-8"))
         path.with_suffix(".part").unlink()
-        document |= {"context": run.context, "name": run.name, "load_before": round(load, 2)}
+        title = f"{run.name} with AVX2 alone" if avx2 else run.name
+        document |= {"context": run.context, "name": title, "load_before": round(load, 2)}
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(f"{path}: exit code {code}, {time.perf_counter() - start:.0f} s", flush=True)
     if failures:
