@@ -21,6 +21,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import check_file, print_items, print_json, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
+from core.cli.ranks import EXPERTS, check_experts
 from core.engine.models.resolve import resolve_model
 from core.errors import UsageError
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from core.bench.kernels import KernelProfile
     from core.compilation.rewrite.order import PassSwitches
     from core.engine.models.quantizing import Quantize
+    from core.engine.models.sharding import ExpertCut
     from core.explain.explanation import Explanation
 
 
@@ -53,6 +55,7 @@ def explain(
         min=1,
         help="Show the graphs of rank 0 of so many, and how the model is cut (docs/tensor_parallel.md).",
     ),
+    experts: str = EXPERTS,
     full: bool = typer.Option(False, "--full", help="Print the graphs too."),
     kernels: bool = typer.Option(False, "--kernels", help="Run the finished graphs and show the kernels of each node."),
     batch: int = typer.Option(1, help="With --kernels: sequences of the decode step."),
@@ -71,6 +74,7 @@ def explain(
     from core.host.selection import check_name
 
     check_model_options(model, dtype, phase=phase, cache=cache, kv_cache_dtype=kv_cache_dtype)
+    cut = check_experts(experts)
     check_name(device)
     check_file("--html", html)
     for option, value in (("--batch", batch), ("--context", context)):
@@ -91,7 +95,7 @@ def explain(
         sizes = (batch, context) if kernels else None
         with first_of(tp):
             explanation, profiles = _explain(
-                model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme, tp
+                model, device, dtype, phase, cache, kv_cache_dtype, switches, strict, sizes, scheme, (tp, cut)
             )
     if html is not None:
         from core.explain.html import to_html
@@ -120,9 +124,10 @@ def _explain(
     strict: bool,
     sizes: tuple[int, int] | None,
     scheme: Quantize | None,
-    tp: int,
+    ranks: tuple[int, ExpertCut],
 ) -> tuple[Explanation, list[KernelProfile]]:
-    """Explain, and where sizes (batch, context) are given profile the same phases."""
+    """Explain, and where sizes (batch, context) are given profile the same phases. ranks: how many, and how their
+    experts are cut."""
     from core.compilation.rewriting import device_passes
     from core.engine.check.graphs import engine_graphs
     from core.engine.config import PHASES
@@ -137,8 +142,8 @@ def _explain(
         "model": f"{type(loaded.model).__name__}, {title}: {loaded.num_parameters / 1e6:.1f} M parameters, "
         + str(loaded.dtype).removeprefix("torch.")
     }
-    if tp > 1:
-        facts |= _cut(loaded.model, tp)
+    if ranks[0] > 1:
+        facts |= _cut(loaded.model, *ranks)
     report = report_of(loaded.model)
     facts |= {} if report is None else {"scheme": report.summary()}
     phases = PHASES if phase is None else (phase,)
@@ -155,12 +160,12 @@ def _explain(
     return explanation, [profile_phase(loaded, resolved, each, **options) for each in phases]
 
 
-def _cut(model: Any, tp: int) -> dict[str, str]:
+def _cut(model: Any, tp: int, experts: ExpertCut) -> dict[str, str]:
     """Cut a model for rank 0 of `tp`, and return how."""
-    from core.engine.models.sharding import planned, shard_model
+    from core.engine.models.sharding import plan_of, planned, shard_model
 
-    plan, whole = planned(model, tp), _num_parameters(model)
-    shard_model(model)
+    plan, whole = planned(model, tp, experts), _num_parameters(model)
+    shard_model(model, plan_of(model, tp, experts))
     return {"rank": f"0 of {tp}, with {_num_parameters(model) / whole:.0%} of the parameters", **plan.facts()}
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from core.engine.models.loading import LoadedModel
+    from core.engine.models.sharding import ExpertCut
     from core.engine.parallel.rank import Rank
 
 TP: Any = typer.Option(
@@ -33,10 +34,21 @@ TP: Any = typer.Option(
 TP_TIMEOUT: Any = typer.Option(
     300.0, "--tp-timeout", min=1, help="With several processes: seconds that each waits for the others."
 )
-"""Defaults of a subcommand's parameters `tp` and `tp_timeout`."""
+EXPERTS: Any = typer.Option(
+    "width", help="With several processes: each holds some columns of all experts (width), or some of them (number)."
+)
+"""Defaults of a subcommand's parameters `tp`, `tp_timeout` and `experts`."""
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
 """The arguments of the command that runs, without the program's name."""
+
+
+def check_experts(text: str) -> ExpertCut:
+    """Return what `--experts` asks for; raise `UsageError` for anything else."""
+    from core.engine.models.resolve import check_choice
+
+    check_choice("--experts", text, ("width", "number"))
+    return "number" if text == "number" else "width"
 
 
 def run_on_ranks(
@@ -95,16 +107,16 @@ def told(error: Exception, *, debug: bool) -> bool:
     return is_launched()
 
 
-def shard(loaded: LoadedModel, rank: Rank) -> LoadedModel:
+def shard(loaded: LoadedModel, rank: Rank, experts: ExpertCut = "width") -> LoadedModel:
     """Cut the model, in place, into the part of this rank; return it as it was where there is one rank."""
     if rank.size > 1:
-        from core.engine.models.sharding import shard_model
+        from core.engine.models.sharding import plan_of, shard_model
 
-        shard_model(loaded.model)
-    return tried(loaded, rank)
+        shard_model(loaded.model, plan_of(loaded.model, rank.size, experts))
+    return tried(loaded, rank, experts)
 
 
-def tried(loaded: LoadedModel, rank: Rank) -> LoadedModel:
+def tried(loaded: LoadedModel, rank: Rank, experts: ExpertCut = "width") -> LoadedModel:
     """Try the way in which a model was cut on a tiny one of its type; return it, with a warning where that can't be.
 
     Raises `UsageError` where such a model is not the same in parts.
@@ -113,7 +125,7 @@ def tried(loaded: LoadedModel, rank: Rank) -> LoadedModel:
         return loaded
     from core.engine.parallel.trial import try_plan
 
-    untried = try_plan(loaded.config.model_type, next(loaded.model.parameters()).device)
+    untried = try_plan(loaded.config.model_type, next(loaded.model.parameters()).device, experts)
     return replace(loaded, warnings=(*loaded.warnings, untried)) if untried else loaded
 
 
@@ -127,8 +139,16 @@ def why_not_whole(loaded: LoadedModel, rank: Rank, oracle: bool | None) -> str:
     return f"rank 0 would have to hold the whole model, of {size}; --oracle does so"
 
 
-def whole_of(load: Callable[..., LoadedModel], rank: Rank) -> LoadedModel | None:
-    """Load the whole model beside this rank's part; None where there is one rank. load: called with `rank`."""
+def whole_of(load: Callable[..., LoadedModel], rank: Rank, experts: ExpertCut) -> LoadedModel | None:
+    """Load the whole model beside this rank's part; None where there is one rank. load: called with `rank`.
+
+    Where inputs are quantised as they come, it quantises them in parts, as the ranks do.
+    """
+    from core.engine.models.sharding import quantize_in_parts
     from core.engine.parallel.rank import Rank
 
-    return None if rank.size == 1 else load(rank=Rank())
+    if rank.size == 1:
+        return None
+    loaded = load(rank=Rank())
+    quantize_in_parts(loaded.model, rank.size, experts)
+    return loaded

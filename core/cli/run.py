@@ -29,7 +29,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import phase_lines, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
-from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried, whole_of, why_not_whole
+from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
 from core.engine.parallel.rank import own_rank
 from core.errors import DeviceUnavailableError, ModelError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from core.engine.check.comparison import Comparison
     from core.engine.models.loading import LoadedModel
     from core.engine.models.quantizing import Quantize
+    from core.engine.models.sharding import ExpertCut
     from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
     from core.engine.serve.prompts import Prompt
@@ -83,6 +84,7 @@ def run(
     oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
     tp: int | None = TP,
     tp_timeout: float = TP_TIMEOUT,
+    experts: str = EXPERTS,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
@@ -93,6 +95,7 @@ def run(
 
     model = one_model(model, model_option)
     check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
+    how = check_experts(experts)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
@@ -116,7 +119,7 @@ def run(
 
             scheme = Quantize.of(quantize, calibration)
             resolved, rank = open_device(device, timeout_s=tp_timeout)
-        load = partial(_load, resolved, model, dtype, scheme, progress)
+        load = partial(_load, resolved, model, dtype, scheme, progress, how)
         try:
             engine = _engine(resolved, rank, load, prompt, params, config, progress)
         except _FaultyDevice as error:
@@ -128,7 +131,7 @@ def run(
             return 0
         completions = _generate(engine, prompt, params, stream=not as_json)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
-        comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank))
+        comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
         if as_json:
             print_json_of(engine, completions, comparison, rank)
         else:
@@ -137,12 +140,20 @@ def run(
 
 
 def _load(
-    device: Device, model: str | None, dtype: str, scheme: Quantize | None, progress: Progress, *, rank: Rank
+    device: Device,
+    model: str | None,
+    dtype: str,
+    scheme: Quantize | None,
+    progress: Progress,
+    experts: ExpertCut,
+    *,
+    rank: Rank,
 ) -> LoadedModel:
     """Load this rank's part of the model, and quantise it."""
     from core.engine.models.resolve import resolve_model
 
-    loaded = tried(resolve_model(model, device, dtype, progress, sharded=rank.size > 1)[0], rank)
+    loaded, _ = resolve_model(model, device, dtype, progress, sharded=rank.size > 1, experts=experts)
+    loaded = tried(loaded, rank, experts)
     return loaded if scheme is None else scheme.apply(loaded, progress)
 
 

@@ -32,7 +32,7 @@ from core.cli.model_argument import (
     parse_loras,
 )
 from core.cli.output import status
-from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried
+from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried
 from core.common.collector import importing
 from core.errors import UsageError
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from core.compilation.options import Progress
     from core.engine.http.config import ServerConfig
     from core.engine.models.quantizing import Quantize
+    from core.engine.models.sharding import ExpertCut
     from core.engine.serve.engine import Engine
     from core.engine.steps.runner import EngineConfig
 
@@ -92,6 +93,7 @@ def serve(
     drain_timeout: float = typer.Option(30.0, min=0, help="Seconds that requests may go on after SIGTERM."),
     tp: int | None = TP,
     tp_timeout: float = TP_TIMEOUT,
+    experts: str = EXPERTS,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API until SIGTERM or Ctrl-C."""
     from core.engine.steps.runner import EngineConfig
@@ -99,7 +101,7 @@ def serve(
 
     model = one_model(model, model_option)
     check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
-    adapters = parse_loras(lora)
+    adapters, cut = parse_loras(lora), check_experts(experts)
     engine_config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -132,7 +134,7 @@ def serve(
     ranked: dict[str, Any] = {"draft_model": draft_model, "lora": lora, "drain_timeout_s": drain_timeout}
     if (code := run_on_ranks(tp, tp_timeout, **ranked)) is not None:
         return code
-    _serve(config, device, model, dtype, engine_config, (quantize, calibration), tp_timeout)
+    _serve(config, device, model, dtype, engine_config, (quantize, calibration), tp_timeout, cut)
     return 0
 
 
@@ -161,6 +163,7 @@ def _serve(
     engine_config: EngineConfig,
     scheme: tuple[str | None, Path | None],
     tp_timeout: float,
+    experts: ExpertCut,
 ) -> None:
     """Take the port, load and compile, and serve; the port first, so that a taken one costs no minutes."""
     try:
@@ -180,7 +183,7 @@ def _serve(
     log_as_json()
     listener = bind(config) if own_rank() == 0 else None
     try:
-        with _engine(device, model, dtype, engine_config, quantize, tp_timeout) as engine:
+        with _engine(device, model, dtype, engine_config, quantize, tp_timeout, experts) as engine:
             if isinstance(engine, FollowingEngine):
                 engine.follow(Orders.of_job())
             elif listener is not None:
@@ -195,7 +198,13 @@ def _serve(
 
 
 def _engine(
-    name: str, model: str | None, dtype: str, config: EngineConfig, scheme: Quantize | None, tp_timeout: float
+    name: str,
+    model: str | None,
+    dtype: str,
+    config: EngineConfig,
+    scheme: Quantize | None,
+    tp_timeout: float,
+    experts: ExpertCut,
 ) -> Engine:
     with importing():
         from core.compilation.cache.store import Store
@@ -211,7 +220,8 @@ def _engine(
     check_device(config, device)  # refuse options that the device lacks before the model is loaded
     device.parts.prepare()
     with status("loading", quiet=not sys.stderr.isatty()) as say:
-        loaded = tried(resolve_model(model, device, dtype, sharded=rank.size > 1)[0], rank)
+        loaded, _ = resolve_model(model, device, dtype, sharded=rank.size > 1, experts=experts)
+        loaded = tried(loaded, rank, experts)
         if scheme is not None:
             say("quantising")
             loaded = scheme.apply(loaded)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from core.common.ops.quantize.symmetric import RANGES
 from core.errors import CoreError, UsageError
 from core.quantization.experts import HIDDEN, hidden_of
+from core.quantization.parts import largest, parts_in
 from core.quantization.scheme import ActivationScheme
 from core.quantization.targets import is_experts
 
@@ -88,6 +89,15 @@ class RangeObserver:
             for rows in hidden_of(module, x.reshape(-1, x.shape[-1]), args[1]):
                 hidden.see(rows)
 
+    def _join_parts(self, name: str, layer: nn.Module) -> None:
+        group = parts_in(layer)
+        if group is None:
+            return
+        own = self.ranges.setdefault(name, Range())  # all processes come here
+        reach = torch.tensor((-own.low, own.high), dtype=torch.float32, device=next(layer.parameters()).device)
+        low, high = largest(reach, group).tolist()
+        own.low, own.high = -low, high
+
     def _join(self, name: str, other: str) -> None:
         shared, own = self.ranges[other], self.ranges.get(name)
         if own is not None and own is not shared:
@@ -96,9 +106,13 @@ class RangeObserver:
                 self.ranges[each] = shared if found is own else found
         self.ranges[name] = shared
 
-    def checked(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return the ranges of these layers; raise `UsageError` for one that saw no input, or NaN or infinity."""
-        for name in names:
+    def checked(self, layers: Mapping[str, nn.Module]) -> dict[str, Range]:
+        """Return the ranges of these layers; raise `UsageError` for one that saw no input, or NaN or infinity.
+
+        Of a layer that has some of the inputs, the range is that of all processes.
+        """
+        for name, layer in layers.items():
+            self._join_parts(f"{name}{HIDDEN}" if is_experts(layer) else name, layer)
             found = self.ranges.get(name)
             if found is None or not (math.isfinite(found.low) and math.isfinite(found.high)):
                 saw = "saw no input" if found is None or found.low == math.inf else "was given NaN or infinity"

@@ -53,9 +53,11 @@ class OutputErrors:
         self._sums: dict[str, SquareSums] = {}
 
     def __call__(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """Measure one call."""
+        """Measure one call; of a layer that is cut among processes, the part of this one."""
         with torch.no_grad():
-            self._sums.setdefault(name, SquareSums()).add(self._make(name, module)(*args), output)
+            is_part = len(module._forward_hooks) > 1  # what is summed or gathered afterwards is no output of the layer
+            exact = module.forward(*args) if is_part else output
+            self._sums.setdefault(name, SquareSums()).add(self._make(name, module)(*args), exact)
 
     def relative(self, name: str) -> float | None:
         """Return the rms of the error of a layer's outputs over that of the outputs; None where it was not called."""

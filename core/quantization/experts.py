@@ -33,6 +33,8 @@ class QuantizedExperts(QuantizedModule):
     """
 
     cast = ()
+    # As transformers says of the experts that these replace.
+    is_transposed, is_concatenated = False, True
     gate_up_proj: Tensor
     gate_up_proj_scale: Tensor
     gate_up_proj_zero_point: Tensor | None
@@ -57,7 +59,6 @@ class QuantizedExperts(QuantizedModule):
         super().__init__()
         self.scheme, self.act_fn = scheme, act_fn
         self.num_experts, self.hidden_dim = down.codes.shape[:2]
-        self.intermediate_dim = gate_up.codes.shape[1] // 2
         for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
             held = {name: weight.codes, f"{name}_scale": weight.scale, f"{name}_zero_point": weight.zero_point}
             self._hold(**held)
@@ -125,6 +126,11 @@ class QuantizedExperts(QuantizedModule):
             x_zero_point=zero_point,
         )
         return y
+
+    @property
+    def intermediate_dim(self) -> int:
+        """I."""
+        return self.gate_up_proj.shape[1] // 2
 
     @property
     def weight_shape(self) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, QuantizedModule) for module in model.modules())
 
 
-class _Linear(QuantizedModule):
+class CodedLinear(QuantizedModule):
     """Base of both linear layers: a weight (N, K) of codes, its scales and zero points, and a bias."""
 
     #: Codes (N, K) int8 or fp8, or packed int32 (N, ceil(K / 8)) for 4 bits.
@@ -106,7 +106,7 @@ class _Linear(QuantizedModule):
         return f"{sizes}, bias={self.bias is not None}, scheme={self.scheme.name}"
 
 
-class QuantizedLinear(_Linear):
+class QuantizedLinear(CodedLinear):
     """A linear layer that multiplies codes by codes: quantises its input (..., K), returns (..., N) in its dtype."""
 
     #: () fp32 for a static scheme.
@@ -146,7 +146,7 @@ class QuantizedLinear(_Linear):
         return y
 
 
-class WeightOnlyLinear(_Linear):
+class WeightOnlyLinear(CodedLinear):
     """A linear layer whose weight alone is quantised: (..., K) floating -> (..., N)."""
 
     def forward(self, x: Tensor) -> Tensor:

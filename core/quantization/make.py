@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from core.quantization.calibrate import Range
 from core.quantization.experts import HIDDEN, QuantizedExperts, check_experts
 from core.quantization.layers import QuantizedLinear, QuantizedModule, WeightOnlyLinear
+from core.quantization.parts import columns_in
 from core.quantization.scheme import QuantizationScheme
 from core.quantization.targets import is_experts
 from core.quantization.weights import Weight, check_weight, pack, quantize_weight
@@ -36,7 +37,9 @@ def quantized_layer(
     name: str, layer: nn.Module, scheme: QuantizationScheme, ranges: Mapping[str, Range]
 ) -> QuantizedModule:
     """Return the quantised form of the layer at path name, on its device. ranges: of inputs, for a static scheme."""
-    weights = [_quantized(weight, scheme) for weight in weights_of(layer)]
+    # Of experts that are cut by width, the last weight alone has its columns elsewhere too.
+    *others, last = weights_of(layer)
+    weights = [*(_quantized(each, scheme) for each in others), _quantized(last, scheme, columns_in(layer))]
     seen = ranges.get(name)
     if is_experts(layer):
         hidden = ranges.get(f"{name}{HIDDEN}")
@@ -72,9 +75,12 @@ def linear_of(
     )
 
 
-def _quantized(weight: Tensor, scheme: QuantizationScheme) -> Weight:
-    """Return codes, scale and zero point of a weight (..., N, K), packed where they are 4 bits wide."""
-    codes, scale, zero_point = quantize_weight(weight, scheme.weights)
+def _quantized(weight: Tensor, scheme: QuantizationScheme, group: str | None = None) -> Weight:
+    """Return codes, scale and zero point of a weight (..., N, K), packed where they are 4 bits wide.
+
+    group: as of `quantize_weight`.
+    """
+    codes, scale, zero_point = quantize_weight(weight, scheme.weights, group)
     num_bits = scheme.weights.num_bits
     return Weight(codes=pack(codes, num_bits) if num_bits < 8 else codes, scale=scale, zero_point=zero_point)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.common.ops.linear.weight_only import WORD_BITS
 from core.common.ops.quantize.symmetric import dequantize
 from core.errors import UsageError
+from core.quantization.parts import largest
 from core.quantization.scheme import FP8, WeightScheme
 
 
@@ -46,19 +47,26 @@ def check_weight(name: str, weight: Tensor, scheme: WeightScheme) -> None:
         )
 
 
-def quantize_weight(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize_weight(
+    weight: Tensor, scheme: WeightScheme, group: str | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes of weight's shape (..., K), scale (..., G) fp32 and zero point (..., G) int8 or None.
+
+    group: of processes, each of which has some columns; a row then has one scale over all of them. None: they are all.
 
     4-bit codes come as int8, from -8 to 7. Symmetric scales bring the largest magnitude of a group to the largest code;
     asymmetric ones spread smallest to largest value, zero included, over all codes.
     """
     low, high = scheme.code_range
+    if scheme.granularity == "group":
+        group = None  # no group of columns is cut
     groups = weight.to(torch.float32).unflatten(-1, (-1, scheme.group_size or weight.shape[-1]))
     if scheme.symmetric:
-        scale = groups.abs().amax(-1) / high
+        scale = largest(groups.abs().amax(-1), group) / high
         zero = torch.zeros_like(scale)
     else:
-        least, most = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
+        least = -largest(-groups.amin(-1).clamp(max=0.0), group)
+        most = largest(groups.amax(-1).clamp(min=0.0), group)
         scale = (most - least) / (high - low)
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     if not scheme.symmetric:

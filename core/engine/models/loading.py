@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.common.ops.collective.collectives import group_size
 from core.engine.models.architecture import (
     check_architecture,
     check_causal,
@@ -40,7 +41,7 @@ from core.engine.models.reading import (
     read_weights,
     refuse_codes,
 )
-from core.engine.models.sharding import shard_model
+from core.engine.models.sharding import ExpertCut, plan_of, shard_model
 from core.engine.models.statements import MAX_LAYERS, too_many_layers, wrong_field
 from core.engine.models.vocabulary import vocab_size_of
 from core.errors import ModelError, UsageError
@@ -97,13 +98,15 @@ def load_model(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     sharded: bool = False,
+    experts: ExpertCut = "width",
 ) -> LoadedModel:
     """Load a causal language model from a local folder onto `torch_device`.
 
     dtype: of the weights; None means what the configuration states, else fp32. progress is called with a stage, done
     and total: "check files" counts files, "load weights" tensors, "move to device" 0 and 1 of 1 (left out where the
     weights are in place). The weights pass through host memory. sharded: cut the model among the processes of the
-    default group as `shard_model` does, and read this process's part alone where the files allow it. Raises ModelError
+    default group as `shard_model` does, and read this process's part alone where the files allow it. experts: as of
+    `planned`. Raises ModelError
     for a folder that cannot be used and UsageError for a dtype that is not floating, and as `shard_model` does.
     """
     _check_dtype(dtype)
@@ -119,12 +122,16 @@ def load_model(
         dtype = dtype or config_dtype(config)
         encoded = bool(checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"))
         check_checkpoint_size(asked, config, checkpoint.contents, quantized=encoded)
-        stated, part = stated_config(checkpoint.config), None
+        stated = stated_config(checkpoint.config)
+        part: PartReader | None = None
+        shared: tuple[int, WeightsRead] | None = None
         if stated is None:
             read: Callable[..., Any] = partial(read_folder, checkpoint.path, config, dtype)
             if sharded:
                 files = checkpoint.weight_files
-                part = PartReader(path=checkpoint.path, files=files, config=config, dtype=dtype, read_whole=read)
+                part = PartReader(
+                    path=checkpoint.path, files=files, config=config, dtype=dtype, read_whole=read, experts=experts
+                )
                 read = part
             model, unexpected = read_weights(asked, read, logged, other_format(checkpoint.config))
         else:
@@ -132,7 +139,11 @@ def load_model(
             model, unexpected = read_weights(asked, quantized.load, logged)
             warnings += quantized.warnings
             if sharded:
-                shard_model(model)
+                shared = (
+                    num_weights(model),
+                    WeightsRead.of_all(checkpoint.weight_files, "its layers are quantised there"),
+                )
+                shard_model(model, plan_of(model, group_size(""), experts))
         tokenizer, tokenizer_error = load_tokenizer(checkpoint)
     refuse_codes(asked, unexpected)
     check_finite(asked, model)
@@ -151,7 +162,9 @@ def load_model(
         warnings=warnings,
         load_time_s=time.perf_counter() - start_s,
     )
-    return loaded if part is None else replace(loaded, num_parameters=part.num_parameters, weights_read=part.read)
+    if part is not None:
+        shared = part.num_parameters, part.read
+    return loaded if shared is None else replace(loaded, num_parameters=shared[0], weights_read=shared[1])
 
 
 def build_model(

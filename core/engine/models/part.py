@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from core.common.ops.collective.collectives import group_size
 from core.engine.models.hf import import_transformers
-from core.engine.models.sharding import cut_parameters, plan_of, shard_model
+from core.engine.models.sharding import ExpertCut, cut_parameters, plan_of, shard_model
 from core.engine.models.sharding.cuts import Cut, rank_in
 from core.quantization.layers import num_weights
 
@@ -33,6 +33,12 @@ class WeightsRead:
     total_bytes: int = 0
     #: Why all were read although the model is sharded; "" where only a part was.
     whole: str = ""
+
+    @classmethod
+    def of_all(cls, files: tuple[Path, ...], why: str) -> WeightsRead:
+        """Return that all of the files was read. why: although the model is sharded."""
+        num_bytes = sum(_bytes_of(file) for file in files)
+        return cls(num_bytes=num_bytes, total_bytes=num_bytes, whole=why)
 
     def __str__(self) -> str:
         text = f"{self.num_bytes / 2**20:.1f} of {self.total_bytes / 2**20:.1f} MiB"
@@ -49,6 +55,7 @@ class PartReader:
     dtype: torch.dtype
     #: Called with options as `read_folder`, for a model that can't be read in parts.
     read_whole: Callable[..., Any]
+    experts: ExpertCut = "width"
     read: WeightsRead = field(default_factory=WeightsRead)
     #: Weights of the whole model.
     num_parameters: int = 0
@@ -58,14 +65,15 @@ class PartReader:
         with torch.device("meta"):
             probe = import_transformers().AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         self.num_parameters = num_weights(probe)
-        early, late = _plans(probe)
+        early, late = _plans(probe, self.experts)
         cuts = cut_parameters(probe, early, group_size(""))
-        self.read.whole = _why_whole(self.files, cuts, probe)
-        self.read.total_bytes = sum(_bytes_of(file) for file in self.files)
-        if self.read.whole:
-            self.read.num_bytes = self.read.total_bytes
+        whole = _why_whole(self.files, cuts, probe)
+        self.read = WeightsRead.of_all(self.files, whole)
+        if not whole:
+            self.read.num_bytes = 0
+        else:
             model, account = self.read_whole(**options)
-            return shard_model(model), account
+            return shard_model(model, plan_of(model, group_size(""), self.experts)), account
         with _parts_only(cuts, self.read):
             model, account = _sharding(type(probe), early).from_pretrained(
                 self.path,
@@ -89,10 +97,10 @@ def _owners(probe: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _plans(probe: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+def _plans(probe: nn.Module, experts: ExpertCut) -> tuple[dict[str, str], dict[str, str]]:
     """Return what is cut before the weights are read, and what after: a module whose weight another one has too, which
     is not cut."""
-    plan = plan_of(probe, group_size(""))
+    plan = plan_of(probe, group_size(""), experts)
     shared = [{name.removesuffix(".weight") for name in names} for names in _owners(probe) if len(names) > 1]
     late = {name for names in shared if not plan.keys() >= names for name in names}
     return (

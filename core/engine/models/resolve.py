@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from core.engine.models.checkpoint import Progress
     from core.engine.models.loading import LoadedModel
     from core.engine.models.quantizing import Quantize
+    from core.engine.models.sharding import ExpertCut
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -29,14 +30,14 @@ def resolve_model(
     quantize: Quantize | None = None,
     *,
     sharded: bool = False,
+    experts: ExpertCut = "width",
 ) -> tuple[LoadedModel, str]:
     """Load or build the model that MODEL names, on the device; return it with a short name for reports.
 
-    A folder wins over a model type of the same name. quantize: how to quantise the loaded model. sharded: as of
-    `load_model`. Raises `UsageError`
-    for a name that is neither, `ModelError` for a folder that cannot be used.
+    A folder wins over a model type of the same name. quantize: how to quantise the loaded model. sharded, experts: as
+    of `load_model`. Raises `UsageError` for a name that is neither, `ModelError` for a folder that cannot be used.
     """
-    loaded, name = _resolve(model, device, dtype, progress, sharded)
+    loaded, name = _resolve(model, device, dtype, progress, sharded, experts)
     return (loaded, name) if quantize is None else (quantize.apply(loaded, progress), quantized_name(name, quantize))
 
 
@@ -46,7 +47,7 @@ def quantized_name(name: str, quantize: Quantize) -> str:
 
 
 def _resolve(
-    model: str | None, device: Device, dtype: str, progress: Progress | None, sharded: bool
+    model: str | None, device: Device, dtype: str, progress: Progress | None, sharded: bool, experts: ExpertCut
 ) -> tuple[LoadedModel, str]:
     from core.engine.models.assets import embedded_model
     from core.engine.models.loading import build_model, load_model
@@ -54,7 +55,8 @@ def _resolve(
 
     kind = parse_dtype(dtype, device)
     torch_device = device.torch_device
-    how: dict[str, Any] = {"torch_device": torch_device, "dtype": kind, "progress": progress, "sharded": sharded}
+    how: dict[str, Any] = {"torch_device": torch_device, "dtype": kind, "progress": progress}
+    how |= {"sharded": sharded, "experts": experts}
     if model is None:
         return load_model(embedded_model(), **how), "the embedded model"
     folder = local_path(f"model {model!r}", model)
@@ -70,9 +72,10 @@ def _resolve(
         )
     loaded = build_model(tiny_config(model), torch_device=torch_device, dtype=kind)
     if sharded:
-        from core.engine.models.sharding import shard_model
+        from core.common.ops.collective.collectives import group_size
+        from core.engine.models.sharding import plan_of, shard_model
 
-        shard_model(loaded.model)
+        shard_model(loaded.model, plan_of(loaded.model, group_size(""), experts))
     return loaded, f"{model}, built tiny with random weights"
 
 

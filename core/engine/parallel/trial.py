@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from core.common.numerics import Fp64Mode, judge
 from core.common.ops.collective.collectives import group_size
 from core.engine.models.loading import build_model
-from core.engine.models.sharding import shard_model
+from core.engine.models.sharding import ExpertCut, plan_of, shard_model
 from core.engine.models.tiny import tiny_config
 from core.engine.models.vocabulary import vocab_size_of
 from core.errors import CoreError, UsageError
@@ -23,18 +23,18 @@ from core.errors import CoreError, UsageError
 _NUM_TOKENS = 12
 
 
-def try_plan(model_type: str, torch_device: torch.device) -> str:
+def try_plan(model_type: str, torch_device: torch.device, experts: ExpertCut = "width") -> str:
     """Compare a tiny model of a type, whole and in parts, on all ranks of the default group, in fp32.
 
-    torch_device: where it is made; a group may have no collectives for the host. Return why it was not tried, "" where
-    it was and is right or where there is one rank. Raises `UsageError` where the logits differ by more than rounding
-    explains (criterion T1), or where the parts don't run.
+    torch_device: where it is made; a group may have no collectives for the host. experts: as of `planned`. Return why
+    it was not tried, "" where it was and is right or where there is one rank. Raises `UsageError` where the logits
+    differ by more than rounding explains (criterion T1), or where the parts don't run.
     """
     if group_size("") == 1:
         return ""
     try:
         whole: Any = build_model(tiny_config(model_type), torch_device=torch_device, dtype=torch.float32).model
-        parts = shard_model(copy.deepcopy(whole))
+        parts = shard_model(copy.deepcopy(whole), plan_of(whole, group_size(""), experts))
     except CoreError as error:
         return f"the plan for {model_type} was not tried: no tiny model of the type can be cut so: {error.found}"
     ids = torch.arange(4 * _NUM_TOKENS, device=torch_device).remainder(vocab_size_of(whole)).view(4, -1)

@@ -12,7 +12,7 @@ import torch
 from core.common.numerics import Fp64Mode, judge
 from core.engine.models.distributed import initialize
 from core.engine.models.loading import build_model
-from core.engine.models.sharding import Planned, planned, shard_model
+from core.engine.models.sharding import ExpertCut, Planned, plan_of, planned, shard_model
 from core.engine.models.tiny import causal_lm_types, tiny_config
 from core.engine.parallel.trial import try_plan
 from core.errors import CoreError
@@ -20,15 +20,15 @@ from core.errors import CoreError
 IDS = torch.randint(0, 160, (4, 12), generator=torch.Generator().manual_seed(3))
 
 
-def judged(name: str, dtype: torch.dtype, size: int, changes: dict[str, Any]) -> dict[str, Any]:
+def judged(name: str, dtype: torch.dtype, size: int, changes: dict[str, Any], experts: ExpertCut) -> dict[str, Any]:
     """Return what became of one model, as JSON."""
     try:
         whole = build_model(tiny_config(name, **changes), torch_device=torch.device("cpu"), dtype=dtype).model
     except Exception as error:  # of types that can't be made tiny
         return {"unmade": f"{type(error).__name__}: {error}"}
-    plan = planned(whole, size)
+    plan = planned(whole, size, experts)
     try:
-        sharded = shard_model(copy.deepcopy(whole))
+        sharded = shard_model(copy.deepcopy(whole), plan_of(whole, size, experts))
     except CoreError as error:
         return {"refused": str(error.found)}
     try:
@@ -68,7 +68,9 @@ if __name__ == "__main__":
     place = initialize("gloo", timeout_s=120)
     asked = json.loads(sys.argv[1])
     results: dict[str, Any] = {
-        f"{name} {dtype}": judged(name, getattr(torch, dtype), place.size, asked.get("changes", {}))
+        f"{name} {dtype}": judged(
+            name, getattr(torch, dtype), place.size, asked.get("changes", {}), asked.get("experts", "width")
+        )
         for name in asked.get("models", causal_lm_types())
         for dtype in asked["dtypes"]
     }

@@ -133,6 +133,30 @@ def test_experts_are_cut_by_width_as_they_say_they_are_laid_out() -> None:
     assert not mixture.added, "transformers' own plan has it all"
 
 
+def test_experts_are_divided_by_their_number_where_that_is_asked_for_or_their_width_is_odd() -> None:
+    layer = "model.layers.0.mlp.experts"
+    for name in ("gpt_oss", "qwen3_moe"):
+        model = tiny(name)
+        found = cut_parameters(model, planned(model, 2, "number").plan, 2)
+        own = {key.rpartition(".")[2] for key, _ in model.model.layers[0].mlp.experts.named_parameters()}
+        assert {f"{layer}.{each}": Cut(dim=0) for each in own}.items() <= found.items()
+    model = tiny("qwen3_moe", moe_intermediate_size=33)
+    assert planned(model, 2).plan["model.layers.*.mlp.experts"] == "ep_dispatch_experts"
+    before = model.model.layers[0].mlp.experts.num_experts
+    with pretended():
+        shard_model(model)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.num_experts == experts.gate_up_proj.shape[0] == before // 2
+    assert tuple(experts.down_proj.shape[1:]) == (64, 33)
+
+
+def test_a_number_of_experts_that_processes_do_not_divide_is_refused() -> None:
+    model = tiny("qwen3_moe")
+    count = model.model.layers[0].mlp.experts.num_experts + 1
+    with pretended(count), refused(UsageError, f"which {count} processes do not divide"):
+        shard_model(model, planned(model, count, "number").plan)
+
+
 def test_attention_that_normalises_all_heads_together_is_left_whole() -> None:
     model = tiny("llama")
     model.tp_plan = {"lm_head": "colwise_gather_output"}
@@ -168,6 +192,16 @@ def test_models_in_parts_give_the_logits_of_the_whole(size: int, changes: dict[s
         assert wrong == {}
         shares = {name: each["share"] for name, each in found.items()}
         assert max(shares.values()) < 0.6, shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_that_are_elsewhere_are_added_by_others(size: int) -> None:
+    changes = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    asked = {"models": ["qwen3_moe", "mixtral", "gpt_oss"], "dtypes": ["float32", "bfloat16"], "changes": changes}
+    for found in launch("tests.engine.models.plan_worker", json.dumps({**asked, "experts": "number"}), size=size):
+        assert {name: each for name, each in found.items() if not each.get("passed")} == {}
+        assert max(each["share"] for each in found.values()) < 1.2 / size
 
 
 @pytest.mark.slow

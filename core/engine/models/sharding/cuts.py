@@ -47,11 +47,18 @@ class Cut:
         before = (slice(None),) * self.dim
         starts = [index * block + rank // self.copies * share for index in range(self.blocks)]
         parts = [whole[(*before, slice(start, start + share))] for start in starts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        return parts[0] if len(parts) == 1 else _joined(parts, self.dim)
 
     def of(self, whole: Tensor, rank: int, count: int) -> Tensor:
         """Return the part of a tensor in memory of its own."""
         return self.read(whole, tuple(whole.shape), rank, count).clone(memory_format=torch.contiguous_format)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    dtype = parts[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(parts, dim)
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(dtype)  # not every op takes fp8
 
 
 def rank_in(group: str) -> int:

@@ -4,7 +4,8 @@ A plan maps names of modules or parameters, `*` for a number, to styles (styles.
 embedding, experts of some models, and attention of a few; these are found by what modules hold, not by names of models:
 
 - the embedding of the tokens, by rows, and a head that shares its weight;
-- modules of experts that say how their weights are laid out (transformers' `use_experts_implementation`), by width;
+- modules of experts that say how their weights are laid out (transformers' `use_experts_implementation`), by width,
+  or by their number where that is asked for or where the width can't be divided;
 - attention whose projections have the usual names, and nothing but these, `sinks` and norms of a head.
 """
 
@@ -13,13 +14,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from core.engine.models.sharding.styles import STYLES
+from core.engine.models.sharding.styles import CODES_OF, STYLES
 from core.errors import UsageError
+from core.quantization.layers import CodedLinear
 
+ExpertCut = Literal["width", "number"]
+"""What of the experts a process holds: some columns of each, or some of them."""
 _OF_VOCABULARIES = ("embedding_rowwise", "embedding_colwise", "colwise_gather_output", "colwise_rep")
 _PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
@@ -45,12 +49,13 @@ class Planned:
         return {"cut": cut} | ({"whole": whole} if whole else {})
 
 
-def plan_of(model: nn.Module, num_processes: int) -> Mapping[str, str]:
+def plan_of(model: nn.Module, num_processes: int, experts: ExpertCut = "width") -> Mapping[str, str]:
     """Return the plan of `planned`; raise `UsageError` where there is none."""
-    plan = planned(model, num_processes).plan
+    plan = planned(model, num_processes, experts).plan
     # Of a vocabulary alone nothing is gained.
     if not any(
-        style not in _OF_VOCABULARIES and style in STYLES and STYLES[style].from_last for style in plan.values()
+        style not in _OF_VOCABULARIES and style in STYLES and (STYLES[style].from_last or STYLES[style].numbered)
+        for style in plan.values()
     ):
         raise UsageError(
             f"sharding {type(model).__name__} for tensor parallelism",
@@ -60,9 +65,13 @@ def plan_of(model: nn.Module, num_processes: int) -> Mapping[str, str]:
     return plan
 
 
-def planned(model: nn.Module, num_processes: int) -> Planned:
+def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") -> Planned:
     """Return how a model is cut for a number of processes. Embeddings and heads whose vocabulary they do not divide
-    stay whole."""
+    stay whole.
+
+    experts: "width" gives each process some columns of every expert, where all experts can be cut so; "number" some of
+    the experts. transformers' plan for experts that do not say how they are laid out stays as it is.
+    """
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     given: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     # A plan is for a family: some lines name what this model lacks, as dense layers where all have experts.
@@ -71,10 +80,11 @@ def planned(model: nn.Module, num_processes: int) -> Planned:
     added: dict[str, str] = {}
     for name, module in modules.items():
         for part, style in (*_experts(module), *_attention(module)):
-            added.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", f"{name}.{part}" if part else name), style)
+            added.setdefault(_line(f"{name}.{part}" if part else name), style)
     owners = {line.rpartition(".")[0] for line in plan}
     # A module that the plan knows is the plan's: nothing is added beside its own lines.
     extra = {line: style for line, style in added.items() if line not in plan and not _known(line, plan, owners)}
+    plan, extra = _by_number(modules, plan, extra, num_processes, experts)
     vocabulary, whole = _vocabulary(model, plan, num_processes)
     plan = {line: style for line, style in plan.items() if line not in whole}
     return Planned(plan={**plan, **extra, **vocabulary}, added=frozenset((*extra, *vocabulary)), whole=whole)
@@ -94,7 +104,7 @@ def _known(line: str, plan: Mapping[str, str], owners: set[str]) -> bool:
 def _experts(module: Any) -> Iterator[tuple[str, str]]:
     """Yield the lines for a module of experts, each of which every process holds some columns of."""
     laid_out = (getattr(module, name, None) for name in ("is_transposed", "is_concatenated"))
-    held = dict(module.named_parameters(recurse=False))
+    held = {name: each for name, each in module.named_parameters(recurse=False) if not name.endswith(CODES_OF)}
     if None in laid_out or held.keys() - {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}:
         return
     if not held.keys() >= {"gate_up_proj", "down_proj"} or any(
@@ -112,10 +122,39 @@ def _experts(module: Any) -> Iterator[tuple[str, str]]:
     yield "", "moe_tp_experts"
 
 
+def _by_number(
+    modules: Mapping[str, Any], plan: dict[str, str], extra: dict[str, str], num_processes: int, experts: ExpertCut
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return both plans with experts that are divided by their number, where they have to be or shall be."""
+    for name, module in modules.items():
+        by_width = dict(_experts(module))
+        line = _line(name)
+        if not by_width or line not in {**plan, **extra}:
+            continue
+        if experts == "width" and _divided(module, by_width, num_processes):
+            continue
+        lines = {line, *(f"{line}.{part}" for part in by_width if part)}
+        plan, extra = ({key: style for key, style in each.items() if key not in lines} for each in (plan, extra))
+        extra |= {f"{line}.{part}": "grouped_gemm" for part in by_width if part} | {line: "ep_dispatch_experts"}
+    return plan, extra
+
+
+def _divided(module: nn.Module, lines: Mapping[str, str], num_processes: int) -> bool:
+    """Tell whether a number of processes divides what these lines cut of a module."""
+    held = [(getattr(module, part), STYLES[style]) for part, style in lines.items() if part]
+    cuts = [(parameter, style.cut("", parameter)) for parameter, style in held]
+    sizes = [(cut, parameter.shape[cut.dim]) for parameter, cut in cuts if cut is not None and cut.dim is not None]
+    return all(cut.divides(size, num_processes) for cut, size in sizes)
+
+
+def _line(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def _attention(module: Any) -> Iterator[tuple[str, str]]:
     """Yield the lines for attention, each process of which has some of the heads."""
     layers = dict(module.named_children())
-    if not all(isinstance(layers.get(name), nn.Linear) for name in _PROJECTIONS):
+    if not all(isinstance(layers.get(name), (nn.Linear, CodedLinear)) for name in _PROJECTIONS):
         return
     size = getattr(module, "head_dim", None)
     if type(size) is not int or not hasattr(module, "num_key_value_groups"):

@@ -4,7 +4,8 @@ it runs as it is under `core.compile`, `core.capture` and the engine, on all pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 from core.common.ops.collective.collectives import group_size
+from core.common.ops.linear.weight_only import CODES_PER_WORD
 from core.engine.models.sharding.cuts import Cut, rank_in
 from core.engine.models.sharding.plan import pattern, plan_of
-from core.engine.models.sharding.styles import STYLES, Style
+from core.engine.models.sharding.styles import CODES_OF, STYLES, Style
 from core.errors import UsageError
 
 _KEYS = ("k_proj", "v_proj")
@@ -25,8 +27,9 @@ def shard_model(model: nn.Module, plan: Mapping[str, str] | None = None, *, grou
 
     plan: names of modules or parameters, `*` for a number, -> style (styles.py); None takes transformers'
     `model.tp_plan`, completed by plan.py. group: a process group's name, "" for the default one; with one process
-    nothing is changed. Every process must hold the same whole model before, and a part of it after; quantise and
-    compile it then. Where there are fewer key heads than processes, some processes hold the same ones.
+    nothing is changed. Every process must hold the same whole model before, and a part of it after; compile it then.
+    Layers may be quantised before or after: all processes together have the same codes either way. Where there are
+    fewer key heads than processes, some processes hold the same ones.
 
     Raises `UsageError` for an unknown style, a plan that names nothing, a module that its style can't cut, or sizes
     that the number of processes does not divide; the model is unchanged then.
@@ -57,6 +60,30 @@ def cut_parameters(model: nn.Module, plan: Mapping[str, str], num_processes: int
     names = {id(module): name for name, module in model.named_modules()}
     todo = _Todo.of(model, plan, num_processes)
     return {f"{names[id(owner)]}.{name}": cut for owner, name, cut in todo.parameters}
+
+
+def cut_modules(
+    model: nn.Module, plan: Mapping[str, str], num_processes: int, wanted: Callable[[nn.Module], bool]
+) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yield each wanted module whose results processes sum up, with the parts of all processes, by rank.
+
+    The parts have no hooks. Raises `UsageError` as `shard_model` does.
+    """
+    if num_processes == 1:
+        return
+    todo = _Todo.of(model, plan, num_processes)
+    todo.check()
+    for module, style in todo.modules:
+        if style.sums and not style.numbered and wanted(module):
+            parts = [copy.deepcopy(module) for _ in range(num_processes)]
+            for owner, name, cut in todo.parameters:
+                if owner is module:
+                    for rank, part in enumerate(parts):
+                        held = cut.of(getattr(owner, name), rank, num_processes)
+                        setattr(part, name, nn.Parameter(held, requires_grad=False))
+            for part in parts:
+                style.resize(part, num_processes)
+            yield module, parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +118,10 @@ class _Todo:
                     todo._module(f"{name} ({kind})", modules[name], style, modules.get(name.rpartition(".")[0]))
                 else:
                     owner, _, own = name.rpartition(".")
-                    todo._parameter(f"{name} ({kind})", modules[owner], own, style.cut("", parameters[name]))
+                    for each in (own, *_codes_of(modules[owner], own)):
+                        parameter = getattr(modules[owner], each)
+                        cut = style.cut("" if each == own else each, parameter)
+                        todo._parameter(f"{owner}.{each} ({kind})", modules[owner], each, cut)
             if not found:
                 raise UsageError(
                     _asked(model),
@@ -107,12 +137,12 @@ class _Todo:
             raise UsageError(
                 _asked(self.model),
                 found=problems[0],
-                remedy="run a number of processes that divides it, shard before quantising, or leave the module out of "
+                remedy="run a number of processes that divides it, or leave the module out of "
                 "the plan: it stays whole then",
             )
 
     def _module(self, name: str, module: nn.Module, style: Style, parent: Any) -> None:
-        if style.module is not None and not isinstance(module, style.module):
+        if style.module is not None and not style.cuts(module):
             kind, wanted = type(module).__name__, style.module.__name__
             self.problems.append(f"{name} is a {kind}, and the style cuts nn.{wanted}")
             return
@@ -128,7 +158,10 @@ class _Todo:
         if cut is None:
             return
         size = 0 if cut.dim is None else getattr(owner, own).shape[cut.dim]
-        if not cut.divides(size, self.count):
+        inputs = getattr(owner, "in_features", 0)
+        if cut.dim and getattr(owner, own).dtype == torch.int32 and inputs % CODES_PER_WORD:
+            self.problems.append(f"{name} holds {inputs} codes in a row, which are no whole words of {CODES_PER_WORD}")
+        elif not cut.divides(size, self.count):
             blocks = f" in {cut.blocks} blocks" if cut.blocks > 1 else ""
             self.problems.append(
                 f"{name} has size {size}{blocks} where it is cut, which {self.count} processes do not divide"
@@ -153,6 +186,12 @@ class _Todo:
             and count % self.count
             and not (shared and name == "num_key_value_heads" and self.count % count == 0)
         ]
+
+
+def _codes_of(owner: nn.Module, name: str) -> list[str]:
+    """Return the names of what belongs to a parameter of codes: its scales and zero points."""
+    held = owner._parameters
+    return [f"{name}{end}" for end in CODES_OF if held.get(f"{name}{end}") is not None]
 
 
 def _config(model: nn.Module) -> Any:
