@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.engine.config import Sampling
@@ -12,6 +13,7 @@ from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
+from core.engine.models.sharding.gathering import argmax_of_parts, gathering_of
 from core.engine.paged.recurrent import RecurrentStep
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
@@ -43,6 +45,8 @@ class PagedLogits:
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
         self._recurrent = recurrent
+        #: What gathers the logits of several processes; None where this one has them all.
+        self.gathering = gathering_of(model)
         accepted = accepted_arguments(model)
         self._selects_rows, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
 
@@ -89,6 +93,20 @@ class PagedLogits:
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep recurrent states, which each call moves on."""
+        return self._recurrent is not None
+
+    def part(self, **step: Any) -> Tensor:
+        """Return the logits that this process has, (rows, vocabulary / processes); takes what a call takes."""
+        assert self.gathering is not None
+        self.gathering.skipped = True
+        try:
+            return self(**step)
+        finally:
+            self.gathering.skipped = False
+
 
 class PagedCall:
     """The function that is compiled: one step of the model and the choice of the next tokens."""
@@ -110,11 +128,35 @@ class PagedCall:
         lora: bool = False,
         **step: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens (rows,) and the model's logits (rows, vocabulary). sampling: a guard; with "shaped", the
-        tokens are those of `Histories.choose`. lora: a guard; see `PagedLogits`."""
+        """Return tokens (rows,) and the model's logits (rows, vocabulary), or this process's part of them (`gather`).
+
+        sampling: a guard; with "shaped", the tokens are those of `Histories.choose`. lora: a guard; see `PagedLogits`.
+        """
+        gathering = self.logits.gathering
+        if sampling == "greedy" and gathering is not None and gathering.is_pointwise:
+            part = self.logits.part(lora=lora, **step)
+            return argmax_of_parts(part, gathering.group), part
         logits = self.logits(lora=lora, **step)
         if sampling == "shaped":
             assert history_rows is not None and self._histories is not None
             inputs = {name: step[name] for name in STEP_OF_HISTORIES}
             return self._histories.choose(logits, sampling_params, history_rows=history_rows, **inputs), logits
         return next_tokens(logits, sampling_params, sampling), logits
+
+    def probed(self, **step: Tensor) -> Tensor:
+        """Return the model's logits, and find out whether each process can choose among those that it has: where what
+        the model does to the results of its head is done to each by itself. Without recurrent states."""
+        logits = self.logits(**step)
+        gathering = self.logits.gathering
+        if gathering is not None and not self.logits.keeps_states and logits.dtype.itemsize <= 4:
+            part = self.logits.part(**step)
+            whole = gathering.whole(part)  # of another width, a kernel may round the last bit differently
+            rounding = 8 * torch.finfo(logits.dtype).eps
+            gathering.is_pointwise = whole.shape == logits.shape and torch.allclose(whole, logits, rounding, 0.0)
+        return logits
+
+    def gather(self, sampling: Sampling) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes the logits of a call whole, with the other processes; None where they are."""
+        gathering = self.logits.gathering
+        in_parts = sampling == "greedy" and gathering is not None and gathering.is_pointwise
+        return gathering.whole if gathering is not None and in_parts else None

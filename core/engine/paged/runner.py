@@ -97,8 +97,8 @@ class PagedRunner:
             with nullcontext() if self.adapters is None else self.adapters.attaching():
                 self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
             if self.program.keys:
-                most_seqs = max(b["seqs"] for sizes in buckets.values() for b in sizes)
-                limits: dict[str, Any] = {"max_rows": max_rows, "max_seqs": most_seqs, "groups": self.groups}
+                most = max(b["seqs"] for sizes in buckets.values() for b in sizes)
+                limits: Any = {"max_rows": max_rows, "max_seqs": most, "groups": self.groups, "calls": self._calls}
                 self._staged = StagedSteps(self.program, device, block_size=config.block_size, **limits)
         except BaseException:
             self.close()
@@ -162,7 +162,7 @@ class PagedRunner:
             none = torch.zeros_like(tensors["input_ids"])
             tensors["history_rows"] = none if rows is None else torch.from_numpy(rows).to(device)
         tokens, logits = self.program(step.phase, guards=guards, sampling_params=params, **tensors)
-        return StepOutput(tokens, logits, sampling), tensors
+        return StepOutput(tokens, logits, sampling, gather=self._calls[step.phase].gather(sampling)), tensors
 
     def report(self) -> ProgramReport:
         """Return the account of the compiled program."""
@@ -294,7 +294,7 @@ class PagedRunner:
         example = {**tensors, "sampling_params": self._greedy_params(step.num_rows), **history}
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
         self._paged.recurrent.begin(step)
-        logits = self._calls[step.phase].logits(**tensors)
+        logits = self._calls[step.phase].probed(**tensors)
         self._paged.recurrent.clear()
         ends = list(accumulate(part.num_rows for part in step.parts))
         return logits[[end - part.num_rows for end, part in zip(ends, step.parts, strict=True)]]

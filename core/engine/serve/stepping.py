@@ -133,7 +133,7 @@ class StepLoop:
             start = time.perf_counter_ns()
             tokens = self._read(flight.step, flight.output)
             self._note("wait", start, flight.step)
-            logits = flight.output.logits.detach().to("cpu", copy=True) if wanted else None
+            logits = flight.output.all_logits().detach().to("cpu", copy=True) if wanted else None
         except BaseException:
             self._undo(flight)
             raise

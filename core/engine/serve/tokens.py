@@ -30,15 +30,16 @@ class TokenReader:
         if serves(output.sampling, step.sampling) and not needs_host(step):
             return tokens
         rows = HostRows.of(step, output)
+        logits = output.all_logits() if rows.shaped or rows.reported else output.logits
         if rows.shaped:
             params = step.sampling_params(output.logits.device)[[row.number for row in rows.shaped]]
-            shaped = next_tokens(shape(output.logits, rows.shaped), params, "random").tolist()
+            shaped = next_tokens(shape(logits, rows.shaped), params, "random").tolist()
             for row, token in zip(rows.shaped, shaped, strict=True):
                 tokens[row.number] = token
             self._counts.sampled_outside += len(shaped)
             self._say("what a sequence asks of its logits is done outside of the captured graph, by the host's account")
         if rows.reported:
-            report(output.logits, tokens, rows.reported)
+            report(logits, tokens, rows.reported)
         return tokens
 
     def _count_outside(self, step: Step, output: StepOutput) -> None:

@@ -72,7 +72,7 @@ class Histories:
         if output.sampling != "shaped":
             device, known = output.logits.device, {name: inputs[name] for name in STEP_OF_HISTORIES}
             there = torch.from_numpy(rows).to(device, non_blocking=True)
-            tokens = self.choose(output.logits, step.sampling_params(device), history_rows=there, **known)
+            tokens = self.choose(output.all_logits(), step.sampling_params(device), history_rows=there, **known)
             output = output._replace(tokens=tokens, sampling="shaped", captured=False)
         for part in step.parts:
             if part.is_shaped:

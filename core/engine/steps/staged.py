@@ -30,10 +30,21 @@ class StagedSteps:
     """
 
     def __init__(
-        self, program: Program, device: Device, *, block_size: int, max_rows: int, max_seqs: int, groups: slice
+        self,
+        program: Program,
+        device: Device,
+        *,
+        block_size: int,
+        max_rows: int,
+        max_seqs: int,
+        groups: slice,
+        calls: Mapping[str, Any],
     ) -> None:
-        """Set up memory for steps of up to max_rows rows of logits, max_seqs sequences and a model of these groups."""
-        self._program = program
+        """Set up memory for steps of up to max_rows rows of logits, max_seqs sequences and a model of these groups.
+
+        calls: the `PagedCall` of each phase.
+        """
+        self._program, self._calls = program, calls
         self._device = device
         self._block_size = block_size
         #: Whether a step may run several times: what it reads is written while nothing reads it.
@@ -105,7 +116,8 @@ class StagedSteps:
             read = made.copy
         if len(arrays["logit_rows"]) > step.num_rows:
             tokens, logits = tokens[: step.num_rows], logits[: step.num_rows]
-        return StepOutput(tokens, logits, sampling, padding=padding * step.times, read=read)
+        gather = self._calls[key.phase].gather(sampling)
+        return StepOutput(tokens, logits, sampling, padding=padding * step.times, read=read, gather=gather)
 
     def _repeat(
         self, key: GraphKey, step: Step, arrays: dict[str, np.ndarray[Any, Any]], tokens: Tensor, sampling: Sampling

@@ -130,7 +130,7 @@ class StepOutput(NamedTuple):
 
     #: (rows,) int64.
     tokens: Tensor
-    #: The logits that the tokens were chosen from, (rows, vocabulary).
+    #: The logits that the tokens were chosen from, (rows, vocabulary), or the part of them that this process has.
     logits: Tensor
     #: How the tokens were chosen.
     sampling: Sampling
@@ -141,6 +141,12 @@ class StepOutput(NamedTuple):
     #: Waits for the tokens and returns them on the host, those of each time after those of the time before, also when
     #: the next step runs already; None where they were not sent there.
     read: Callable[[], list[int]] | None = None
+    #: Makes the logits whole, with all processes that share the model; None where they are.
+    gather: Callable[[Tensor], Tensor] | None = None
+
+    def all_logits(self) -> Tensor:
+        """Return the logits of the whole vocabulary, which all processes ask for that share the model."""
+        return self.logits if self.gather is None else self.gather(self.logits)
 
 
 def sampled_by_request(step: Step, output: StepOutput) -> StepOutput:
@@ -148,7 +154,7 @@ def sampled_by_request(step: Step, output: StepOutput) -> StepOutput:
     if step.sampling == "greedy" or output.sampling != "greedy":
         return output
     params = step.sampling_params(output.logits.device)
-    return output._replace(tokens=next_tokens(output.logits, params, "random"), sampling="random", captured=False)
+    return output._replace(tokens=next_tokens(output.all_logits(), params, "random"), sampling="random", captured=False)
 
 
 class Flight(NamedTuple):

@@ -204,3 +204,11 @@ def test_what_cannot_be_cut_is_an_error_and_the_model_stays(
     with refused(UsageError, "sharding Attention for tensor parallelism", *phrases):
         shard_model(made, plan, group=group)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_choose_among_their_parts_of_the_vocabulary_what_one_chooses(size: int) -> None:
+    for found in launch("tests.engine.models.choice_worker", size=size):
+        assert found.pop("chosen") == []
+        assert found == {name: {"differ": [], "near": True, "parts": [False, True]} for name in found}
