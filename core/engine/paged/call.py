@@ -143,7 +143,7 @@ class PagedCall:
             return self._histories.choose(logits, sampling_params, history_rows=history_rows, **inputs), logits
         return next_tokens(logits, sampling_params, sampling), logits
 
-    def probed(self, **step: Tensor) -> Tensor:
+    def probed(self, **step: Any) -> Tensor:
         """Return the model's logits, and find out whether each process can choose among those that it has: where what
         the model does to the results of its head is done to each by itself. Without recurrent states."""
         logits = self.logits(**step)
