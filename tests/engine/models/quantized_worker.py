@@ -22,11 +22,13 @@ from core.quantization.layers import QuantizedModule
 IDS = torch.randint(0, 160, (4, 12), generator=torch.Generator().manual_seed(3))
 WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 64}
 """Sizes of which four processes have whole words of 4-bit codes, and whole groups of 16."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
+"""All are chosen: a choice between two that are nearly equal would hang on the last bit of a sum."""
 
 
 def judged(name: str, scheme: str, dtype: torch.dtype, size: int, experts: ExpertCut) -> dict[str, Any]:
     """Return what became of one model that was quantised before it was cut, and after."""
-    changes = {**WIDTHS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    changes = {**WIDTHS, **EXPERTS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     made = build_model(tiny_config(name, **changes), torch_device=torch.device("cpu"), dtype=dtype).model
     whole = core.quantize(copy.deepcopy(made), scheme, calibration=[IDS])
     before = shard_model(copy.deepcopy(whole), plan_of(whole, size, experts))
