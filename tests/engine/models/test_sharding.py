@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from core.engine.models.loading import build_model
 from core.engine.models.sharding import cut_parameters, planned, shard_model
@@ -148,6 +149,33 @@ def test_experts_are_divided_by_their_number_where_that_is_asked_for_or_their_wi
     experts = model.model.layers[0].mlp.experts
     assert experts.num_experts == experts.gate_up_proj.shape[0] == before // 2
     assert tuple(experts.down_proj.shape[1:]) == (64, 33)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_what_is_left_in_rows_of_experts_elsewhere_adds_nothing(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import moe
+
+    grouped = moe._grouped_mm
+
+    def leaves_nan(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        out: Tensor = grouped(rows, weight, offs)
+        behind = torch.arange(len(rows)) >= offs[-1]
+        return out.masked_fill(behind[:, None], torch.nan)  # as memory may hold that nobody wrote
+
+    monkeypatch.setattr(moe, "_grouped_mm", leaves_nan)
+    model = tiny(name)
+    model.set_experts_implementation(implementation)
+    with pretended():
+        shard_model(model, planned(model, 2, "number").plan)
+        with torch.no_grad():
+            experts, hidden = model.model.layers[0].mlp.experts, torch.ones(3, 64)
+            count, (own, both) = experts.num_experts, torch.tensor([[[0, 1]] * 3, [[0, 1], [0, 9], [9, 8]]])
+            found = [experts(hidden, each.clamp(max=2 * count - 1), torch.ones(3, 2)) for each in (own, both)]
+    assert torch.allclose(found[0][0], found[1][0])
+    assert torch.isfinite(found[1]).all() and not found[1][2].any() and found[1][1].any()
 
 
 def test_a_number_of_experts_that_processes_do_not_divide_is_refused() -> None:

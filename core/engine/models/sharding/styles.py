@@ -98,6 +98,9 @@ class Style:
         if self.sums:
             mark_part(module, group, has_rows=self.numbered)
         if self.numbered and self.sums:
+            experts: Any = module
+            # Of rows of experts elsewhere nothing is computed, and they hold anything: transformers clears them then.
+            experts._is_expert_parallel = True
             module.register_forward_pre_hook(lambda experts, inputs: _own_experts(experts, inputs, group))
         self.resize(module, group_size(group))
         if isinstance(module, nn.Embedding):
