@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from core.engine.config import Sampling
@@ -13,7 +12,7 @@ from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
-from core.engine.models.sharding.gathering import argmax_of_parts, gathering_of
+from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
 from core.engine.paged.recurrent import RecurrentStep
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
@@ -33,10 +32,12 @@ class PagedLogits:
         states_group: int = 0,
         adapters: AdapterMemory | None = None,
         recurrent: RecurrentStep | None = None,
+        head: HeadParts | None = None,
     ) -> None:
         """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group.
         adapters: those that its linear layers have. recurrent: what the layers that keep recurrent states read; before
-        a call with prompts, `RecurrentStates.begin` has to be told of its step."""
+        a call with prompts, `RecurrentStates.begin` has to be told of its step. head: of a model
+        that processes share, one for all calls of a runner."""
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
@@ -45,8 +46,7 @@ class PagedLogits:
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
         self._recurrent = recurrent
-        #: What gathers the logits of several processes; None where this one has them all.
-        self.gathering = gathering_of(model)
+        self.head = head
         accepted = accepted_arguments(model)
         self._selects_rows, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
 
@@ -98,14 +98,17 @@ class PagedLogits:
         """Whether layers keep recurrent states, which each call moves on."""
         return self._recurrent is not None
 
-    def part(self, **step: Any) -> Tensor:
-        """Return the logits that this process has, (rows, vocabulary / processes); takes what a call takes."""
-        assert self.gathering is not None
-        self.gathering.skipped = True
+    def shown(self, shows: Literal["part", "repeated"], **step: Any) -> Tensor:
+        """Return the logits from what this process has of the head's results, once or once for each process.
+
+        (rows, vocabulary / processes), or (rows, vocabulary). Takes what a call takes.
+        """
+        assert self.head is not None
+        self.head.gathering.shows = shows
         try:
             return self(**step)
         finally:
-            self.gathering.skipped = False
+            self.head.gathering.shows = "whole"
 
 
 class PagedCall:
@@ -132,10 +135,10 @@ class PagedCall:
 
         sampling: a guard; with "shaped", the tokens are those of `Histories.choose`. lora: a guard; see `PagedLogits`.
         """
-        gathering = self.logits.gathering
-        if sampling == "greedy" and gathering is not None and gathering.is_pointwise:
-            part = self.logits.part(lora=lora, **step)
-            return argmax_of_parts(part, gathering.group), part
+        head = self.logits.head
+        if sampling == "greedy" and head is not None and head.chosen_apart:
+            part = self.logits.shown("part", lora=lora, **step)
+            return argmax_of_parts(part, head.gathering.group), part
         logits = self.logits(lora=lora, **step)
         if sampling == "shaped":
             assert history_rows is not None and self._histories is not None
@@ -144,19 +147,16 @@ class PagedCall:
         return next_tokens(logits, sampling_params, sampling), logits
 
     def probed(self, **step: Any) -> Tensor:
-        """Return the model's logits, and find out whether each process can choose among those that it has: where what
-        the model does to the results of its head is done to each by itself. Without recurrent states."""
+        """Return the model's logits, and find out whether each process can choose among those that it has.
+
+        Layers that keep recurrent states would move on twice: there all logits are gathered.
+        """
         logits = self.logits(**step)
-        gathering = self.logits.gathering
-        if gathering is not None and not self.logits.keeps_states and logits.dtype.itemsize <= 4:
-            part = self.logits.part(**step)
-            whole = gathering.whole(part)  # of another width, a kernel may round the last bit differently
-            rounding = 8 * torch.finfo(logits.dtype).eps
-            gathering.is_pointwise = whole.shape == logits.shape and torch.allclose(whole, logits, rounding, 0.0)
+        if self.logits.head is not None and not self.logits.keeps_states:
+            self.logits.head.compare(logits, self.logits.shown("repeated", **step))
         return logits
 
     def gather(self, sampling: Sampling) -> Callable[[Tensor], Tensor] | None:
         """Return what makes the logits of a call whole, with the other processes; None where they are."""
-        gathering = self.logits.gathering
-        in_parts = sampling == "greedy" and gathering is not None and gathering.is_pointwise
-        return gathering.whole if gathering is not None and in_parts else None
+        head = self.logits.head
+        return head.gathering.whole if sampling == "greedy" and head is not None and head.chosen_apart else None

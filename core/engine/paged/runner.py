@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from core.compilation.options import CompileOptions, Progress
 from core.compilation.report import ProgramReport
 from core.compilation.shared_trace import SharedTrace
 from core.device import Device
+from core.engine.models.sharding.gathering import HeadParts
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
 from core.engine.paged.room import Place
@@ -32,9 +33,6 @@ from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.staged import StagedSteps
 from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.quantization.layers import continuous
-
-if TYPE_CHECKING:
-    from core.compilation.options import ModeChoice
 
 log = logging.getLogger("core.engine")
 
@@ -240,7 +238,7 @@ class PagedRunner:
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         model, histories = self._model, self._histories
         kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
-        kept["recurrent"] = cache.recurrent.step if self._keeps_states else None
+        kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "head": HeadParts.of(model)}
         lens = self._query_lens().items()
         return {phase: PagedCall(PagedLogits(model, cache.steps, most, **kept), histories) for phase, most in lens}
 
@@ -264,7 +262,7 @@ class PagedRunner:
             return config.compile_options(self._calls, capabilities, **how)
         options = config.compile_options(self._calls, capabilities, reset=self._paged.recurrent.restore, **how)
         # Which tokens of a prompt belong together is known to the host alone.
-        return replace(options, mode={**cast("Mapping[str, ModeChoice]", options.mode), "prefill": "off"})
+        return replace(options, mode={**cast("Mapping[str, Any]", options.mode), "prefill": "off"})
 
     @torch.no_grad()
     def _check_same_function(self, *, attends: bool) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from core.engine.models.loading import build_model
 from core.engine.models.sharding import cut_parameters, planned, shard_model
 from core.engine.models.sharding.cuts import Cut
+from core.engine.models.sharding.gathering import is_pointwise
 from core.engine.models.tiny import tiny_config
 from core.errors import UsageError
 from tests.common.processes import launch, pretended
@@ -174,7 +175,7 @@ def test_what_is_left_in_rows_of_experts_elsewhere_adds_nothing(
             experts, hidden = model.model.layers[0].mlp.experts, torch.ones(3, 64)
             count, (own, both) = experts.num_experts, torch.tensor([[[0, 1]] * 3, [[0, 1], [0, 9], [9, 8]]])
             found = [experts(hidden, each.clamp(max=2 * count - 1), torch.ones(3, 2)) for each in (own, both)]
-    assert torch.allclose(found[0][0], found[1][0])
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6)  # other numbers of rows
     assert torch.isfinite(found[1]).all() and not found[1][2].any() and found[1][1].any()
 
 
@@ -220,6 +221,26 @@ def test_models_in_parts_give_the_logits_of_the_whole(size: int, changes: dict[s
         assert wrong == {}
         shares = {name: each["share"] for name, each in found.items()}
         assert max(shares.values()) < 0.6, shares
+
+
+@pytest.mark.parametrize(
+    ("follows", "found"),
+    [
+        (lambda x: x, True),
+        (lambda x: torch.tanh(x / 30.0) * 30.0, True),
+        (lambda x: x.log_softmax(-1), False),
+        (lambda x: x + torch.linspace(0.0, 1.0, x.shape[-1]), False),
+        (lambda x: x[..., :9], False),  # rows that pad the vocabulary
+        (lambda x: x[..., :8], False),
+        (lambda x: x.index_fill(-1, torch.tensor([7]), -torch.inf), False),
+        (lambda x: x.repeat(1, 2), False),
+    ],
+    ids=["nothing", "cap", "log softmax", "bias", "padding", "much padding", "masked token", "wider"],
+)
+def test_what_follows_a_head_is_found_to_be_done_to_each_logit_alone_or_not(follows: Any, found: bool) -> None:
+    head = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+    for number, part in enumerate(head.chunk(2, -1)):
+        assert is_pointwise(follows(head), follows(part.repeat(1, 2)), width=6, number=number, size=2) is found
 
 
 @pytest.mark.slow

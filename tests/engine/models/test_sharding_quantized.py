@@ -17,6 +17,8 @@ from core.engine.models.sharding.cuts import Cut
 from core.engine.models.tiny import tiny_config
 from core.errors import UsageError
 from core.quantization.layers import WeightOnlyLinear
+from core.quantization.make import quantized_layer
+from core.quantization.scheme import find_scheme
 from tests.common.processes import launch, pretended
 from tests.support import refused
 
@@ -85,6 +87,19 @@ def test_codes_and_groups_that_processes_do_not_divide_are_refused(changes: dict
     model = made("llama", "w4a16-g4" if "100" in found else "w4a16-g32", **changes)
     with pretended(), refused(UsageError, found):
         shard_model(model)
+
+
+@pytest.mark.parametrize(("group", "width"), [(16, 48), (4, 56), (2, 60)])
+def test_experts_are_divided_by_number_where_words_or_groups_of_their_width_cannot_be(group: int, width: int) -> None:
+    model = made("qwen3_moe", f"w4a16-g{group}", moe_intermediate_size=width)
+    assert set(cuts(model, "mlp.experts").values()) == {Cut(dim=0)}
+
+
+def test_a_quantised_head_that_processes_do_not_divide_stays_whole() -> None:
+    model = made("llama", "w8a16", vocab_size=161)
+    model.lm_head = quantized_layer("lm_head", model.lm_head, find_scheme("w8a16"), {})
+    assert planned(model, 2).whole["lm_head"] == "161 rows, which 2 processes do not divide"
+    assert planned(model, 7).plan["lm_head"] == "colwise_gather_output"
 
 
 def test_a_whole_model_quantises_in_parts_what_processes_would() -> None:

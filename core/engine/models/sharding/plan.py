@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from core.engine.models.sharding.styles import CODES_OF, STYLES
+from core.engine.models.sharding.styles import CODES_OF, STYLES, names_of, problem_of
 from core.errors import UsageError
 from core.quantization.layers import CodedLinear
 
@@ -140,11 +140,13 @@ def _by_number(
 
 
 def _divided(module: nn.Module, lines: Mapping[str, str], num_processes: int) -> bool:
-    """Tell whether a number of processes divides what these lines cut of a module."""
-    held = [(getattr(module, part), STYLES[style]) for part, style in lines.items() if part]
-    cuts = [(parameter, style.cut("", parameter)) for parameter, style in held]
-    sizes = [(cut, parameter.shape[cut.dim]) for parameter, cut in cuts if cut is not None and cut.dim is not None]
-    return all(cut.divides(size, num_processes) for cut, size in sizes)
+    """Tell whether a number of processes divides what these lines cut of a module, scales of codes included."""
+    return not any(
+        problem_of(module, own, STYLES[style].cut(key, getattr(module, own)), num_processes)
+        for part, style in lines.items()
+        if part
+        for own, key in names_of(module, part)
+    )
 
 
 def _line(name: str) -> str:
@@ -179,7 +181,7 @@ def _vocabulary(model: Any, plan: Mapping[str, str], num_processes: int) -> tupl
     whole: dict[str, str] = {}
     for module, kind, style in (
         (embedding, nn.Embedding, "embedding_rowwise"),
-        (head, nn.Linear, "colwise_gather_output"),
+        (head, (nn.Linear, CodedLinear), "colwise_gather_output"),
     ):
         if not isinstance(module, kind):
             continue

@@ -41,6 +41,8 @@ def quantize_in_parts(model: nn.Module, num_processes: int, experts: ExpertCut =
     experts: as of `planned`. Layers whose input scales are calibrated, or that quantise no inputs, stay as they are.
     Raises `UsageError` as `shard_model` does.
     """
+    if not any(map(_quantises_what_comes, model.modules())):
+        return model  # whether its codes could be cut does not matter: parts may have been quantised after the cut
     names = {id(module): name for name, module in model.named_modules()}
     for module, parts in cut_modules(
         model, plan_of(model, num_processes, experts), num_processes, _quantises_what_comes

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from core.common.ops.collective.collectives import group_size
-from core.common.ops.linear.weight_only import CODES_PER_WORD
 from core.engine.models.sharding.cuts import Cut, rank_in
 from core.engine.models.sharding.plan import pattern, plan_of
-from core.engine.models.sharding.styles import CODES_OF, STYLES, Style
+from core.engine.models.sharding.styles import STYLES, Style, names_of, problem_of
 from core.errors import UsageError
 
 _KEYS = ("k_proj", "v_proj")
@@ -118,9 +117,8 @@ class _Todo:
                     todo._module(f"{name} ({kind})", modules[name], style, modules.get(name.rpartition(".")[0]))
                 else:
                     owner, _, own = name.rpartition(".")
-                    for each in (own, *_codes_of(modules[owner], own)):
-                        parameter = getattr(modules[owner], each)
-                        cut = style.cut("" if each == own else each, parameter)
+                    for each, key in names_of(modules[owner], own):
+                        cut = style.cut(key, getattr(modules[owner], each))
                         todo._parameter(f"{owner}.{each} ({kind})", modules[owner], each, cut)
             if not found:
                 raise UsageError(
@@ -157,15 +155,8 @@ class _Todo:
     def _parameter(self, name: str, owner: nn.Module, own: str, cut: Cut | None) -> None:
         if cut is None:
             return
-        size = 0 if cut.dim is None else getattr(owner, own).shape[cut.dim]
-        inputs = getattr(owner, "in_features", 0)
-        if cut.dim and getattr(owner, own).dtype == torch.int32 and inputs % CODES_PER_WORD:
-            self.problems.append(f"{name} holds {inputs} codes in a row, which are no whole words of {CODES_PER_WORD}")
-        elif not cut.divides(size, self.count):
-            blocks = f" in {cut.blocks} blocks" if cut.blocks > 1 else ""
-            self.problems.append(
-                f"{name} has size {size}{blocks} where it is cut, which {self.count} processes do not divide"
-            )
+        if problem := problem_of(owner, own, cut, self.count):
+            self.problems.append(f"{name} {problem}")
         self.parameters.append((owner, own, cut))
 
     def _copies(self, name: str, parent: Any) -> int:
@@ -186,12 +177,6 @@ class _Todo:
             and count % self.count
             and not (shared and name == "num_key_value_heads" and self.count % count == 0)
         ]
-
-
-def _codes_of(owner: nn.Module, name: str) -> list[str]:
-    """Return the names of what belongs to a parameter of codes: its scales and zero points."""
-    held = owner._parameters
-    return [f"{name}{end}" for end in CODES_OF if held.get(f"{name}{end}") is not None]
 
 
 def _config(model: nn.Module) -> Any:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from core.common.ops.collective.collectives import group_size
+from core.common.ops.linear.weight_only import CODES_PER_WORD
 from core.engine.models.sharding.cuts import Cut, rank_in
 from core.engine.models.sharding.gathering import Gathering
-from core.quantization.layers import CodedLinear
+from core.quantization.layers import CodedLinear, QuantizedModule
 from core.quantization.parts import mark_part
 
 Hook = Callable[[Tensor, str], Tensor]
@@ -111,6 +112,28 @@ class Style:
                 module.padding_idx = None  # which matters to gradients alone, and must be one of the rows
             else:
                 module.embedding_dim = module.weight.shape[1]
+
+
+def names_of(owner: nn.Module, name: str) -> list[tuple[str, str]]:
+    """Return the names of a parameter and of the scales and zero points of its codes, each with what `Style.cut` takes
+    for it."""
+    held = owner._parameters
+    return [(name, ""), *((f"{name}{end}",) * 2 for end in CODES_OF if held.get(f"{name}{end}") is not None)]
+
+
+def problem_of(owner: nn.Module, name: str, cut: Cut | None, num_processes: int) -> str:
+    """Return why a number of processes can't have equal parts of a parameter, "" where they can."""
+    if cut is None or cut.dim is None:
+        return ""
+    parameter: Tensor = getattr(owner, name)
+    if isinstance(owner, QuantizedModule) and parameter.dtype == torch.int32 and cut.dim == parameter.ndim - 1:
+        codes: Any = owner.in_features if isinstance(owner, CodedLinear) else owner.intermediate_dim
+        if codes % CODES_PER_WORD:
+            return f"holds {codes} codes in a row, which are no whole words of {CODES_PER_WORD}"
+    if cut.divides(parameter.shape[cut.dim], num_processes):
+        return ""
+    blocks = f" in {cut.blocks} blocks" if cut.blocks > 1 else ""
+    return f"has size {parameter.shape[cut.dim]}{blocks} where it is cut, which {num_processes} processes do not divide"
 
 
 _PARTS: dict[type[nn.Embedding], type[nn.Embedding]] = {}
