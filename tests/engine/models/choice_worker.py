@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 import core
+from core.common.ops.collective.collectives import group_size
 from core.engine.config import SamplingParams
 from core.engine.models.distributed import initialize
 from core.engine.models.loading import build_model
-from core.engine.models.sharding import shard_model
+from core.engine.models.sharding import ExpertCut, plan_of, shard_model
 from core.engine.models.sharding.gathering import argmax_of_parts
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.engine import Engine
@@ -25,6 +27,8 @@ PARAMS = {
     "greedy": SamplingParams(max_new_tokens=6, ignore_eos=True),
     "sampled": SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=0.9, top_k=20, top_p=0.9, seed=7),
     "biased": SamplingParams(max_new_tokens=6, ignore_eos=True, logit_bias=((5, 2.5), (150, 3.0))),
+    "penalised": SamplingParams(max_new_tokens=6, ignore_eos=True, repetition_penalty=1.7, presence_penalty=0.5),
+    "told": SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=3),
 }
 
 
@@ -48,11 +52,29 @@ def chosen(rank: int, size: int) -> list[str]:
     ]
 
 
-def generated(name: str, device: core.Device, mode: str, *, sharded: bool, sampling: Any) -> dict[str, Any]:
-    """Return the tokens by parameters, the logits of greedy ones, and whether tokens are chosen in parts."""
+def adds_by_token(model: Any) -> None:
+    """Let a model add to each logit what belongs to its token, so that no part is treated as the whole is."""
+    forward = type(model).forward
+
+    @functools.wraps(forward)  # an engine asks what it takes
+    def added(self: Any, *args: Any, **named: Any) -> Any:
+        output = forward(self, *args, **named)
+        output.logits = output.logits + self.of_tokens[: output.logits.shape[-1]]
+        return output
+
+    model.register_buffer("of_tokens", torch.linspace(-2.0, 2.0, 160))
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": added})
+
+
+def generated(
+    name: str, device: core.Device, mode: str, *, sharded: bool, sampling: Any, experts: ExpertCut, adds: bool
+) -> dict[str, Any]:
+    """Return the tokens by parameters, what is told of them, and whether tokens are chosen in parts."""
     loaded = build_model(tiny_config(name), torch_device=torch.device("cpu"), dtype=torch.float32)
+    if adds:
+        adds_by_token(loaded.model)
     if sharded:
-        shard_model(loaded.model)
+        shard_model(loaded.model, plan_of(loaded.model, group_size(""), experts))
     config = EngineConfig(
         max_num_seqs=2,
         max_model_len=32,
@@ -67,14 +89,18 @@ def generated(name: str, device: core.Device, mode: str, *, sharded: bool, sampl
     return {
         "tokens": {kind: [list(each.token_ids) for each in found] for kind, found in made.items()},
         "logits": [each.logits for each in made["greedy"]],
+        "logprobs": [torch.tensor([tok.logprob for tok in each.logprobs or ()]) for each in made["told"]],
         "parts": step is not None,
     }
 
 
-def compared(name: str, device: core.Device, mode: str, sampling: Any) -> dict[str, Any]:
-    """Return how an engine on parts differs from one on the whole model."""
-    whole, parts = (generated(name, device, mode, sharded=sharded, sampling=sampling) for sharded in (False, True))
-    pairs = list(zip(whole["logits"], parts["logits"], strict=True))
+def compared(
+    name: str, device: core.Device, mode: str, sampling: Any, experts: ExpertCut = "width", *, adds: bool = False
+) -> dict[str, Any]:
+    """Return how an engine on parts differs from one on the whole model. adds: as of `adds_by_token`."""
+    how: dict[str, Any] = {"sampling": sampling, "experts": experts, "adds": adds}
+    whole, parts = (generated(name, device, mode, sharded=sharded, **how) for sharded in (False, True))
+    pairs = [pair for told in ("logits", "logprobs") for pair in zip(whole[told], parts[told], strict=True)]
     return {
         "differ": [kind for kind in PARAMS if whole["tokens"][kind] != parts["tokens"][kind]],
         "near": all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in pairs),
@@ -91,7 +117,9 @@ if __name__ == "__main__":
         "llama acme": ("llama", recording, "full", ("greedy", "random")),
         "llama off": ("llama", cpu, "off", ("greedy", "random", "shaped")),
         "gemma2 acme": ("gemma2", recording, "piecewise", ("greedy",)),
+        "qwen3_moe acme": ("qwen3_moe", recording, "full", ("greedy",), "number"),
     }
     results |= {name: compared(*each) for name, each in asked.items()}
+    results["adds"] = compared("llama", recording, "full", ("greedy",), adds=True)
     sys.stdout.write(f"{json.dumps(results)}\n")
     torch.distributed.destroy_process_group()

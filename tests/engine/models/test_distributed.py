@@ -211,4 +211,5 @@ def test_what_cannot_be_cut_is_an_error_and_the_model_stays(
 def test_processes_choose_among_their_parts_of_the_vocabulary_what_one_chooses(size: int) -> None:
     for found in launch("tests.engine.models.choice_worker", size=size):
         assert found.pop("chosen") == []
+        assert found.pop("adds") == {"differ": [], "near": True, "parts": [False, False]}
         assert found == {name: {"differ": [], "near": True, "parts": [False, True]} for name in found}
