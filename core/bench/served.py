@@ -166,6 +166,8 @@ class CoreSubject:
             return
         with self._program.serving():
             logits: Tensor = self._program.replay(key, self._host_step(key))[1]
+            gather = engine._runner._calls[key.phase].gather("greedy")
+            logits = logits if gather is None else gather(logits)
         wanted = 1 if self._cell.phase == "prefill" else 2
         rows = [row for row, tokens in enumerate(self._record.tokens) if len(tokens) == wanted]
         self._record.logits = logits[rows].to("cpu", copy=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,19 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, quantize: str) -> None
     assert done.returncode == 0 and found["ranks"]["size"] == 2
     assert found["check"]["passed"] and found["check"]["tokens_equal"] and found["check"]["verdict"]["passed"]
     assert planted.traces.settled() == []
+
+
+@pytest.mark.slow
+def test_bench_judges_the_logits_of_all_ranks(tmp_path: Path) -> None:
+    cell = ("--subjects", "eager,core", "--batch", "2", "--prefill", "", "--context", "16", "--rounds", "1")
+    arguments = ("bench", "llama", "--device", "cpu", "--tp", "2", *cell, "--steps", "2", "--lowering", "inline")
+    command = [sys.executable, "-m", "core", *arguments, "--json", str(tmp_path / "found")]
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=240, text=True)
+    assert done.returncode == 0, done.stderr
+    subjects = json.loads((tmp_path / "found").read_text())["cells"][0]["subjects"]
+    core = next(each for each in subjects if each["subject"] == "core")
+    assert core["check"]["tokens_equal"] and core["check"]["logits"]["passed"]
 
 
 def test_one_rank_is_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:

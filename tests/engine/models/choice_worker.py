@@ -95,7 +95,7 @@ def generated(
 
 
 def compared(
-    name: str, device: core.Device, mode: str, sampling: Any, experts: ExpertCut = "width", *, adds: bool = False
+    name: str, device: core.Device, mode: str, sampling: Any, experts: ExpertCut = "width", adds: bool = False
 ) -> dict[str, Any]:
     """Return how an engine on parts differs from one on the whole model. adds: as of `adds_by_token`."""
     how: dict[str, Any] = {"sampling": sampling, "experts": experts, "adds": adds}
@@ -112,14 +112,14 @@ if __name__ == "__main__":
     place = initialize("gloo", timeout_s=120)
     cpu, recording = core.select_device("cpu"), acme()
     results: dict[str, Any] = {"chosen": chosen(place.rank, place.size)}
-    asked = {
+    known: dict[str, tuple[Any, ...]] = {
         "llama cpu": ("llama", cpu, "compile", ("greedy",)),
         "llama acme": ("llama", recording, "full", ("greedy", "random")),
         "llama off": ("llama", cpu, "off", ("greedy", "random", "shaped")),
         "gemma2 acme": ("gemma2", recording, "piecewise", ("greedy",)),
         "qwen3_moe acme": ("qwen3_moe", recording, "full", ("greedy",), "number"),
+        "adds": ("llama", recording, "full", ("greedy",), "width", True),
     }
-    results |= {name: compared(*each) for name, each in asked.items()}
-    results["adds"] = compared("llama", recording, "full", ("greedy",), adds=True)
+    results |= {name: compared(*known[name]) for name in json.loads(sys.argv[1]) or known}
     sys.stdout.write(f"{json.dumps(results)}\n")
     torch.distributed.destroy_process_group()
