@@ -164,9 +164,10 @@ class CoreSubject:
         if key is None:
             self._record.notes.append("logits not judged: there is no captured graph that could be repeated")
             return
+        runner: Any = engine._runner
         with self._program.serving():
             logits: Tensor = self._program.replay(key, self._host_step(key))[1]
-            gather = engine._runner._calls[key.phase].gather("greedy")
+            gather = runner._calls[key.phase].gather("greedy")  # where each rank has a part of them
             logits = logits if gather is None else gather(logits)
         wanted = 1 if self._cell.phase == "prefill" else 2
         rows = [row for row, tokens in enumerate(self._record.tokens) if len(tokens) == wanted]
