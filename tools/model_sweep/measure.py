@@ -108,8 +108,8 @@ def _compiled(model: nn.Module, inputs: Inputs, sites: Sequence[Site]) -> tuple[
         run = torch.compile(model, backend=backend, options={"lowering": "inline"})
         for _ in range(2):
             found = _outputs(run, inputs)
-    owed, missed = Counter(site.kind for site in sites), Counter(site.kind for site in left)
-    lifted = {kind: [owed[kind] - missed[kind], owed[kind]] for kind in KINDS if owed[kind]}
+    owed, absent = Counter(site.kind for site in sites), Counter(site.kind for site in left)
+    lifted = {kind: [owed[kind] - absent[kind], owed[kind]] for kind in KINDS if owed[kind]}
     return found, backend.report(), lifted
 
 

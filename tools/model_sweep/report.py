@@ -61,9 +61,9 @@ def page(results: Sequence[Result], families: Sequence[str], num_classes: int) -
 Written by `{COMMAND}`; do not edit.
 
 transformers' classes that are no causal language models (for these see [architectures.md](architectures.md)), one for
-each model type and family: the first that has the type among {_mappings(families)}. Each is built tiny with random fp32
-weights, norms and biases perturbed, and called twice by `torch.compile(model, backend="core")` on the processor with
-lowering `inline`.
+each model type and family: the first that has the type among the automatic classes of the family
+(`tools/model_sweep/families.py`). Each is built tiny with random fp32 weights, norms and biases perturbed, and called
+twice by `torch.compile(model, backend="core")` on the processor with lowering `inline`.
 
 - **right**: no call of a graph ran as Dynamo traced it, no pass was undone, and the outputs pass criterion T1 against
   an fp64 run: errors over their bound, which is made of eager's own errors. 0 is equal in every bit; at most 1 passes.
@@ -85,10 +85,6 @@ lowering `inline`.
 ## Reasons
 
 {"".join(told)}"""
-
-
-def _mappings(families: Sequence[str]) -> str:
-    return f"transformers' automatic classes for {', '.join(families)}"
 
 
 def _summary(results: Sequence[Result], families: Sequence[str]) -> Iterator[list[str]]:
