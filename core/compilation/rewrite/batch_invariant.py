@@ -3,9 +3,9 @@
 What differs between batches is the order of sums. Products of matrices and attention choose it by their sizes, so they
 run by implementations that declare `batch_invariant`, one for all sizes; nothing is timed, since two buckets could get
 two of them. Of torch's own ops, those pass that compute each number from its own operands, or a row from itself: they
-are listed here, and a graph with any other is refused. Functions that vector code approximates are called on whole
-vectors, in blocks below the size from which torch shares work out: the end of a share, and the numbers of a tensor that
-fill no vector, are computed by other code than the rest.
+are listed in `invariant_ops.py`, and a graph with any other is refused. Functions that vector code approximates are
+called on whole vectors, in blocks below the size from which torch shares work out: the end of a share, and the numbers
+of a tensor that fill no vector, are computed by other code than the rest.
 
 The cause and the cure are He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines Lab, 2025).
 """
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from core.common.node_meta import value_of
 from core.common.ops.declaration import declared_ops
 from core.compilation.implementations import REFERENCE, OpChoice, choose_implementations
+from core.compilation.rewrite.invariant_ops import is_function, name_of, why_not
 from core.errors import LoweringError, UsageError
 
 if TYPE_CHECKING:
@@ -34,38 +34,6 @@ BLOCK = 1 << 14
 """Numbers in a call of a function: half of what torch gives a thread at least (`at::internal::GRAIN_SIZE`)."""
 VECTOR = 64
 """Calls are of multiples of so many numbers: twice the widest vector of 8-bit numbers torch's loops take at a time."""
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Each number from its own operands, rounded as IEEE 754 says, or moved.
-_EXACT = _names("""
-    add sub mul div truediv true_divide neg abs square rsub radd rmul rtruediv iadd imul isub reciprocal sqrt
-    floordiv floor_divide mod remainder floor ceil round sign pos
-    eq ne lt le gt ge and or xor invert not logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
-    where masked_fill clamp clamp_min clamp_max minimum maximum max min relu relu6 isnan isinf isfinite nan_to_num
-    to type type_as float double half bfloat16 int long bool contiguous clone copy detach alias
-    view reshape flatten unflatten squeeze unsqueeze expand expand_as transpose permute t mT movedim swapaxes
-    chunk split split_with_sizes unbind narrow select slice getitem setitem index index_select gather take_along_dim
-    cat concat stack repeat repeat_interleave roll flip pad embedding one_hot tril triu unsafe_chunk
-    size dim shape numel stride getattr item device dtype is_floating_point ndim len tuple list
-    arange zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty tensor
-    scalar_tensor linspace argmax argmin topk sort argsort searchsorted bucketize dropout
-    index_copy index_put scatter fill sym_size sym_int sym_sum sym_max sym_min sym_ite sym_not _assert_async _check
-""")
-# A row from itself: torch sums along the last dimension in an order that only its length decides.
-_ALONG_ROWS = _names("""
-    mean sum amax amin var std var_mean softmax _softmax log_softmax logsumexp norm rms_norm layer_norm
-    native_layer_norm group_norm cumsum any all prod
-""")
-# Functions of one tensor that vector code approximates.
-_FUNCTIONS = _names("""
-    exp exp2 expm1 log log2 log1p sin cos tan tanh sigmoid erf erfc silu gelu softplus mish elu selu celu logsigmoid
-    hardswish hardsigmoid hardtanh leaky_relu quick_gelu pow rsqrt softsign
-""")
-_PRODUCTS = _names("matmul bmm mm addmm baddbmm einsum linear mv dot inner outer tensordot")
 _BY_ROWS = frozenset({"core::argmax", "core::sample"})
 """Canonical ops whose references are made of what passes here."""
 
@@ -133,11 +101,11 @@ def settle(graph: fx.GraphModule, choices: Sequence[OpChoice], chosen: Sequence[
             wrong.setdefault(str(node.target), "a module that was not traced")
         if node.op not in ("call_function", "call_method") or node.target in targets:
             continue
-        name = _name(node)
-        if name in _FUNCTIONS:
+        reason = why_not(node)
+        if reason:
+            wrong.setdefault(name_of(node), f"node {node.name!r} calls it{reason}")
+        elif is_function(node):
             _in_vectors(node)
-        elif name not in _EXACT and name not in _ALONG_ROWS and not _is_scaling(node, name):
-            wrong.setdefault(name, f"node {node.name!r} calls it" + _why(name))
     if wrong:
         raise LoweringError(
             'a graph of deterministic="batch"',
@@ -147,35 +115,9 @@ def settle(graph: fx.GraphModule, choices: Sequence[OpChoice], chosen: Sequence[
     graph.recompile()
 
 
-def _why(name: str) -> str:
-    return ", a product whose order of sums depends on its sizes" if name in _PRODUCTS else ", and it is not known"
-
-
-def _name(node: fx.Node) -> str:
-    """Return the name of what a node calls without its namespace: of `torch.mul`, `Tensor.mul` and `aten.mul.Tensor`
-    alike."""
-    target: Any = node.target
-    if isinstance(target, str):
-        name = target
-    elif isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.partition("::")[2]
-    else:
-        name = getattr(target, "__name__", str(target))
-    return name.strip("_") if name.startswith("__") or name.endswith("_") else name
-
-
-def _is_scaling(node: fx.Node, name: str) -> bool:
-    """Tell whether a product sums nothing, as that of frequencies and positions: its inner dimension is 1."""
-    if name not in ("matmul", "bmm", "mm"):
-        return False
-    first = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-    return isinstance(first, Tensor) and first.dim() >= 2 and first.shape[-1] == 1
-
-
 def _in_vectors(node: fx.Node) -> None:
     """Have a node call its function on whole vectors, in blocks."""
-    name = node.target if node.op == "call_method" else _name(node)
-    node.args = (str(name), *node.args)
+    node.args = (name_of(node), *node.args)
     node.op, node.target = "call_function", in_vectors
 
 
@@ -185,17 +127,19 @@ def in_vectors(name: str, *args: Any, **kwargs: Any) -> Any:
     name: of a method of tensors, or of a function of torch or `torch.nn.functional`, whose arguments the others are.
     """
     function = _function(name)
-    places = [place for place, each in enumerate(args) if isinstance(each, Tensor)]
-    wide = torch.broadcast_tensors(*(args[place] for place in places))
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    # A tensor of no dimensions stays one: it takes part in promotion of dtypes differently.
+    places = [place for place, each in given.items() if isinstance(each, Tensor) and each.dim()]
+    wide = torch.broadcast_tensors(*(given[place] for place in places))
     if not wide or wide[0].numel() == 0:
         return function(*args, **kwargs)
     size, shape = wide[0].numel(), wide[0].shape
     padded = [torch.nn.functional.pad(each.reshape(-1), (0, -size % VECTOR), value=1) for each in wide]
-    given, parts = list(args), []
+    parts = []
     for some in zip(*(each.split(BLOCK) for each in padded), strict=True):
-        for place, part in zip(places, some, strict=True):
-            given[place] = part
-        parts.append(function(*given, **kwargs))
+        given |= zip(places, some, strict=True)
+        positional = [given[place] for place in range(len(args))]
+        parts.append(function(*positional, **{key: given[key] for key in kwargs}))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole[:size].view(shape)
 

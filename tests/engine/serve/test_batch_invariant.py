@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import LoweringError, ModelError, UsageError
 from core.host.selection import select_device
-from tests.support import cpu, refused
+from tests.engine.lora.folders import ATTENTION, MLP, make_layers, save_adapter
+from tests.support import cpu, needs_states_in_caches, refused
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 LENGTHS = (1, 40, 7, 61, 16, 33, 2, 50)
@@ -65,6 +67,46 @@ def test_logits_of_a_llama_are_the_same_bits_alone_and_in_a_batch() -> None:
 
 
 @pytest.mark.slow
+def test_shared_prefixes_and_preemption_change_no_bit() -> None:
+    with engine_of("llama", prefix_caching=False) as engine:
+        alone = [logits(engine, [prompt])[0] for prompt in prompts()]
+    # Room for little more than the longest sequence, so that others give theirs back and are computed again.
+    tight = {"block_size": 8, "cache_tokens": 112, "max_step_tokens": 16, "prefill_buckets": (16,)}
+    with engine_of("llama", **tight) as engine:
+        assert all(map(torch.equal, logits(engine, prompts()), alone))
+        assert engine.stats().preempted > 0
+    with engine_of("llama", block_size=8, prefill_buckets=(16,)) as engine:
+        for _ in range(2):
+            known = engine.stats().reused
+            assert all(map(torch.equal, logits(engine, prompts()), alone))
+        assert engine.stats().reused >= known + sum(n // 8 * 8 - 8 for n in LENGTHS if n > 8)
+
+
+@pytest.mark.slow
+def test_adapters_of_others_change_no_bit(tmp_path: Path) -> None:
+    who = ["one", None, "two", None, "two", "one", None, "one"]
+    with engine_of("llama", prefix_caching=False, max_loras=2, max_lora_rank=4) as engine:
+        for seed, name in enumerate(("one", "two")):
+            layers = make_layers(engine.loaded.model, ATTENTION + MLP, rank=4, seed=seed)
+            engine.load_lora(name, save_adapter(tmp_path / name, layers, rank=4, alpha=8))
+        found = engine.generate(prompts(), PARAMS, collect_logits=True, lora=who)
+        for prompt, name, each in zip(prompts(), who, found, strict=True):
+            (alone,) = engine.generate([prompt], PARAMS, collect_logits=True, lora=name)
+            assert each.logits is not None and alone.logits is not None
+            assert torch.equal(each.logits, alone.logits)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_are_the_same_by_the_same_seeds() -> None:
+    def sampled(engine: Engine, asked: Sequence[list[int]]) -> list[Sequence[int]]:
+        params = replace(PARAMS, temperature=1.3, top_p=0.9, seed=5)
+        return [each.token_ids for each in engine.generate(asked, params)]
+
+    with engine_of("llama", sampling=("greedy", "random")) as engine:
+        assert sampled(engine, prompts()) == [sampled(engine, [prompt])[0] for prompt in prompts()]
+
+
+@pytest.mark.slow
 def test_drafts_change_no_bit() -> None:
     with engine_of("llama", speculative=3) as engine, torch.no_grad():
         drafted = [each.token_ids for each in engine.generate(prompts(), PARAMS)]
@@ -82,6 +124,14 @@ def test_a_model_with_products_that_nobody_declares_is_refused() -> None:
 def test_a_model_without_the_paged_cache_is_refused() -> None:
     with refused(UsageError, "deterministic='batch'", "can't run on the paged cache, which alone is batch-invariant"):
         engine_of("codegen", max_num_seqs=2)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "falcon_h1", "lfm2"])
+def test_a_model_with_recurrent_states_is_refused(model_type: str) -> None:
+    """Whatever its ops are: prompts run by the model's own code."""
+    needs_states_in_caches()
+    with refused(UsageError, "deterministic='batch'", "keeps recurrent states, and its prompts run by its own code"):
+        engine_of(model_type, max_num_seqs=2)
 
 
 def test_a_wrong_declaration_is_found_when_the_engine_is_made() -> None:
