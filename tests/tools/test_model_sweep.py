@@ -47,7 +47,7 @@ def test_each_outcome_has_a_word(scripts: Import) -> None:
 
 def test_the_page_counts_by_family_and_kind_and_gives_reasons(scripts: Import) -> None:
     page = scripts("model_sweep.report").page([each for each, _ in RESULTS], ("text", "vision"), 12)
-    assert "; 9 of 12 classes were run so far." in page
+    assert "; 9 of 12 classes were tried so far." in page
     assert "| text | 8 | 8 | 2 | 25.0 % | 5 | 83.3 % |" in page
     assert "| vision | 1 | 0 | 0 |  | 0 |  |" in page
     assert "| all | 9 | 8 | 2 | 25.0 % | 5 | 83.3 % |" in page

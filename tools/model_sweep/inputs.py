@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 BATCH, TOKENS = 2, 24
+PAIRS = 8
+"""Pictures and texts where a model compares each with each: enough similarities to be judged."""
 _IMAGES = ("pixel_values", "pixel_values_videos")
 
 
@@ -29,33 +31,39 @@ def _wanted(model: nn.Module) -> list[str]:
     wanted = [main, *(name for name in required if name != main)]
     if "decoder_input_ids" in parameters and main != "pixel_values":
         wanted.append("decoder_input_ids")
-    if _config(model, "is_composition") or {"input_ids", "pixel_values"} <= set(parameters):
+    if _config(model, "is_composition") or _compares(model):
         wanted += ["input_ids", "pixel_values"]
     return [name for name in dict.fromkeys(wanted) if name in parameters]
+
+
+def _compares(model: nn.Module) -> bool:
+    taken = inspect.signature(model.forward).parameters
+    return "input_ids" in taken and any(name in taken for name in _IMAGES)
 
 
 def _values(name: str, model: nn.Module) -> Iterator[Tensor]:
     torch.manual_seed(1)
     config: Any = model.config
+    batch = PAIRS if _compares(model) else BATCH
     if name.endswith("ids") or name == "input":
         high = min(_config(model, "vocab_size") or 100, 100)
-        yield torch.randint(3, high, (BATCH, 8 if name.startswith("decoder") else TOKENS))
+        yield torch.randint(3, high, (batch, 8 if name.startswith("decoder") else TOKENS))
     elif name.endswith("mask"):
-        yield torch.ones(BATCH, TOKENS, dtype=torch.int64)
+        yield torch.ones(batch, TOKENS, dtype=torch.int64)
     elif name in _IMAGES:
-        yield from _pictures(config)
+        yield from _pictures(config, batch)
     elif name in ("input_features", "audio_values", "input_values", "input_audio"):
         yield from _sounds(model)
 
 
-def _pictures(config: Any) -> Iterator[Tensor]:
+def _pictures(config: Any, batch: int) -> Iterator[Tensor]:
     channels = _find(config, ("num_channels", "in_chans", "in_channels")) or 3
     size = _find(config, ("image_size", "img_size", "input_size")) or 64
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     frames = _find(config, ("num_frames", "frames_per_clip")) or 4
-    yield torch.randn(BATCH, channels, height, width)
-    yield torch.randn(BATCH, frames, channels, height, width)
-    yield torch.randn(BATCH, channels, 256, 256)
+    yield torch.randn(batch, channels, height, width)
+    yield torch.randn(batch, frames, channels, height, width)
+    yield torch.randn(batch, channels, 256, 256)
 
 
 def _sounds(model: nn.Module) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from core.engine.models.tiny_rules import HEADS
+
 IMAGE, PATCH = 64, 16
 
 _RULES: tuple[tuple[str, int | float], ...] = (
@@ -32,6 +34,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     # Their defaults take a backbone of timm's.
     **dict.fromkeys(("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer"), _OWN_BACKBONE),
-    # The class leaves open how many tokens it knows.
+    # It has no fewer heads for keys than for queries.
+    "esmc": {"num_key_value_heads": HEADS},
+    # The classes leave open how many tokens they know.
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
 }

@@ -74,7 +74,7 @@ twice by `torch.compile(model, backend="core")` on the processor with lowering `
 - **lifted**: sites of canonical ops that were found in an eager run (as in [coverage.md](coverage.md)) and that
   canonical ops stand for in the rewritten graphs.
 
-{numbers}; {len(ordered)} of {num_classes} classes were run{" so far" if len(ordered) < num_classes else ""}.
+{numbers}; {len(ordered)} of {num_classes} classes were tried{" so far" if len(ordered) < num_classes else ""}.
 
 {table(("family", "classes", "run", "right", "of those run", "one graph", "sites lifted"), _summary(ordered, families))}
 

@@ -37,8 +37,8 @@ def prompts() -> list[list[int]]:
     return [[3 + (7 * index + 11 * place * place) % 150 for place in range(n)] for index, n in enumerate(LENGTHS)]
 
 
-def logits(engine: Engine, asked: Sequence[list[int]]) -> list[Tensor]:
-    return [each.logits for each in engine.generate(asked, PARAMS, collect_logits=True) if each.logits is not None]
+def logits(engine: Engine, asked: Sequence[list[int]], params: SamplingParams = PARAMS) -> list[Tensor]:
+    return [each.logits for each in engine.generate(asked, params, collect_logits=True) if each.logits is not None]
 
 
 def check(model_type: str, dtype: torch.dtype = torch.float32, **fields: Any) -> None:
@@ -68,18 +68,20 @@ def test_logits_of_a_llama_are_the_same_bits_alone_and_in_a_batch() -> None:
 
 @pytest.mark.slow
 def test_shared_prefixes_and_preemption_change_no_bit() -> None:
+    params = replace(PARAMS, max_new_tokens=24)
     with engine_of("llama", prefix_caching=False) as engine:
-        alone = [logits(engine, [prompt])[0] for prompt in prompts()]
+        alone = [logits(engine, [prompt], params)[0] for prompt in prompts()]
     # Room for little more than the longest sequence, so that others give theirs back and are computed again.
     tight = {"block_size": 8, "cache_tokens": 112, "max_step_tokens": 16, "prefill_buckets": (16,)}
-    with engine_of("llama", **tight) as engine:
-        assert all(map(torch.equal, logits(engine, prompts()), alone))
-        assert engine.stats().preempted > 0
+    for caching in (False, True):
+        with engine_of("llama", prefix_caching=caching, **tight) as engine:
+            assert all(map(torch.equal, logits(engine, prompts(), params), alone))
+            assert engine.stats().preempted > 0
     with engine_of("llama", block_size=8, prefill_buckets=(16,)) as engine:
         for _ in range(2):
             known = engine.stats().reused
-            assert all(map(torch.equal, logits(engine, prompts()), alone))
-        assert engine.stats().reused >= known + sum(n // 8 * 8 - 8 for n in LENGTHS if n > 8)
+            assert all(map(torch.equal, logits(engine, prompts(), params), alone))
+        assert engine.stats().reused >= known + sum((n - 1) // 8 * 8 for n in LENGTHS)
 
 
 @pytest.mark.slow
