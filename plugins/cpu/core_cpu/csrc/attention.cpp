@@ -1,5 +1,5 @@
-// `core_cpu::attention`: the kernel of `core::attention` for caches of fp32, bf16 and fp16. `core_cpu::attention_alike`:
-// the same, where results for a token do not depend on the other sequences, nor on which of its own sequence are new.
+// `core_cpu::attention`: the kernel of `core::attention` for caches of fp32, bf16 and fp16. And the same as
+// `core_cpu::attention_alike`, where results for a token do not depend on other sequences, nor on which tokens are new.
 
 #include <ATen/Parallel.h>
 
@@ -186,7 +186,8 @@ Tensor compute(bool alike, const Tensor& query, const Tensor& key, const Tensor&
     Call<T> call{rows.const_data_ptr<T>(), rows.stride(0), rows.stride(1), cache_of<T>(key_cache),
                  cache_of<T>(value_cache), table.const_data_ptr<int32_t>(), table.stride(0),
                  sinks ? own_sinks.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<T>(), query.size(1),
-                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, causal, alike};
+                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, causal,
+                 alike};
     attend(call, make_plan(call, key.size(1), lens, starts));
   });
   for (const auto& [from, count] : {std::pair{int64_t{0}, starts[0]}, {num_real, query.size(0) - num_real}}) {

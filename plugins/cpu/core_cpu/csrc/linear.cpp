@@ -1,6 +1,6 @@
 // `core_cpu::linear`: the kernel of `core::linear` for few rows of fp32, bf16 and fp16. More rows go to torch's product,
-// of numbers widened to fp32 where torch's own of 16 bits is slower than that. `core_cpu::linear_alike`: the same kernel
-// for any number of rows, whose results for a row do not depend on the others.
+// of numbers widened to fp32 where torch's own of 16 bits is slower than that. And the same kernel for any number of rows
+// as `core_cpu::linear_alike`, whose results for a row do not depend on the others.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
