@@ -123,6 +123,31 @@ def test_what_is_not_known_to_be_so_is_refused_by_name() -> None:
         program_of(Layers(), device=bare)
 
 
+ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + (x.flip(-1) + 2),
+    "rests": lambda x: x % (x.flip(-1).abs() + 0.7) + x // (x.abs() + 0.4),
+    "a number": lambda x: (x - 0.3) * 0.7 / 3.3 + 0.3 / (x.abs() + 1),
+    "a row": lambda x: x * torch.linspace(0.1, 0.9, x.shape[-1]).to(x.dtype),
+    "a column": lambda x: x / (x[:, :1].abs() + 3),
+    "two dtypes": lambda x: x * (x.flip(-1) + 2).float(),
+    "strided": lambda x: x[:, ::2] / (x.flip(-1)[:, ::2].abs() + 2),
+    "expanded": lambda x: x[:, None].expand(-1, 3, -1) - (x * 3)[:, None],
+    "of one": lambda x: (x.square().sqrt() + x.abs().reciprocal().nan_to_num()).clamp(-1, 5).round(),
+    "dtypes": lambda x: x.to(torch.float16).to(torch.bfloat16).float(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", sorted(ARITHMETIC))
+def test_arithmetic_gives_a_number_the_same_bits_wherever_it_stands(name: str, dtype: torch.dtype) -> None:
+    """torch's own, which batch-invariant programs leave as it is."""
+    for size in (45, 64, 1000):
+        x = torch.randn(200, size, generator=torch.Generator().manual_seed(0)).mul_(2).to(dtype)
+        whole = ARITHMETIC[name](x)
+        for first, count in ((0, 1), (3, 2), (50, 3), (0, 8), (3, 17), (50, 64)):
+            assert torch.equal(ARITHMETIC[name](x[first : first + count]), whole[first : first + count])
+
+
 class Spectrum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.rfft(x).real

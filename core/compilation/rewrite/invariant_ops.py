@@ -72,6 +72,9 @@ def why_not(node: fx.Node) -> str:
 
 def is_function(node: fx.Node) -> bool:
     """Tell whether a call computes each number by code that depends on where it stands: a function, or x + alpha y."""
+    value = value_of(node)
+    if value is not None and not isinstance(value, Tensor):
+        return False  # sizes
     return name_of(node) in FUNCTIONS or node.kwargs.get("alpha", 1) != 1
 
 
