@@ -127,7 +127,7 @@ def in_vectors(name: str, *args: Any, **kwargs: Any) -> Any:
     name: of a method of tensors, or of a function of torch or `torch.nn.functional`, whose arguments the others are.
     """
     function = _function(name)
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     # A tensor of no dimensions stays one: it takes part in promotion of dtypes differently.
     places = [place for place, each in given.items() if isinstance(each, Tensor) and each.dim()]
     wide = torch.broadcast_tensors(*(given[place] for place in places))

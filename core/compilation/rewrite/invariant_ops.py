@@ -75,7 +75,7 @@ def is_function(node: fx.Node) -> bool:
     value = value_of(node)
     if value is not None and not isinstance(value, Tensor):
         return False  # sizes
-    return name_of(node) in FUNCTIONS or node.kwargs.get("alpha", 1) != 1
+    return name_of(node) in FUNCTIONS or bool(node.kwargs.get("alpha", 1) != 1)
 
 
 def name_of(node: fx.Node) -> str:
