@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def read_results(path: Path, key: Mapping[str, object]) -> dict[str, Result]:
 
 def sweep(
     worker: Worker,
-    types: Sequence[str],
+    types: Iterable[str],
     path: Path,
     key: Mapping[str, object],
     *,

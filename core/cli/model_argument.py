@@ -15,7 +15,7 @@ from core.errors import UsageError
 from core.paths import local_path
 
 if TYPE_CHECKING:
-    from core.compilation.options import CompileOptions, Verify
+    from core.compilation.options import CompileOptions, Deterministic, Verify
     from core.compilation.rewrite.order import PassSwitches
     from core.device import Device
     from core.engine.lora.stated import AdapterConfig
@@ -54,6 +54,15 @@ LORA: Any = typer.Option(
     metavar="NAME=FOLDER",
     help="A LoRA adapter in PEFT's form, which requests choose as `model`; repeatable (docs/lora.md).",
 )
+ADAPTER: Any = typer.Option(
+    None, "--lora", metavar="FOLDER", help="A LoRA adapter in PEFT's form to generate with (docs/lora.md)."
+)
+DETERMINISTIC: Any = typer.Option(
+    None,
+    "--deterministic",
+    metavar="batch",
+    help="batch: the same bits whatever else is in a batch (docs/batch-invariance.md).",
+)
 QUANTIZE: Any = typer.Option(
     None, "--quantize", metavar="SCHEME", help="Quantise the model first: fp8, int8, w4a16, ... (docs/quantization.md)."
 )
@@ -74,7 +83,8 @@ MIXED_STEP_TOKENS: Any = typer.Option(
     None, "--mixed-step-tokens", min=1, help="Of these, of prompts, in steps in which others generate; default: all."
 )
 """Defaults of a subcommand's parameters `model`, `model_option`, `device`, `dtype`, `kv_cache_dtype`, `phase`, `cache`,
-`speculative`, `draft_model`, `lora`, `quantize`, `calibration`, `max_step_tokens` and `mixed_step_tokens`."""
+`speculative`, `draft_model`, `lora` (of several adapters, of one), `deterministic`, `quantize`, `calibration`,
+`max_step_tokens` and `mixed_step_tokens`."""
 
 
 def one_model(model: str | None, option: str | None) -> str | None:
@@ -166,6 +176,14 @@ def _parse_providers(texts: Sequence[str]) -> dict[str, str] | None:
             )
         found[op] = name
     return found or None
+
+
+def deterministic_of(text: str | None) -> Deterministic | None:
+    """Return `--deterministic` as an engine takes it; raise `UsageError` for anything but its values."""
+    from core.compilation.options import Deterministic
+
+    check_choice("--deterministic", text, get_args(Deterministic))
+    return cast("Deterministic | None", text)
 
 
 def parse_loras(texts: Sequence[str]) -> dict[str, AdapterConfig]:

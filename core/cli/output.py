@@ -19,6 +19,8 @@ from core.errors import CoreError, UsageError, error_json, notes_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from core.compilation.options import Progress
+
 _PIPE_COLUMNS = 200
 """Width of tables where neither a terminal nor the variable COLUMNS says how wide they may be."""
 _LONG_S = 1.0
@@ -175,3 +177,28 @@ def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> Non
         notes = [f"   note: {' '.join(note.split())}" for note in notes_of(error)]
         first = f"{' '.join(text.split())}; run with --debug for the traceback"
         print("\n".join([first, *notes]), file=sys.stderr)
+
+
+@contextmanager
+def loading(*, quiet: bool) -> Iterator[Progress]:
+    """Tell of loading and capture on standard error: by a bar on a terminal, else by a line for what takes long."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    console = Console(stderr=True)
+    if not quiet and not console.is_terminal:
+        with phase_lines() as say:
+            yield lambda what, done, total: say(f"{what} ({done} of {total} done)" if done < total else "")
+        return
+    with Bar(console=console, transient=True, disable=quiet) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            # "capture decode[8, 8]" and "capture prefill[…]" are steps of one bar.
+            stage = what.split(" ")[0]
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(what, total=total)
+            bar.update(tasks[stage], description=what, completed=done, total=total)
+
+        yield progress

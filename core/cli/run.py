@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.cli.model_argument import (
+    ADAPTER,
     CALIBRATION,
+    DETERMINISTIC,
     DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
@@ -25,9 +26,11 @@ from core.cli.model_argument import (
     check_device,
     check_model_options,
     compile_options,
+    deterministic_of,
     one_model,
+    parse_loras,
 )
-from core.cli.output import phase_lines, print_core_error
+from core.cli.output import loading, print_core_error
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     from core.engine.steps.runner import EngineConfig
 
 DEFAULT_PROMPT = "If the argument is"
+_LORA = "lora"
+"""The name under which the engine has the adapter of `--lora`."""
 
 
 def run(
@@ -70,6 +75,7 @@ def run(
     kv_cache_dtype: str = KV_CACHE_DTYPE,
     speculative: int = SPECULATIVE,
     draft_model: Path | None = DRAFT_MODEL,
+    lora: Path | None = ADAPTER,
     lowering: str | None = typer.Option(None, help="How graphs become callables, for example inline or inductor."),
     provider: list[str] = PROVIDER,
     measure: bool = MEASURE,
@@ -77,6 +83,7 @@ def run(
     only_pass: list[str] = ONLY_PASS,
     no_pass: list[str] = NO_PASS,
     no_passes: bool = NO_PASSES,
+    deterministic: str | None = DETERMINISTIC,
     strict: bool = typer.Option(False, "--strict", help="Fail on a pass that fails or matches less than it owes."),
     verify: str = typer.Option("off", help="Judge every pass against an fp64 run: off, sample or full."),
     check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
@@ -100,18 +107,22 @@ def run(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
+    adapter = None if lora is None else parse_loras([f"{_LORA}={lora}"])[_LORA]
     config = EngineConfig(
+        max_loras=0 if adapter is None else 1,
+        max_lora_rank=1 if adapter is None else adapter.max_rank,
         speculative=speculative,
         draft_model=draft_model,
         kv_cache_dtype=kv_cache_dtype,
+        deterministic=deterministic_of(deterministic),
         options=compile_options(
             mode, lowering, switches, strict=strict, verify=verify, cache=cache, provider=provider, measure=measure
         ),
     )
     check_name(device)  # before anything that imports torch
-    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model)) is not None:
+    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model, lora=lora)) is not None:
         return code
-    with _progress(quiet=as_json or own_rank() > 0) as progress:
+    with loading(quiet=as_json or own_rank() > 0) as progress:
         with importing():
             from core.engine.models.quantizing import Quantize
             from core.engine.parallel.rank import open_device
@@ -129,8 +140,11 @@ def run(
         if isinstance(engine, FollowingEngine):
             engine.follow(Orders.of_job())
             return 0
+        if lora is not None:
+            engine.load_lora(_LORA, lora)
         completions = _generate(engine, prompt, params, stream=not as_json)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
+        skipped = skipped or _why_not_merged(engine)
         comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
         if as_json:
             print_json_of(engine, completions, comparison, rank)
@@ -232,31 +246,6 @@ def _device_fault(loaded: LoadedModel, device: Device, prompt: Sequence[int], at
         return ""
 
 
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """Tell of loading and capture on standard error: by a bar on a terminal, else by a line for what takes long."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
-
-    console = Console(stderr=True)
-    if not quiet and not console.is_terminal:
-        with phase_lines() as say:
-            yield lambda what, done, total: say(f"{what} ({done} of {total} done)" if done < total else "")
-        return
-    with Bar(console=console, transient=True, disable=quiet) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            # "capture decode[8, 8]" and "capture prefill[…]" are steps of one bar.
-            stage = what.split(" ")[0]
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(what, total=total)
-            bar.update(tasks[stage], description=what, completed=done, total=total)
-
-        yield progress
-
-
 def _for_model(prompts: Sequence[str], loaded: LoadedModel) -> Sequence[Prompt]:
     """Return the prompts; for a model type, which is built without a tokenizer, their bytes as token ids."""
     if loaded.tokenizer is not None or loaded.tokenizer_error is not None:
@@ -278,10 +267,10 @@ def _generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool
     prompts, has_text = _for_model(texts, engine.loaded), engine.loaded.tokenizer is not None
     if stream and has_text and len(texts) == 1:
         write(0, texts[0])
-        completions = engine.generate(prompts, params, on_text=write)
+        completions = engine.generate(prompts, params, on_text=write, lora=_adapter(engine))
         write(0, "\n\n")
         return completions
-    completions = engine.generate(prompts, params)
+    completions = engine.generate(prompts, params, lora=_adapter(engine))
     if stream:
         for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
             ids = ", ".join(map(str, completion.token_ids))
@@ -293,8 +282,24 @@ def _compare(
     engine: Engine, completions: Sequence[Completion], oracle: bool | None, whole: LoadedModel | None
 ) -> Comparison:
     from core.engine.check.comparison import compare
+    from core.engine.lora.merged import merged_model
 
     prompts = [list(c.prompt_token_ids) for c in completions]
     room = engine.max_model_len - max(map(len, prompts))
-    model = None if whole is None else whole.model
-    return compare(engine, prompts, num_tokens=min(32, room), oracle=oracle, whole=model)
+    model, adapter = None if whole is None else whole.model, engine.loras.get(_LORA)
+    if adapter is not None:
+        model = merged_model(engine.loaded.model, adapter)
+    exact = None if adapter is None else merged_model(engine.loaded.model, adapter, exact=True)
+    how: dict[str, Any] = {"num_tokens": min(32, room), "oracle": oracle, "lora": _adapter(engine)}
+    return compare(engine, prompts, whole=model, exact=exact, **how)
+
+
+def _why_not_merged(engine: Engine) -> str:
+    from core.engine.lora.merged import why_not
+
+    adapter = engine.loras.get(_LORA)
+    return "" if adapter is None else why_not(engine.loaded.model, adapter)
+
+
+def _adapter(engine: Engine) -> str | None:
+    return _LORA if _LORA in engine.loras else None

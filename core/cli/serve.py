@@ -12,6 +12,7 @@ import typer
 
 from core.cli.model_argument import (
     CALIBRATION,
+    DETERMINISTIC,
     DEVICE,
     DRAFT_MODEL,
     DTYPE,
@@ -28,6 +29,7 @@ from core.cli.model_argument import (
     check_device,
     check_model_options,
     compile_options,
+    deterministic_of,
     one_model,
     parse_loras,
 )
@@ -83,6 +85,7 @@ def serve(
     measure: bool = MEASURE,
     max_step_tokens: int | None = MAX_STEP_TOKENS,
     mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
+    deterministic: str | None = DETERMINISTIC,
     capture_penalties: bool = typer.Option(
         False,
         "--capture-penalties",
@@ -114,6 +117,7 @@ def serve(
         speculative=speculative,
         sampling=("greedy", "random", *(("shaped",) if capture_penalties else ())),
         draft_model=draft_model,
+        deterministic=deterministic_of(deterministic),
         max_loras=len(adapters),
         max_lora_rank=max((each.max_rank for each in adapters.values()), default=1),
         options=compile_options(mode, lowering, provider=provider, measure=measure),

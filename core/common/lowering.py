@@ -124,6 +124,9 @@ class Lowerings:
     #: those of `available` whose compiler is a process of its own: each does the same in steps, and pauses while the
     #: compiler runs, so that the next graph can be lowered meanwhile
     begins: Mapping[str, BeginLowering] = field(default_factory=dict)
+    #: lowerings under which the ops of torch that are listed in `core/compilation/rewrite/invariant_ops.py` compute a
+    #: row the same in every bit, whatever other rows there are: programs of `deterministic="batch"` use no others
+    batch_invariant: frozenset[str] = frozenset()
     #: why the default is not the lowering that the device prefers; noted by programs that use the default unasked
     instead: str = ""
 

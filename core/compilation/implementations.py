@@ -78,13 +78,18 @@ def implemented_ops(
 ) -> frozenset[str]:
     """Return the canonical ops that have an implementation whose library is here.
 
-    providers: those that the user wants; what gives accuracy up counts only where it is one of them.
+    providers: those that the user wants; what gives accuracy up, or runs on request, counts only where it is one of
+    them.
     """
     return frozenset(
-        each.op
-        for each in implementations
-        if not each.missing and (each.slack <= 1 or each.name == providers.get(each.op))
+        each.op for each in implementations if not each.missing and _runs(each, providers.get(each.op, ""))
     )
+
+
+def _runs(implementation: OpImplementation, wanted: str) -> bool:
+    """Tell whether an implementation may run; wanted: the name that the user asked for, or ""."""
+    unasked = implementation.slack <= 1 and not implementation.on_request
+    return unasked or implementation.name == wanted
 
 
 def put_back_unimplemented(graph: fx.GraphModule, known: Collection[str]) -> int:
@@ -109,7 +114,7 @@ def _choose(
 ) -> tuple[OpChoice, list[fx.Node]]:
     """Choose for one call; return what it became, and the original nodes if it became these."""
     call = bound_call(node, op)
-    candidates = [each for each in candidates if each.slack <= 1 or each.name == wanted]
+    candidates = [each for each in candidates if _runs(each, wanted)]
     refused: list[tuple[str, str]] = []
     taking: list[OpImplementation] = []
     for candidate in sorted(candidates, key=lambda each: each.name != wanted):  # stable

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Examples: TypeAlias = Mapping[str, InputSets]
 
 Verify = Literal["off", "sample", "full"]
+Deterministic = Literal["batch"]
 Oversized = Literal["eager", "error", "split"]
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)` while buckets are captured; on the first rank only."""
@@ -57,6 +58,9 @@ class CompileOptions:
     break_at: tuple[str, ...] | None = None
     #: Modules that "segmented" runs eagerly, by path, `*` for any part; None finds those that can't be captured.
     eager: tuple[str, ...] | None = None
+    #: "batch": a row's result is the same in every bit whatever else is in the batch (docs/batch-invariance.md). Only
+    #: what is declared so runs: a model that needs anything else is refused, `strict` holds, and nothing is timed.
+    deterministic: Deterministic | None = None
     #: Whether these are errors: a failing pass, a pass with a broken promise, a call without a graph, a compile while
     #: serving.
     strict: bool = False
@@ -104,14 +108,22 @@ class CompileOptions:
                 raise UsageError(
                     f"{name}={value!r}", found="a single string", remedy=f"pass a tuple: {name}=({value!r},)"
                 )
-        for name, known in (("verify", Verify), ("threads", Threads), ("oversized", Oversized)):
+        choices = {"verify": Verify, "threads": Threads, "oversized": Oversized, "deterministic": Deterministic}
+        for name, known in choices.items():
             value = getattr(self, name)
-            if value not in get_args(known) and not (name == "oversized" and value is None):
+            if value not in get_args(known) and not (name in ("oversized", "deterministic") and value is None):
                 raise UsageError(
                     f"{name}={value!r}",
                     found="no level of that name" if name == "verify" else "no choice of that name",
                     remedy=f"choose one of: {', '.join(get_args(known))}",
                 )
+
+    @property
+    def settled(self) -> CompileOptions:
+        """These options with what others of them imply."""
+        if self.deterministic is None:
+            return self
+        return replace(self, strict=True, measure=False)
 
     @property
     def switches(self) -> PassSwitches:

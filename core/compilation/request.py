@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.arguments import (
@@ -20,6 +20,7 @@ from core.compilation.arguments import (
 )
 from core.compilation.capture.inputs import Buckets, BucketTable, InputSpec
 from core.compilation.oversized import split_dimensions
+from core.compilation.rewrite.batch_invariant import check_lowering
 from core.compilation.training import check_training_mode
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class CompileRequest:
         traced: bool = True,
     ) -> CompileRequest:
         """Check the caller's arguments and normalise them; raise `UsageError` for impossible ones."""
+        options = options.settled
         table = BucketTable.build(inputs, buckets, options.guards)
         models = models_per_phase(model, table)
         for phase, each in models.items():
@@ -81,6 +83,10 @@ class CompileRequest:
         check_callable("relocate", options.relocate)
         check_callable("progress", options.progress)
         candidates = {phase: options.modes_of(phase, device.capabilities.modes) for phase in table.phases}
+        if options.deterministic is not None:
+            first = [modes[0] for modes in candidates.values()] if traced else ["off"]
+            lowering = check_lowering(options.lowering, options.providers or {}, device, first)
+            options = replace(options, lowering=lowering)
         device.lowerings.resolve(options.lowering)
         check_ops(device)
         check_providers(options, device)

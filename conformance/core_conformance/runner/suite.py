@@ -18,6 +18,7 @@ COLLECTORS: tuple[str, ...] = (
     "core_conformance.cases.ops.torch_ops",
     "core_conformance.cases.ops.long_states",
     "core_conformance.cases.ops.collect",
+    "core_conformance.cases.ops.batches",
     "core_conformance.cases.fakes",
     "core_conformance.cases.graphs.collect",
     "core_conformance.cases.calls.collect",

@@ -52,6 +52,12 @@ class OpImplementation:
     #: multiplies eager's errors in the bounds by which it is judged (`core.common.numerics.judge`); above 1 for what
     #: gives accuracy up for speed, which runs only where a user asks for it by name
     slack: float = 1.0
+    #: declares that a row of its results (a token of attention) is the same in every bit whatever other rows are in the
+    #: call and however many: programs of `deterministic="batch"` run no others. Its condition must not depend on the
+    #: number of rows. The conformance suite tests it
+    batch_invariant: bool = False
+    #: runs only where a user asks for it by name, or for `deterministic="batch"`: another is faster
+    on_request: bool = False
 
     def __post_init__(self) -> None:
         # A node of a graph needs a function with a name. What `custom_op` gives has none, but knows the op it made.

@@ -223,6 +223,7 @@ def implementation_factor(implementation: OpImplementation, packages: frozenset[
     whole."""
     fn, asked = implementation.fn, (implementation.condition, implementation.timed)
     rest = f"slack {implementation.slack} {implementation.missing}"
+    rest += f" {implementation.batch_invariant} {implementation.on_request}"
     # Of an op of torch a fingerprint has no more than the name. Its kernels are code of the package that declares it.
     named = isinstance(fn, torch._ops.OpOverload)
     if (named or _is_plain(fn, packages)) and all(_is_plain(each, packages) for each in asked):

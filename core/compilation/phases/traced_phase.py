@@ -20,6 +20,7 @@ from core.compilation.phases.bucket_lowering import BucketLowering
 from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovered, flat_outputs, same_structure
 from core.compilation.phases.phase import Runnable, with_values
 from core.compilation.report import TraceReport
+from core.compilation.rewrite.batch_invariant import choose_invariant
 from core.compilation.trace.counters import put_back
 from core.errors import CaptureError, LoweringError, TraceError
 
@@ -213,7 +214,8 @@ class TracedPhase:
         providers = options.providers or {}
         with _blaming(rewritten.passes):
             module = rewritten.traced.module
-            ops = choose_implementations(module, implementations, mark=break_names, providers=providers)
+            choose = choose_implementations if options.deterministic is None else choose_invariant
+            ops = choose(module, implementations, mark=break_names, providers=providers)
         for note in unmet(ops, providers):
             self._stages.account.note(note)
         num_breaks = mark_breaks(rewritten.traced.module, break_names) if break_names else 0

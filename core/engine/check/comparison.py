@@ -75,6 +75,8 @@ def compare(
     oracle: bool | None = None,
     attention: str | None = None,
     whole: nn.Module | None = None,
+    exact: nn.Module | None = None,
+    lora: str | None = None,
 ) -> Comparison:
     """Generate greedily by both, in turns, and judge.
 
@@ -82,18 +84,22 @@ def compare(
     - attention: transformers' implementation for the eager side, None for the one the model came with.
     - whole: the eager model, on the same device; None for the engine's own. An engine that is one of several ranks
       holds only a part of its model.
+    - exact: what the fp64 reference is computed by, where that is not the eager model: its weights may be sums that
+      were rounded.
+    - lora: the adapter with which the engine generates; whole and exact have it merged in.
     """
     attention = attention or engine.native_attention
     model: nn.Module = engine.loaded.model if whole is None else whole
-    run = _run_both(engine, model, prompts, num_tokens, rounds, attention)
+    precise: nn.Module = model if exact is None else exact
+    run = _run_both(engine, model, prompts, num_tokens, rounds, attention, lora)
     verdict, skipped, references, rounding, fault = None, "", None, None, None
     if oracle or (oracle is None and engine.loaded.num_parameters <= MAX_ORACLE_PARAMETERS):
         codes = engine.cache_rounding
-        references = plain = fp64_logits(model, prompts, run.eager_tokens, attention)
+        references = plain = fp64_logits(precise, prompts, run.eager_tokens, attention)
         if codes is not None:
-            references = fp64_logits(model, prompts, run.eager_tokens, attention, codes.caching)
+            references = fp64_logits(precise, prompts, run.eager_tokens, attention, codes.caching)
             rounding = relative_difference(torch.cat(references), torch.cat(plain))
-        again = partial(fp64_logits, model, prompts, run.eager_tokens, attention)
+        again = partial(fp64_logits, precise, prompts, run.eager_tokens, attention)
         name = engine.device.name
         fault = device_fault(model, name, prompts, run.eager_tokens, run.plain_logits, plain, attention)
         if fault:
@@ -134,7 +140,13 @@ class _Run:
 
 
 def _run_both(
-    engine: Engine, model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, rounds: int, attention: str
+    engine: Engine,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    rounds: int,
+    attention: str,
+    lora: str | None,
 ) -> _Run:
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     device = engine.device
@@ -147,7 +159,7 @@ def _run_both(
             eager_tokens, eager_logits = eager_generate(model, prompts, num_tokens, positions=positions)
         eager_s.append(time.perf_counter() - start)
         start = time.perf_counter()
-        completions = engine.generate(list(prompts), params, collect_logits=True)
+        completions = engine.generate(list(prompts), params, collect_logits=True, lora=lora)
         device.synchronize()
         compiled_s.append(time.perf_counter() - start)
     codes = engine.cache_rounding

@@ -10,7 +10,7 @@ input and output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -103,8 +103,8 @@ def attach(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> None:
         object.__setattr__(module, "forward", MethodType(_forward, module))
 
 
-def detach(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> None:
-    """Take the adapters away again."""
+def detach(model: nn.Module, layers: Iterable[str]) -> None:
+    """Take the adapters of the layers at these paths away again."""
     for path in layers:
         module = model.get_submodule(path)
         for name in (_LAYER, "forward"):

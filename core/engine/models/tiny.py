@@ -1,4 +1,4 @@
-"""Tiny configurations of every causal language model that transformers knows, for tests and sweeps.
+"""Tiny configurations of the models that transformers knows, for tests and sweeps.
 
 A configuration class states its fields and their defaults. Rules on the fields' names scale all sizes down together,
 and of the default's layers those are kept that show every kind of layer it has.
@@ -19,15 +19,13 @@ from core.engine.models.tiny_rules import (
     INDICES,
     LAYERS,
     NUM_LAYERS,
-    OVERRIDES,
     POSITIONS,
     REQUIRED,
-    SIZES,
-    SWITCHES,
     TOKEN,
     TOKEN_IDS,
     VOCABULARY,
     WINDOW,
+    TinyRules,
 )
 from core.errors import CoreError, ModelError
 
@@ -50,11 +48,17 @@ def tiny_config(model_type: str, *, max_positions: int = 256, vocab_size: int = 
         raise ModelError(
             asked, found="transformers has no causal language model of that type", remedy="see causal_lm_types()"
         )
+    rules = TinyRules(max_positions=max_positions, vocab_size=vocab_size)
+    return shrunk_config(model_type, rules, **changes)
+
+
+def shrunk_config(model_type: str, rules: TinyRules, **changes: Any) -> Any:
+    """Return a configuration of any model type made tiny by these rules; arguments and errors as of `tiny_config`."""
+    asked = f"a tiny configuration of {model_type!r}"
     with driven(None):
         known: Any = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
         try:
-            overrides = OVERRIDES.get(model_type, {})
-            return _Shrink(known[model_type], max_positions, vocab_size, overrides=overrides).config(changes)
+            return _Shrink(known[model_type], rules).config(changes)
         except CoreError:
             raise
         except Exception as error:  # validators of any configuration class run in there
@@ -71,19 +75,16 @@ class _Shrink:
     def __init__(
         self,
         config_class: Any,
-        max_positions: int,
-        vocab_size: int,
+        rules: TinyRules,
         *,
         default: Any = None,
-        overrides: Mapping[str, Any] | None = None,
     ) -> None:
         """Read the class's fields, their values in `default` (its own default), and the layers to keep."""
         self._class = config_class
-        self._max_positions = max_positions
-        self._vocab_size = vocab_size
+        self._rules = rules
         self._stated = {field.name: _stated(field) for field in dataclasses.fields(config_class)}
-        self._overrides = dict(overrides or OVERRIDES.get(config_class.model_type, {}))
-        self._switches = {name: value for name, value in SWITCHES.items() if name in self._stated}
+        self._overrides = dict(rules.overrides.get(config_class.model_type, {}))
+        self._switches = {name: value for name, value in rules.switches.items() if name in self._stated}
         if "use_sliding_window" in self._switches:
             self._switches["sliding_window"] = WINDOW
         self._parts: dict[str, Any] = getattr(config_class, "sub_configs", {})
@@ -139,29 +140,27 @@ class _Shrink:
         if isinstance(value, bool) or not isinstance(value, int | float) or value == 0:
             return value
         if POSITIONS.fullmatch(name):
-            return self._max_positions
+            return self._rules.max_positions
         if VOCABULARY.fullmatch(name):
-            return self._vocab_size
+            return self._rules.vocab_size
         if "kv_lora_rank" in self._stated:
             # Latent attention has one key and value per query head, and calls the rotated part of a head `head_dim`.
             if name == "num_key_value_heads":
                 return HEADS
             if name == "head_dim" and value in (1, self._value("qk_rope_head_dim")):
                 return HEAD_SIZE // 2
-        return next((tiny for pattern, tiny in SIZES if pattern.fullmatch(name)), value)
+        return next((tiny for pattern, tiny in self._rules.sizes if pattern.fullmatch(name)), value)
 
     def _token(self, name: str, value: Any) -> Any:
         if name in TOKEN_IDS:
             return TOKEN_IDS[name]
         others = [other for other in self._stated if TOKEN.fullmatch(other) and other not in TOKEN_IDS]
-        return self._vocab_size - 1 - others.index(name) if isinstance(value, int) else value
+        return self._rules.vocab_size - 1 - others.index(name) if isinstance(value, int) else value
 
     def _nested(self) -> dict[str, Any]:
         parts = {name: getattr(self._default, name, None) for name in self._parts}
         return {
-            name: _Shrink(type(part), self._max_positions, self._vocab_size, default=part).config(
-                self._nested_overrides.get(name, {})
-            )
+            name: _Shrink(type(part), self._rules, default=part).config(self._nested_overrides.get(name, {}))
             for name, part in parts.items()
             if dataclasses.is_dataclass(part)
         }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, EXPERTS, LAYERS = 64, 4, 2, 16, 8, 4, 2
@@ -118,3 +119,18 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # Axial positions: the two widths add up to the hidden size, the shape multiplies to the positions.
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyRules:
+    """What makes a configuration tiny; the defaults are those for causal language models.
+
+    sizes: whole names of fields and the tiny value, the first that matches decides. switches: set where the class has
+    the field. overrides: fields by model type, over all else.
+    """
+
+    max_positions: int = 256
+    vocab_size: int = 160
+    sizes: Sequence[tuple[re.Pattern[str], int | float]] = SIZES
+    switches: Mapping[str, Any] = field(default_factory=lambda: SWITCHES)
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: OVERRIDES)

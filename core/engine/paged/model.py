@@ -16,6 +16,7 @@ from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.paged.groups import make_groups
 from core.engine.paged.sizing import step_bytes
 from core.engine.steps.runner import EngineConfig
+from core.errors import UsageError
 
 
 class PagedModel:
@@ -37,6 +38,13 @@ class PagedModel:
         self.recurrence = inspect_recurrence(model)
         if self.recurrence.layers and config.max_loras:
             raise NotPageable("it keeps recurrent states, and adapters of the layers that do are not implemented")
+        if self.recurrence.layers and config.deterministic is not None:
+            raise UsageError(
+                f"deterministic={config.deterministic!r}",
+                found=f"{type(model).__name__} keeps recurrent states, and its prompts run by its own code, whose "
+                "products sum in an order that sizes decide",
+                remedy="leave it out",
+            )
         if self.whole_prompts and config.max_step_tokens is None:
             self.max_step_tokens = max(self.max_step_tokens, max_model_len)
         self.layers = self._inspect(max_model_len)

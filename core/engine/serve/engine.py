@@ -18,6 +18,7 @@ from torch import Tensor
 from core.compilation.options import Progress
 from core.device import Device
 from core.engine.config import SamplingParams
+from core.engine.inspect.batches import check_batches
 from core.engine.lora.adapters import Adapters
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.serve.drafting import load_draft
@@ -90,6 +91,12 @@ class Engine(Resting, Described):
         self._steps = StepLoop(self._runner, scheduler, self.drafter, self._counts, Pace(self.config.decode_steps))
         ahead = self.config.run_ahead
         self.runs_ahead = (device.capabilities.asynchronous if ahead is None else ahead) and not self._runner.num_drafts
+        if self.config.deterministic is not None:
+            try:
+                check_batches(self.generate, loaded, self.max_model_len, self._runner.max_num_seqs)
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def load(

@@ -85,6 +85,12 @@ def _make(
                 found=f"{type(model).__name__} can't run on the paged cache, where alone adapters are: {reason}",
                 remedy="take max_loras=0, and serve the adapter merged into the model",
             ) from None
+        if config.deterministic is not None:
+            raise UsageError(
+                f"deterministic={config.deterministic!r}",
+                found=f"{type(model).__name__} can't run on the paged cache, which alone is batch-invariant: {reason}",
+                remedy="leave it out",
+            ) from None
         if config.kv_cache_dtype != "auto":
             raise UsageError(
                 f"a key/value cache of {config.kv_cache_dtype!r}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from core.compilation.options import CompileOptions
+from core.compilation.options import CompileOptions, Deterministic
 from core.engine.config import KV_CACHE_DTYPES, Phase, Sampling
 from core.errors import UsageError
 
@@ -23,7 +23,7 @@ MAX_DRAFTS = 1024
 MAX_PREFILL_TOKENS = 2048
 """Tokens of a step that holds prompts, unless buckets are given: enough to keep a large accelerator busy, and few
 enough that generating sequences do not wait long."""
-OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress")
+OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress", "deterministic")
 """Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
 _LEAST = {"max_num_seqs": 1, "block_size": 1, "max_model_len": 2, "speculative": 0, "max_loras": 0, "max_lora_rank": 1}
 _COSTLY = ("compile",)
@@ -83,6 +83,9 @@ class EngineConfig:
     max_lora_rank: int = 16
     #: Whether weights and cache lie in memory that `Engine.sleep` can give back; the device must have such memory.
     sleep_mode: bool = False
+    #: "batch": a sequence's logits are the same in every bit whatever else is in a batch and however its prompt is cut
+    #: into chunks, so that its tokens are the same too (docs/batch-invariance.md). Checked when the engine is made.
+    deterministic: Deterministic | None = None
     #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill
     #: takes "piecewise" where the device has it and reads lengths on the host; without `cache`, finished graphs are
     #: kept. Verification runs on the sequences of the engine's own check.
@@ -116,6 +119,8 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             dtypes = ", ".join(map(repr, KV_CACHE_DTYPES))
             raise _refusal("kv_cache_dtype", self.kv_cache_dtype, f"the cache dtypes are {dtypes}")
+        if self.deterministic not in (None, *get_args(Deterministic)):
+            raise _refusal("deterministic", self.deterministic, 'it is "batch", or None')
         known = get_args(Sampling)
         once = isinstance(self.sampling, tuple) and len(set(self.sampling)) == len(self.sampling) > 0
         if not (once and set(self.sampling) <= set(known)):
@@ -187,7 +192,7 @@ class EngineConfig:
         modes = {phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases}
         lora: dict[str, Any] = {"lora": (False, True)} if self.max_loras else {}
         guards = {phase: lora for phase in modes if lora} | {"decode": {"sampling": self.sampling, **lora}}
-        options = replace(self.options, mode=modes, guards=guards, **own)
+        options = replace(self.options, mode=modes, guards=guards, deterministic=self.deterministic, **own)
         return options.with_defaults(cache=True)
 
     def decode_sizes(self, capabilities: Capabilities) -> tuple[int, ...]:

@@ -36,7 +36,16 @@ def why_not(call: OpCall) -> str | None:
 
 
 attention = own_op(ATTENTION, "attention")
+attention_alike = own_op(ATTENTION, "attention", "_alike")
 
 IMPLEMENTATIONS = (
     OpImplementation(op=ATTENTION.qualified_name, name="cpu_attention", fn=attention, condition=why_not),
+    OpImplementation(
+        op=ATTENTION.qualified_name,
+        name="cpu_attention_alike",
+        fn=attention_alike,
+        condition=why_not,
+        batch_invariant=True,
+        on_request=True,
+    ),
 )

@@ -35,6 +35,16 @@ def why_not(call: OpCall) -> str | None:
     return (None if x.dtype in widened() else _too_many(x)) or extension.load("linear") or None
 
 
+def why_not_alike(call: OpCall) -> str | None:
+    """Return why the kernel that computes all rows alike can't take a call; this never depends on how many they are."""
+    x, weight = call.args["x"], call.args["weight"]
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
+    if weight.stride(1) != 1:
+        return "the rows of weight are not one run of memory each"
+    return extension.load("linear") or None
+
+
 def widened() -> tuple[torch.dtype, ...]:
     """Return the dtypes of which the kernel takes any number of rows, as csrc/linear.cpp has it: torch's own product of
     them is slower than one of numbers widened to fp32."""
@@ -52,6 +62,7 @@ def _too_many(x: Tensor) -> str | None:
 
 
 linear = own_op(LINEAR, "linear")
+linear_alike = own_op(LINEAR, "linear", "_alike")
 
 IMPLEMENTATIONS = (
     OpImplementation(op=LINEAR.qualified_name, name="cpu_linear", fn=linear, condition=why_not),
@@ -63,5 +74,13 @@ IMPLEMENTATIONS = (
         condition=why_not,
         timed=lambda call: _too_many(call.args["x"]),
     ),
+    OpImplementation(
+        op=LINEAR.qualified_name,
+        name="cpu_linear_alike",
+        fn=linear_alike,
+        condition=why_not_alike,
+        batch_invariant=True,
+        on_request=True,
+    ),
 )
-"""The kernel, and torch's product for the same calls."""
+"""The kernel, torch's product for the same calls, and the kernel for any number of rows, their sums in one order."""

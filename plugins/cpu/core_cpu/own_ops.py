@@ -14,10 +14,10 @@ SOURCES_OF: dict[torch._ops.OpOverload, str] = {}
 """The name of the file in csrc/ that has the kernel of each op."""
 
 
-def own_op(op: CanonicalOp, source: str) -> torch._ops.OpOverload:
+def own_op(op: CanonicalOp, source: str, ending: str = "") -> torch._ops.OpOverload:
     """Declare `core_cpu::<name>` as the canonical op of that name is declared, and return it.
 
-    source: the name of the file in csrc/ that has its kernel.
+    source: the name of the file in csrc/ that has its kernel. ending: of the own op's name, where it is not the first.
     """
 
     def unloaded(*args: Any, **kwargs: Any) -> Any:
@@ -28,9 +28,10 @@ def own_op(op: CanonicalOp, source: str) -> torch._ops.OpOverload:
         return op.reference(*args, **kwargs) if extension.load(source) else own(*args, **kwargs)
 
     # As core declares its own ops: the schema and the fake are those of the canonical op.
-    LIBRARY.define(op.schema)
-    LIBRARY.impl(op.name, unloaded, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"core_cpu::{op.name}", op.fake, lib=LIBRARY)
-    own: torch._ops.OpOverload = getattr(torch.ops.core_cpu, op.name).default
+    name = op.name + ending
+    LIBRARY.define(name + op.schema.removeprefix(op.name))
+    LIBRARY.impl(name, unloaded, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"core_cpu::{name}", op.fake, lib=LIBRARY)
+    own: torch._ops.OpOverload = getattr(torch.ops.core_cpu, name).default
     SOURCES_OF[own] = source
     return own

@@ -89,6 +89,7 @@ def core_register_ops() -> Sequence[OpImplementation]:
 def core_lowering(context: DeviceContext) -> Lowerings:
     """Prefer Inductor, whose CPU code needs a C++ compiler; without one, run the graph's own Python and say why."""
     lacking = missing()
+    by_rows = frozenset({"inline"})  # each op of torch as a call of its own; compilers choose loops by the sizes
     no_ipex = why_no_ipex() or lacking
     available = {
         **INLINE.available,
@@ -96,8 +97,10 @@ def core_lowering(context: DeviceContext) -> Lowerings:
         "ipex": refuse("ipex", no_ipex) if no_ipex else ipex,
     }
     if lacking:
-        return replace(INLINE, available=available, instead=f"'inductor' can't be used, as {lacking}")
-    return replace(INLINE, available=available, default="inductor", begins={"inductor": begin_inductor})
+        instead = f"'inductor' can't be used, as {lacking}"
+        return replace(INLINE, available=available, instead=instead, batch_invariant=by_rows)
+    begins = {"inductor": begin_inductor}
+    return replace(INLINE, available=available, default="inductor", begins=begins, batch_invariant=by_rows)
 
 
 @hookimpl

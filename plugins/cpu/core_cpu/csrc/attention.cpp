@@ -1,4 +1,5 @@
-// `core_cpu::attention`: the kernel of `core::attention` for caches of fp32, bf16 and fp16.
+// `core_cpu::attention`: the kernel of `core::attention` for caches of fp32, bf16 and fp16. And the same as
+// `core_cpu::attention_alike`, where results for a token do not depend on other sequences, nor on which tokens are new.
 
 #include <ATen/Parallel.h>
 
@@ -102,7 +103,7 @@ Plan make_plan(const Call<T>& call, int64_t num_kv_heads, const std::vector<int6
     }
   }
   const int64_t threads = at::get_num_threads();
-  if (plan.num_blocks == 0 || plan.num_blocks >= threads || plan.cost < WORK) {
+  if (call.alike || plan.num_blocks == 0 || plan.num_blocks >= threads || plan.cost < WORK) {
     return plan;
   }
   std::vector<Share> parts;
@@ -166,15 +167,11 @@ void check_lengths(const Tensor& query, const Tensor& key_cache, const Tensor& b
   }
 }
 
-}  // namespace
-
-// As `core::attention` has it, for calls that the condition in attention.py lets pass. Padding tokens are not
-// written to the cache.
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
-                 const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
-                 const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
-                 const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
-                 int64_t max_query_len, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+Tensor compute(bool alike, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+               const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
+               const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
+               const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
+               int64_t max_query_len, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   TORCH_CHECK(!mask && !k_scale && !v_scale, "core_cpu::attention takes no mask and no scales");
   const auto lens = numbers_of(seq_lens), starts = numbers_of(query_starts), slots = numbers_of(slot_mapping);
   check_lengths(query, key_cache, block_table, lens, starts);
@@ -189,7 +186,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
     Call<T> call{rows.const_data_ptr<T>(), rows.stride(0), rows.stride(1), cache_of<T>(key_cache),
                  cache_of<T>(value_cache), table.const_data_ptr<int32_t>(), table.stride(0),
                  sinks ? own_sinks.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<T>(), query.size(1),
-                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, causal};
+                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, causal,
+                 alike};
     attend(call, make_plan(call, key.size(1), lens, starts));
   });
   for (const auto& [from, count] : {std::pair{int64_t{0}, starts[0]}, {num_real, query.size(0) - num_real}}) {
@@ -200,10 +198,35 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return out;
 }
 
+}  // namespace
+
+// As `core::attention` has it, for calls that the condition in attention.py lets pass. Padding tokens are not
+// written to the cache.
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                 const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
+                 const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
+                 const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
+                 int64_t max_query_len, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+  return compute(false, query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
+                 scale, window, softcap, sinks, mask, causal, max_query_len, k_scale, v_scale);
+}
+
+Tensor attention_alike(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                       const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
+                       const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
+                       const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
+                       int64_t max_query_len, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale) {
+  return compute(true, query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
+                 scale, window, softcap, sinks, mask, causal, max_query_len, k_scale, v_scale);
+}
+
 CORE_CPU_DIRECT(attention, attention)
+CORE_CPU_DIRECT(attention_alike, attention_alike)
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
   m.impl("attention", Calls<attention>::boxed);
+  m.impl("attention_alike", Calls<attention_alike>::boxed);
 }
 
 }  // namespace core_cpu

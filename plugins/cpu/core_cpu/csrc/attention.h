@@ -38,6 +38,9 @@ struct Call {
   float scale, softcap;
   int64_t window;
   bool causal;
+  // Whether a row's result is added up in one order, whatever else is in the call and however many of its sequence's
+  // tokens are new.
+  bool alike;
 };
 
 struct Share {
@@ -104,14 +107,19 @@ class Tiles {
     std::fill_n(partial.sums, share_.num_rows * out_width_, 0.f);
     std::fill_n(partial.softmax, share_.num_rows, Softmax());
     fetch(call_.keys, share_, share_.start, TILE);
-    for (int64_t start = share_.start; start < share_.stop; start += TILE) {
-      const int64_t count = std::min(TILE, share_.stop - start);
-      const bool last = start + TILE >= share_.stop;
-      read(call_.keys, start, count, width_, call_.values, share_, start);
-      score(padded(count));
-      weigh(start, count, partial);
-      read(call_.values, start, count, out_width_, call_.keys, last ? next_ : share_, last ? next_.start : start + TILE);
-      multiply(scores_, TILE, rows_, out_width_, partial.sums, out_width_, share_.num_rows, out_width_, count, true);
+    // Where rows of a block see windows, their tiles begin at the first that is seen, or at multiples of TILE.
+    const int64_t aligned = call_.alike ? share_.start / TILE * TILE : share_.start;
+    for (int64_t tile = aligned; tile < share_.stop; tile += TILE) {
+      const int64_t start = std::max(tile, share_.start), before = start - tile;
+      const int64_t count = std::min(tile + TILE, share_.stop) - start;
+      const bool last = tile + TILE >= share_.stop;
+      read(call_.keys, start, count, width_, rows_ + before * width_, call_.values, share_, start);
+      score(padded(before + count));
+      weigh(tile, before, before + count, partial);
+      read(call_.values, start, count, out_width_, rows_, call_.keys, last ? next_ : share_,
+           last ? next_.start : tile + TILE);
+      multiply(scores_ + before, TILE, rows_, out_width_, partial.sums, out_width_, share_.num_rows, out_width_, count,
+               true);
     }
   }
 
@@ -153,11 +161,10 @@ class Tiles {
     });
   }
 
-  // Read `count` positions from `start` on into rows of `width` numbers, and fetch as many of another cache, share and
-  // position, `later`.
-  void read(const Cache<T>& cache, int64_t start, int64_t count, int64_t width, const Cache<T>& other,
+  // Read `count` positions from `start` on into rows of `width` numbers at `to`, and fetch as many of another cache,
+  // share and position, `later`.
+  void read(const Cache<T>& cache, int64_t start, int64_t count, int64_t width, float* to, const Cache<T>& other,
             const Share& share, int64_t later) {
-    float* to = rows_;
     for (int64_t i = 0; i < count; i += FETCHED) {
       fetch(other, share, later + i, FETCHED);
       for_positions(cache, share_, start + i, std::min(FETCHED, count - i), [&](const T* from) {
@@ -169,7 +176,7 @@ class Tiles {
 
   // Scores (num_rows, count) of the tile's keys; count: a multiple of WIDTH, what is beyond the tile is of no use.
   void score(int64_t count) {
-    if (share_.num_rows > FEW_ROWS) {
+    if (share_.num_rows > FEW_ROWS && !call_.alike) {
       transpose(rows_, width_, count, width_, columns_, TILE);
       multiply(query_, width_, columns_, TILE, scores_, TILE, share_.num_rows, count, call_.keys.size, false);
       return;
@@ -181,8 +188,8 @@ class Tiles {
     }
   }
 
-  // Turn the scores of a tile into weights, hidden positions into 0.
-  void weigh(int64_t start, int64_t count, Partial partial) {
+  // Turn the scores of a tile from `start` on into weights, hidden positions and the first `before` into 0.
+  void weigh(int64_t start, int64_t before, int64_t count, Partial partial) {
     const int64_t end = padded(count);
     for (int64_t r = 0; r < share_.num_rows; ++r) {
       float* row = scores_ + r * TILE;
@@ -190,7 +197,7 @@ class Tiles {
       if (call_.softcap != 0.f) {
         cap(row, end, call_.softcap);
       }
-      std::fill(row, row + std::clamp<int64_t>(seen.start - start, 0, end), HIDDEN);
+      std::fill(row, row + std::clamp<int64_t>(seen.start - start, before, end), HIDDEN);
       std::fill(row + std::clamp<int64_t>(std::min(seen.stop - start, count), 0, end), row + end, HIDDEN);
       const float factor = take_scores<std::is_same_v<T, float>>(row, end, partial.softmax[r]);
       if (factor != 1.f) {

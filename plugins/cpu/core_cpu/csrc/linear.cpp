@@ -1,5 +1,6 @@
 // `core_cpu::linear`: the kernel of `core::linear` for few rows of fp32, bf16 and fp16. More rows go to torch's product,
-// of numbers widened to fp32 where torch's own of 16 bits is slower than that.
+// of numbers widened to fp32 where torch's own of 16 bits is slower than that. And the same kernel for any number of rows
+// as `core_cpu::linear_alike`, whose results for a row do not depend on the others.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -23,11 +24,13 @@ constexpr int64_t WORK = 1 << 16;
 constexpr int64_t MOST_ROWS = 64;
 
 template <typename T>
-void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out) {
-  const int64_t columns = weight.size(0), depth = weight.size(1), rows = x.numel() / depth;
+void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out, int64_t from,
+                   int64_t rows, bool alike) {
+  const int64_t columns = weight.size(0), depth = weight.size(1);
   const T* bias = added.defined() ? added.const_data_ptr<T>() : nullptr;
-  const Product<T> whole{x.const_data_ptr<T>(), ldx, weight.const_data_ptr<T>(), weight.stride(0), bias,
-                         out.mutable_data_ptr<T>(), columns, rows, columns, depth};
+  Product<T> whole{x.const_data_ptr<T>() + from * ldx, ldx, weight.const_data_ptr<T>(), weight.stride(0), bias,
+                   out.mutable_data_ptr<T>() + from * columns, columns, rows, columns, depth};
+  whole.alike = alike;
   const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS;
   const int64_t grain = std::max<int64_t>(WORK / std::max<int64_t>(rows * depth * COLUMNS, 1), 1);
   at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
@@ -94,15 +97,37 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     if (widens) {
       return multiply_widened<T>(x, weight, added, out);
     }
-    multiply_rows<T>(in, is_wider ? x.stride(0) : depth, weight, added, out);
+    multiply_rows<T>(in, is_wider ? x.stride(0) : depth, weight, added, out, 0, rows, false);
+  });
+  return out;
+}
+
+// The same for any number of rows, some at a time, each sum in one order.
+Tensor linear_alike(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const int64_t depth = weight.size(1), columns = weight.size(0);
+  const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
+  TORCH_CHECK(weight.stride(1) == 1, "core_cpu::linear_alike: the rows of weight are not one run of memory each");
+  const Tensor in = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
+  at::DimVector sizes(x.sizes());
+  sizes.back() = columns;
+  Tensor out = empty(sizes, x.scalar_type());
+  if (depth == 0 && out.numel() > 0) {
+    return added.defined() ? out.copy_(added) : out.zero_();
+  }
+  with_dtype(x.scalar_type(), "core_cpu::linear_alike", [&]<typename T>(T) {
+    for (int64_t from = 0; from < rows && columns > 0; from += MOST_ROWS) {
+      multiply_rows<T>(in, depth, weight, added, out, from, std::min(MOST_ROWS, rows - from), true);
+    }
   });
   return out;
 }
 
 CORE_CPU_DIRECT(linear, linear)
+CORE_CPU_DIRECT(linear_alike, linear_alike)
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
   m.impl("linear", Calls<linear>::boxed);
+  m.impl("linear_alike", Calls<linear_alike>::boxed);
 }
 
 }  // namespace core_cpu

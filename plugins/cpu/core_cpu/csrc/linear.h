@@ -32,6 +32,8 @@ struct Product {
   // Sums (rows, columns) so far, where the depth is gone through in parts; null where it is not. Which part this is.
   float* sums = nullptr;
   bool first = true, last = true;
+  // Whether a row's sums are added up in one order, however many rows there are.
+  bool alike = false;
 };
 
 // How numbers of T are multiplied, STEP at a time.
@@ -210,7 +212,8 @@ void linear_part(const Product<T>& product) {
 template <typename T>
 void linear_share(const Product<T>& product) {
   constexpr int64_t STEP = Arithmetic<T>::STEP;
-  const int64_t width = std::min<int64_t>(product.rows, MAX_BLOCK_ROWS) * static_cast<int64_t>(sizeof(T));
+  const int64_t together = product.alike ? MAX_BLOCK_ROWS : std::min<int64_t>(product.rows, MAX_BLOCK_ROWS);
+  const int64_t width = together * static_cast<int64_t>(sizeof(T));
   const int64_t parts = (product.depth * width + BYTES - 1) / BYTES;
   if (parts <= 1) {
     linear_part(product);

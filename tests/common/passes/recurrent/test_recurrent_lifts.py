@@ -20,12 +20,15 @@ from core.common.passes.original import restore
 from core.common.passes.recurrent.convolution import LIFT_CAUSAL_CONV1D
 from core.common.passes.recurrent.delta_rule import LIFT_GATED_DELTA_RULE
 from core.common.passes.recurrent.state_space import LIFT_SELECTIVE_STATE_UPDATE
+from core.compilation.rewrite.batch_invariant import choose_invariant
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
+from core.errors import LoweringError
+from core.host.selection import select_device
 from core.verify.execution import Run, run_graph
 from tests.common.passes.lifting import draw
-from tests.support import needs_states_in_caches
+from tests.support import needs_states_in_caches, refused
 
 ROWS, HEADS, KEYS, VALUES = 3, 16, 16, 8
 """Many heads: steps and decays are shared by all of a head, and the errors of a few numbers would decide."""
@@ -203,6 +206,27 @@ def state_space(state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> t
 def test_a_state_space_is_lifted(dtype: torch.dtype, form: str, groups: int) -> None:
     found = lifted(state_space, states_of(form, HEADS, VALUES, KEYS), form, **space_inputs(dtype, groups))
     assert check(found, SELECTIVE_STATE_UPDATE.overload)["dt_softplus"] is True
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: lifted(convolution(), states_of("", 24, 4), x=draw(ROWS, 1, 24)), "conv1d: node"),
+        (
+            lambda: lifted(delta_rule, states_of("", HEADS, KEYS, VALUES), **delta_inputs(torch.float32)),
+            "sum: node 'kv_mem_1' calls it, over other dimensions than the last",
+        ),
+        (
+            lambda: lifted(state_space, states_of("", HEADS, VALUES, KEYS), **space_inputs(torch.float32, 2)),
+            "bmm: node 'out_4' calls it, a product whose order of sums depends on its sizes",
+        ),
+    ],
+    ids=["convolution", "delta rule", "state space"],
+)
+def test_a_batch_invariant_program_refuses_a_step_that_nobody_declares(make: Callable[[], Lifted], reason: str) -> None:
+    """Its op is put back into the model's own nodes, of which some sum in an order that sizes decide."""
+    with refused(LoweringError, reason):
+        choose_invariant(make().graph, select_device("cpu").ops)
 
 
 def elsewhere(step: Step) -> Step:
