@@ -146,6 +146,12 @@ class CoreSubject:
         tokens, first, stats = self._record.tokens, self._first, engine.stats
         before, pace, most = stats().steps.total(), engine._steps.pace, engine._steps.pace.most
         while (left := count + before - stats().steps.total()) > 0:
+            if not engine.has_unfinished:
+                raise ModelError(
+                    f"{count} more steps of {self._cell.name}",
+                    found="its sequences have ended: the context holds no more tokens",
+                    remedy="ask for fewer rounds, steps or tokens of context",
+                )
             pace.most = min(left, most)
             for output in engine.step():
                 tokens[output.request_id - first] += output.token_ids

@@ -12,14 +12,16 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from core_acme.runner import RecordingBackend
 
 from core.bench.bench import Settings, bench
-from core.bench.cells import BenchReport, Cell
+from core.bench.cells import BenchReport, Cell, Record
 from core.bench.engines import Engines
 from core.bench.model import open_model
 from core.bench.rates import Rates
+from core.bench.served import CoreSubject
 from core.common.graphs.backend import GraphKey
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.steps.runner import EngineConfig
+from core.errors import ModelError
 from tests.recording import acme
 
 RATES = Rates(bytes_per_s=1e10, flops_per_s=1e11, copy_bytes=1, matmul_size=1, dtype="float32")
@@ -88,6 +90,24 @@ def test_steps_of_fewer_sequences_than_the_cell_has_are_no_steps_of_the_cell(cac
     batch, single = (cell.records[0] for cell in report.cells)
     assert "does not hold all sequences" in batch.failure and not batch.rounds_ms
     assert not single.failure and single.rounds_ms
+
+
+@pytest.mark.slow
+def test_a_cell_longer_than_the_context_ends_with_an_error() -> None:
+    """`core bench` refuses it before it begins; a script that measures may not."""
+    device = acme()
+    loaded = open_model(None, "tiny-llama", device, "auto")[0]
+    assert loaded.max_position is not None
+    steps = loaded.max_position
+    cell = Cell(phase="decode", batch=1, tokens=9, steps=steps, rounds=1)
+    engines = Engines(loaded, device, EngineConfig(options=CompileOptions(mode="full")), (cell,))
+    subject = CoreSubject(engines, keep_logits=False)
+    try:
+        subject.open(cell, Record(subject="core"))
+        with pytest.raises(ModelError, match="its sequences have ended"):
+            subject.run(steps)
+    finally:
+        subject.free()
 
 
 def test_prompts_are_computed_anew_in_each_round() -> None:
