@@ -124,6 +124,7 @@ def run(
         return code
     with loading(quiet=as_json or own_rank() > 0) as progress:
         with importing():
+            from core.engine.lora.merged import why_not
             from core.engine.models.quantizing import Quantize
             from core.engine.parallel.rank import open_device
             from core.engine.serve.leading import FollowingEngine, Orders
@@ -144,7 +145,7 @@ def run(
             engine.load_lora(_LORA, lora)
         completions = _generate(engine, prompt, params, stream=not as_json)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
-        skipped = skipped or _why_not_merged(engine)
+        skipped = skipped or next((why_not(engine.loaded.model, each) for each in engine.loras.values()), "")
         comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
         if as_json:
             print_json_of(engine, completions, comparison, rank)
@@ -265,12 +266,13 @@ def _generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool
         sys.stdout.flush()
 
     prompts, has_text = _for_model(texts, engine.loaded), engine.loaded.tokenizer is not None
+    lora = next(iter(engine.loras), None)
     if stream and has_text and len(texts) == 1:
         write(0, texts[0])
-        completions = engine.generate(prompts, params, on_text=write, lora=_adapter(engine))
+        completions = engine.generate(prompts, params, on_text=write, lora=lora)
         write(0, "\n\n")
         return completions
-    completions = engine.generate(prompts, params, lora=_adapter(engine))
+    completions = engine.generate(prompts, params, lora=lora)
     if stream:
         for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
             ids = ", ".join(map(str, completion.token_ids))
@@ -290,16 +292,5 @@ def _compare(
     if adapter is not None:
         model = merged_model(engine.loaded.model, adapter)
     exact = None if adapter is None else merged_model(engine.loaded.model, adapter, exact=True)
-    how: dict[str, Any] = {"num_tokens": min(32, room), "oracle": oracle, "lora": _adapter(engine)}
+    how: dict[str, Any] = {"num_tokens": min(32, room), "oracle": oracle, "lora": next(iter(engine.loras), None)}
     return compare(engine, prompts, whole=model, exact=exact, **how)
-
-
-def _why_not_merged(engine: Engine) -> str:
-    from core.engine.lora.merged import why_not
-
-    adapter = engine.loras.get(_LORA)
-    return "" if adapter is None else why_not(engine.loaded.model, adapter)
-
-
-def _adapter(engine: Engine) -> str | None:
-    return _LORA if _LORA in engine.loras else None
