@@ -26,6 +26,7 @@ from core.bench.served import CoreSubject
 from core.bench.static import SharedCache, StaticSubject, sharing_copy
 from core.device import Device
 from core.engine.models.loading import LoadedModel
+from core.engine.models.quantizing import Quantize
 from core.engine.steps.runner import EngineConfig
 
 
@@ -69,15 +70,18 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default="", help="a preset; default: the embedded model")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", metavar="SCHEME", help="quantise the model first, as int8")
     parser.add_argument("--batch", default="1,4,8")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     device = core.select_device(options.device)
-    loaded = open_model(None, options.model or None, device, options.dtype)[0]
+    scheme = Quantize.of(options.quantize, None)
+    loaded = open_model(None, options.model or None, device, options.dtype, quantize=scheme)[0]
     facts = {"device": device.capabilities.device_name, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print(json.dumps({**facts, "model": options.model or "embedded", "dtype": str(loaded.dtype)}), flush=True)
+    facts |= {"model": options.model or "embedded", "dtype": str(loaded.dtype), "quantize": options.quantize}
+    print(json.dumps(facts), flush=True)
     for batch in map(int, options.batch.split(",")):
         cell = Cell(phase="decode", batch=batch, tokens=options.context, steps=options.steps, rounds=options.rounds)
         measured = subjects(loaded, device, cell, options.name)

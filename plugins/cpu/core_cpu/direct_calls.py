@@ -64,10 +64,10 @@ def _declaration(op: OpOverload) -> str:
     """Return the declaration of an op's C function; "" where the kernel has none or is not here."""
     source, schema = SOURCES_OF[op], op._schema
     types = [_C_TYPES.get(str(argument.type)) for argument in schema.arguments]
-    if None in types or [str(result.type) for result in schema.returns] != ["Tensor"] or extension.load(source):
+    if None in types or {str(result.type) for result in schema.returns} != {"Tensor"} or extension.load(source):
         return ""
     name = schema.name.partition("::")[2]
-    arguments = ", ".join(map(str, (*types, "AtenTensorHandle*")))
+    arguments = ", ".join(map(str, (*types, *("AtenTensorHandle*" for _ in schema.returns))))
     # AOTInductor prescribes the first name, and the second is what is looked for when the graph is loaded.
     symbol = f"core_cpu_{name}_{extension.ending(source)}"
     return f'AOTITorchError (*aoti_torch_cpu_{name})({arguments}) __asm__("{symbol}")'

@@ -16,6 +16,7 @@ from core.common.fakes import FakeOp
 from core.common.graphs.backend import CallBackend, GraphBackendFactory
 from core.common.lowering import INLINE, Lowerings
 from core.common.ops.implementation import OpImplementation
+from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
@@ -83,6 +84,16 @@ def core_register_ops() -> Sequence[OpImplementation]:
 
     kernels = (attention, linear, weight_only, quantized, recurrent, collectives, norm)
     return tuple(implementation for module in kernels for implementation in module.IMPLEMENTATIONS)
+
+
+@hookimpl
+def core_register_passes() -> Sequence[Pass]:
+    """Rewrite graphs for the plugin's kernels, where these can be built."""
+    if why_no_kernels():
+        return ()
+    from core_cpu.passes import PASSES
+
+    return PASSES
 
 
 @hookimpl

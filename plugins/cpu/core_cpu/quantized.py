@@ -5,9 +5,14 @@ The sums are exact, so the kernel's error is that of the scales and of one round
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core_cpu import extension
@@ -50,6 +55,37 @@ def _other_regions(name: str, scale: Tensor, codes: Tensor) -> str | None:
 
 
 quantized_linear = own_op(QUANTIZED_LINEAR, "quantized_linear")
+
+_MOST_TOGETHER = 3
+"""Query, key and value."""
+
+
+def _together(count: int) -> torch._ops.OpOverload:
+    """Declare and return the op of so many products of the same codes, without zero points."""
+    weights = ", ".join(f"Tensor w_codes_{i}, Tensor w_scale_{i}, Tensor? bias_{i}" for i in range(count))
+    results = ", ".join(["Tensor"] * count)
+
+    def each(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        """Let a function of one product give all of them."""
+
+        def all_of(codes: Tensor, scale: Tensor, *weights: Any, out_dtype: torch.dtype) -> tuple[Tensor, ...]:
+            one = partial(function, codes, scale, out_dtype=out_dtype)
+            return tuple(one(*weights[i : i + 3]) for i in range(0, len(weights), 3))
+
+        return all_of
+
+    op = CanonicalOp(
+        schema=f"quantized_linears_{count}(Tensor x_codes, Tensor x_scale, {weights}, *, ScalarType out_dtype) "
+        f"-> ({results})",
+        reference=each(QUANTIZED_LINEAR.reference),
+        fake=each(QUANTIZED_LINEAR.fake),
+        calls=lambda _draw: {},
+    )
+    return own_op(op, "quantized_linear")
+
+
+TOGETHER = {count: _together(count) for count in range(2, _MOST_TOGETHER + 1)}
+"""The op of so many products of the same codes: these are arranged once, and threads begin and end once."""
 
 IMPLEMENTATIONS = (
     OpImplementation(

@@ -7,7 +7,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -104,22 +106,45 @@ inline AtenTensorHandle handle_of(at::Tensor&& tensor) {
   return reinterpret_cast<AtenTensorHandle>(new at::Tensor(std::move(tensor)));
 }
 
+// What a kernel returns, a tensor or an array of them, as an array.
+template <size_t N>
+std::array<at::Tensor, N> results(std::array<at::Tensor, N>&& found) {
+  return std::move(found);
+}
+
+inline std::array<at::Tensor, 1> results(at::Tensor&& found) {
+  return {std::move(found)};
+}
+
 // The ways to call a kernel. It may throw: the code of graphs is C++ too.
 template <auto kernel>
 struct Calls;
 
-template <typename... Args, at::Tensor (*kernel)(Args...)>
+template <typename Result, typename... Args, Result (*kernel)(Args...)>
 struct Calls<kernel> {
-  // As AOTInductor calls its own C functions; the caller owns the result.
-  static AOTITorchError direct(typename Argument<Args>::Given... args, AtenTensorHandle* result) {
-    *result = handle_of(kernel(Argument<Args>::of(args)...));
-    return AOTI_TORCH_SUCCESS;
-  }
+  using Found = decltype(results(std::declval<Result>()));
+  using Every = std::make_index_sequence<std::tuple_size_v<Found>>;
 
-  // As the dispatcher calls: the arguments on the stack are the kernel's, and the result takes their place.
+  // As the dispatcher calls: the arguments on the stack are the kernel's, and the results take their place.
   static void boxed(StableIValue* stack, uint64_t, uint64_t) {
     boxed(stack, std::index_sequence_for<Args...>{});
   }
+
+  template <typename Indices>
+  struct Direct;
+
+  template <size_t... I>
+  struct Direct<std::index_sequence<I...>> {
+    template <size_t>
+    using Handle = AtenTensorHandle*;
+
+    // As AOTInductor calls its own C functions; the caller owns the results.
+    static AOTITorchError call(typename Argument<Args>::Given... args, Handle<I>... made) {
+      Found found = results(kernel(Argument<Args>::of(args)...));
+      ((*made = handle_of(std::move(found[I]))), ...);
+      return AOTI_TORCH_SUCCESS;
+    }
+  };
 
  private:
   using Stack = std::tuple<typename Argument<Args>::Taken...>;
@@ -135,16 +160,22 @@ struct Calls<kernel> {
   template <size_t... I>
   static void boxed(StableIValue* stack, std::index_sequence<I...>) {
     const Taken taken{{unpacked<std::tuple_element_t<I, Stack>>(stack[I])...}};
-    stack[0] = packed(handle_of(kernel(Argument<Args>::of(std::get<I>(taken.values))...)));
+    Found found = results(kernel(Argument<Args>::of(std::get<I>(taken.values))...));
+    for (size_t i = 0; i < found.size(); ++i) {
+      stack[i] = packed(handle_of(std::move(found[i])));
+    }
   }
 };
 
+template <auto kernel>
+constexpr auto direct = &Calls<kernel>::template Direct<typename Calls<kernel>::Every>::call;
+
 // The name by which graphs find a kernel of this build, and of no other.
-#define CORE_CPU_DIRECT(name, kernel)                                          \
-  extern "C" {                                                                 \
-  extern __attribute__((visibility("default"))) decltype(&Calls<kernel>::direct) core_cpu_direct_##name asm( \
-      "core_cpu_" #name "_" CORE_CPU_ENDING);                                \
-  decltype(&Calls<kernel>::direct) core_cpu_direct_##name = Calls<kernel>::direct; \
+#define CORE_CPU_DIRECT(name, kernel)                                                                     \
+  extern "C" {                                                                                            \
+  extern __attribute__((visibility("default"))) std::remove_const_t<decltype(direct<kernel>)> core_cpu_direct_##name asm( \
+      "core_cpu_" #name "_" CORE_CPU_ENDING);                                                             \
+  decltype(core_cpu_direct_##name) core_cpu_direct_##name = direct<kernel>;                               \
   }
 
 // Call `body` with a number of the dtype, one of fp32, bf16 and fp16.

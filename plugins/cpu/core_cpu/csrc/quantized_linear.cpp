@@ -1,8 +1,12 @@
 // `core_cpu::quantized_linear`: the kernel of `core::quantized_linear` for int8 codes with a scale per token or tensor and
 // per channel or tensor. Sums are exact integers; scales, zero points and bias come last.
+//
+// `core_cpu::quantized_linears_2` and `_3` are several such products of the same codes: these are arranged once, and
+// threads begin and end once.
 
 #include <ATen/Parallel.h>
 
+#include <array>
 #include <optional>
 
 #include "binding.h"
@@ -37,10 +41,46 @@ Regions regions_of(const Tensor& scale, const std::optional<Tensor>& zero, int64
   return {scale.const_data_ptr<float>(), zero ? zero->const_data_ptr<int8_t>() : nullptr, scale.numel() == 1 ? 0 : 1};
 }
 
-// Write a share's columns from `first` on: sums of products times scales, plus bias (of all columns, or null).
+// A weight (columns, depth) as a call gives it.
+struct Weight {
+  const Tensor& codes;
+  const Tensor& scale;
+  const std::optional<Tensor>& bias;
+};
+
+// The same, ready to be read, and where its product goes; bias null: none.
+struct Part {
+  Part(const Weight& given, const std::optional<Tensor>& zero, const Tensor& result)
+      : codes(given.codes.size(1) > 1 && given.codes.stride(1) != 1 ? given.codes.contiguous() : given.codes),
+        scale(given.scale.contiguous()),
+        added(given.bias ? given.bias->to(at::kFloat).contiguous() : Tensor()),
+        out(result),
+        regions(regions_of(scale, zero, codes.size(0))),
+        bias(added.defined() ? added.const_data_ptr<float>() : nullptr) {}
+
+  int64_t columns() const {
+    return codes.size(0);
+  }
+
+  int64_t blocks() const {
+    return (columns() + INTEGER_COLUMNS - 1) / INTEGER_COLUMNS;
+  }
+
+  Tensor codes, scale, added, out;
+  Regions regions;
+  const float* bias;
+};
+
+// Sums that need no memory of their own: those of a row and 2,048 columns with their own sums.
+constexpr int64_t FEW_SUMS = 4096;
+
+// Write a share's columns from `first` on: sums of products times scales, plus bias.
 template <typename T>
-void finish(const IntegerProduct& share, int64_t first, const Regions& x, const Regions& w, const float* bias, T* out,
-            int64_t ldo) {
+void finish(const IntegerProduct& share, int64_t first, const Regions& x, const Part& part) {
+  const Regions& w = part.regions;
+  const float* bias = part.bias;
+  const int64_t ldo = part.columns();
+  T* out = part.out.template mutable_data_ptr<T>();
   for (int64_t r = 0; r < share.rows; ++r) {
     int32_t* sums = share.out + r * share.ldo;
     if (x.zero != nullptr || w.zero != nullptr) {
@@ -59,59 +99,111 @@ void finish(const IntegerProduct& share, int64_t first, const Regions& x, const 
   }
 }
 
+// Compute blocks `begin` to `end` of the columns of one product.
 template <typename T>
-void multiply(const Tensor& x_codes, const Tensor& w_codes, const Regions& x, const Regions& w, const Tensor& added,
-              Tensor& out) {
-  const int64_t columns = w_codes.size(0), depth = w_codes.size(1), rows = x_codes.numel() / depth;
+void multiply_share(const IntegerRows& arranged, int64_t rows, int64_t begin, int64_t end, const Regions& x,
+                    const Part& part) {
+  const int64_t depth = part.codes.size(1), ldw = part.codes.stride(0);
+  const int64_t first = begin * INTEGER_COLUMNS, count = std::min(end * INTEGER_COLUMNS, part.columns()) - first;
+  const int64_t needed = (rows + 1) * count;
+  int32_t few[FEW_SUMS];
+  const std::unique_ptr<int32_t[]> many(needed > FEW_SUMS ? new int32_t[needed] : nullptr);
+  int32_t* sums = many ? many.get() : few;
+  const int8_t* weight = part.codes.const_data_ptr<int8_t>() + first * ldw;
+  const IntegerProduct share{&arranged, weight, ldw, count, depth, sums, count, rows, sums + rows * count};
+  x.zero == nullptr ? integer_share<false>(share) : integer_share<true>(share);
+  finish<T>(share, first, x, part);
+}
+
+// Compute the products of x (rows, depth) with each weight, all blocks of columns as one range.
+template <typename T, size_t N>
+void multiply(const Tensor& x_codes, const Regions& x, const std::array<Part, N>& parts) {
+  const int64_t depth = parts[0].codes.size(1), rows = x_codes.numel() / depth;
   const IntegerRows arranged(x_codes.const_data_ptr<int8_t>(), depth, rows, depth);
-  const float* bias = added.defined() ? added.const_data_ptr<float>() : nullptr;
-  const int8_t* codes = w_codes.const_data_ptr<int8_t>();
-  T* to = out.mutable_data_ptr<T>();
-  const int64_t blocks = (columns + INTEGER_COLUMNS - 1) / INTEGER_COLUMNS;
+  int64_t blocks = 0;
+  for (const Part& part : parts) {
+    blocks += part.blocks();
+  }
   const int64_t grain = std::max<int64_t>(WORK / std::max<int64_t>(rows * depth * INTEGER_COLUMNS, 1), 1);
   at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * INTEGER_COLUMNS, count = std::min(end * INTEGER_COLUMNS, columns) - first;
-    const std::unique_ptr<int32_t[]> sums(new int32_t[(rows + 1) * count]);
-    const int8_t* weight = codes + first * w_codes.stride(0);
-    const IntegerProduct share{&arranged,  weight, w_codes.stride(0), count, depth,
-                               sums.get(), count,  rows,              sums.get() + rows * count};
-    x.zero == nullptr ? integer_share<false>(share) : integer_share<true>(share);
-    finish(share, first, x, w, bias, to, columns);
+    for (const Part& part : parts) {
+      const int64_t from = std::max<int64_t>(begin, 0), to = std::min(end, part.blocks());
+      if (from < to) {
+        multiply_share<T>(arranged, rows, from, to, x, part);
+      }
+      begin -= part.blocks(), end -= part.blocks();
+    }
   });
+}
+
+using Zero = std::optional<Tensor>;
+
+template <size_t N>
+std::array<Tensor, N> products(const char* op, const Tensor& x_codes, const Tensor& x_scale,
+                               const std::array<Weight, N>& weights, at::ScalarType out_dtype, const Zero& x_zero,
+                               const Zero& w_zero) {
+  std::array<Tensor, N> out;
+  const int64_t depth = weights[0].codes.size(1);
+  at::DimVector sizes(x_codes.sizes());
+  for (size_t i = 0; i < N; ++i) {
+    sizes.back() = weights[i].codes.size(0);
+    out[i] = empty(sizes, out_dtype);
+    if (depth == 0) {  // sums of nothing
+      weights[i].bias ? out[i].copy_(*weights[i].bias) : out[i].zero_();
+    }
+  }
+  if (depth == 0) {
+    return out;
+  }
+  const Tensor rows = x_codes.contiguous(), scale = x_scale.contiguous();
+  const Regions x = regions_of(scale, x_zero, x_codes.numel() / depth);
+  const auto parts = [&]<size_t... I>(std::index_sequence<I...>) {
+    return std::array<Part, N>{Part(weights[I], w_zero, out[I])...};
+  }(std::make_index_sequence<N>());
+  with_dtype(out_dtype, op, [&]<typename T>(T) { multiply<T>(rows, x, parts); });
+  return out;
 }
 
 }  // namespace
 
 // As `core::quantized_linear` has it, for calls that the condition in quantized.py lets pass.
 Tensor quantized_linear(const Tensor& x_codes, const Tensor& x_scale, const Tensor& w_codes, const Tensor& w_scale,
-                        const std::optional<Tensor>& bias, at::ScalarType out_dtype,
-                        const std::optional<Tensor>& x_zero_point, const std::optional<Tensor>& w_zero_point) {
-  at::DimVector sizes(x_codes.sizes());
-  sizes.back() = w_codes.size(0);
-  Tensor out = empty(sizes, out_dtype);
-  const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  const int64_t depth = w_codes.size(1);
-  if (depth == 0) {  // sums of nothing
-    added.defined() ? out.copy_(added) : out.zero_();
-    return out;
-  }
-  const auto in_order = [](const std::optional<Tensor>& zero) {
-    return zero ? std::optional<Tensor>(zero->contiguous()) : zero;
-  };
-  const auto x_zero = in_order(x_zero_point), w_zero = in_order(w_zero_point);
-  const Tensor x_all = x_scale.contiguous(), w_all = w_scale.contiguous();
-  const Regions x = regions_of(x_all, x_zero, x_codes.numel() / depth), w = regions_of(w_all, w_zero, w_codes.size(0));
-  const Tensor weight = depth > 1 && w_codes.stride(1) != 1 ? w_codes.contiguous() : w_codes;
-  const Tensor rows = x_codes.contiguous();
-  with_dtype(out_dtype, "core_cpu::quantized_linear",
-             [&]<typename T>(T) { multiply<T>(rows, weight, x, w, added, out); });
-  return out;
+                        const std::optional<Tensor>& bias, at::ScalarType out_dtype, const Zero& x_zero_point,
+                        const Zero& w_zero_point) {
+  const auto in_order = [](const Zero& zero) { return zero ? Zero(zero->contiguous()) : zero; };
+  const Zero x_zero = in_order(x_zero_point), w_zero = in_order(w_zero_point);
+  const std::array<Weight, 1> weight{Weight{w_codes, w_scale, bias}};
+  return products("core_cpu::quantized_linear", x_codes, x_scale, weight, out_dtype, x_zero, w_zero)[0];
+}
+
+// Two of them, as `core_cpu::quantized_linears_2` has it.
+std::array<Tensor, 2> quantized_linears_2(const Tensor& x_codes, const Tensor& x_scale, const Tensor& w_codes_0,
+                                          const Tensor& w_scale_0, const std::optional<Tensor>& bias_0,
+                                          const Tensor& w_codes_1, const Tensor& w_scale_1,
+                                          const std::optional<Tensor>& bias_1, at::ScalarType out_dtype) {
+  const std::array<Weight, 2> weights{Weight{w_codes_0, w_scale_0, bias_0}, Weight{w_codes_1, w_scale_1, bias_1}};
+  return products("core_cpu::quantized_linears_2", x_codes, x_scale, weights, out_dtype, {}, {});
+}
+
+std::array<Tensor, 3> quantized_linears_3(const Tensor& x_codes, const Tensor& x_scale, const Tensor& w_codes_0,
+                                          const Tensor& w_scale_0, const std::optional<Tensor>& bias_0,
+                                          const Tensor& w_codes_1, const Tensor& w_scale_1,
+                                          const std::optional<Tensor>& bias_1, const Tensor& w_codes_2,
+                                          const Tensor& w_scale_2, const std::optional<Tensor>& bias_2,
+                                          at::ScalarType out_dtype) {
+  const std::array<Weight, 3> weights{Weight{w_codes_0, w_scale_0, bias_0}, Weight{w_codes_1, w_scale_1, bias_1},
+                                      Weight{w_codes_2, w_scale_2, bias_2}};
+  return products("core_cpu::quantized_linears_3", x_codes, x_scale, weights, out_dtype, {}, {});
 }
 
 CORE_CPU_DIRECT(quantized_linear, quantized_linear)
+CORE_CPU_DIRECT(quantized_linears_2, quantized_linears_2)
+CORE_CPU_DIRECT(quantized_linears_3, quantized_linears_3)
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
   m.impl("quantized_linear", Calls<quantized_linear>::boxed);
+  m.impl("quantized_linears_2", Calls<quantized_linears_2>::boxed);
+  m.impl("quantized_linears_3", Calls<quantized_linears_3>::boxed);
 }
 
 }  // namespace core_cpu
