@@ -91,9 +91,9 @@ def core_register_passes() -> Sequence[Pass]:
     """Rewrite graphs for the plugin's kernels, where these can be built."""
     if why_no_kernels():
         return ()
-    from core_cpu.passes import PASSES
+    from core_cpu import quantized
 
-    return PASSES
+    return quantized.PASSES
 
 
 @hookimpl

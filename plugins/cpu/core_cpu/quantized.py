@@ -17,6 +17,7 @@ from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core_cpu import extension
 from core_cpu.own_ops import own_op
+from core_cpu.passes.shared_codes import join_quantized_linears
 from core_cpu.row_limits import DTYPES
 
 MOST_INPUTS = (2**31 - 1) // 128**2
@@ -92,3 +93,6 @@ IMPLEMENTATIONS = (
         op=QUANTIZED_LINEAR.qualified_name, name="cpu_quantized_linear", fn=quantized_linear, condition=why_not
     ),
 )
+
+PASSES = (join_quantized_linears(TOGETHER, why_not),)
+"""What brings calls of the ops for several products into a graph."""

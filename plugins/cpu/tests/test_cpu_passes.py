@@ -14,12 +14,12 @@ from core.common.passes import Pass
 from core.compilation.rewrite.pass_report import PassReport
 from core.errors import CoreError
 from core.verify.planted import Mistake, with_mistake
-from core_cpu.passes.shared_codes import JOIN_QUANTIZED_LINEARS
-from core_cpu.quantized import TOGETHER, quantized_linear
+from core_cpu.quantized import PASSES, TOGETHER, quantized_linear
 from tests.kernel_cases import DTYPES, randn
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
+(JOIN_QUANTIZED_LINEARS,) = PASSES
 INT8 = {"dtype": torch.int8}
 
 
@@ -69,9 +69,7 @@ class Products(nn.Module):
         zeros = {"x_zero_point": codes[:, :1]} if self.further.get("zeros") else {}
         out = self.further.get("out_dtype", torch.float32)
         one = torch.ops.core.quantized_linear(codes, scale, self.one, self.scale, None, out_dtype=torch.float32)
-        two = torch.ops.core.quantized_linear(
-            others, other_scale, self.two, self.scale, None, out_dtype=out, **zeros
-        )
+        two = torch.ops.core.quantized_linear(others, other_scale, self.two, self.scale, None, out_dtype=out, **zeros)
         return one.sin(), two.cos()
 
 
@@ -103,7 +101,7 @@ def test_layers_of_one_input_are_one_call_with_the_same_bits(dtype: torch.dtype)
     program, report = compiled(quantised(dtype), JOIN_QUANTIZED_LINEARS, x, verify="full", strict=True)
     assert report is not None and (report.matched, report.expected, report.near_misses) == (4, 4, ())
     assert report.verification == "verified"
-    assert report.sites == tuple(f"layers.{index}.{name}_proj" for index in range(2) for name in ("q", "gate"))
+    assert report.sites == tuple(f"layers.{index}.{name}_proj" for index in range(2) for name in ("k", "gate"))
     plain, _ = compiled(quantised(dtype), None, x)
     assert torch.equal(program(x=x), plain(x=x))
 

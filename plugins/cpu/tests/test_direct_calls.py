@@ -19,7 +19,7 @@ from core_cpu.attention import attention
 from core_cpu.collectives import all_reduce
 from core_cpu.direct_calls import DirectCalls, load_kernels
 from core_cpu.linear import linear
-from core_cpu.quantized import quantized_linear
+from core_cpu.quantized import TOGETHER, quantized_linear
 from core_cpu.weight_only import weight_only_linear
 from tests.attention_cases import steps
 from tests.kernel_cases import randn
@@ -39,6 +39,12 @@ def products(codes: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]
     one = quantized_linear(codes, scale, weight, scale, None, out_dtype=torch.bfloat16)
     bias, zero = scale.view(-1), codes[:, :1]
     return one, quantized_linear(codes, scale, weight, scale, bias, out_dtype=torch.float32, x_zero_point=zero)
+
+
+def together(codes: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    first = (weight, scale, None)
+    one, two = TOGETHER[2](codes, scale, *first, weight, scale, scale.view(-1), out_dtype=torch.bfloat16)
+    return one, two.float() + 1
 
 
 def weight_only(x: Tensor, codes: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -103,6 +109,7 @@ def test_a_graph_whose_kernels_are_missing_is_not_loaded(monkeypatch: pytest.Mon
     [
         (linears, [X, WEIGHT, BIAS], "linear"),
         (products, [CODES, CODES, SCALE], "quantized_linear"),
+        (together, [CODES, CODES, SCALE], "quantized_linear"),
         (weight_only, [X, CODES, SCALE], "weight_only_linear"),
     ],
 )

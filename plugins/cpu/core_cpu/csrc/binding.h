@@ -168,14 +168,17 @@ struct Calls<kernel> {
 };
 
 template <auto kernel>
-constexpr auto direct = &Calls<kernel>::template Direct<typename Calls<kernel>::Every>::call;
+using Direct = decltype(&Calls<kernel>::template Direct<typename Calls<kernel>::Every>::call);
+
+template <auto kernel>
+constexpr Direct<kernel> direct = &Calls<kernel>::template Direct<typename Calls<kernel>::Every>::call;
 
 // The name by which graphs find a kernel of this build, and of no other.
-#define CORE_CPU_DIRECT(name, kernel)                                                                     \
-  extern "C" {                                                                                            \
-  extern __attribute__((visibility("default"))) std::remove_const_t<decltype(direct<kernel>)> core_cpu_direct_##name asm( \
-      "core_cpu_" #name "_" CORE_CPU_ENDING);                                                             \
-  decltype(core_cpu_direct_##name) core_cpu_direct_##name = direct<kernel>;                               \
+#define CORE_CPU_DIRECT(name, kernel)                                              \
+  extern "C" {                                                                     \
+  extern __attribute__((visibility("default"))) Direct<kernel> core_cpu_direct_##name asm( \
+      "core_cpu_" #name "_" CORE_CPU_ENDING);                                      \
+  Direct<kernel> core_cpu_direct_##name = direct<kernel>;                          \
   }
 
 // Call `body` with a number of the dtype, one of fp32, bf16 and fp16.

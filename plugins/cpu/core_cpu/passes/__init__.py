@@ -1,9 +1,4 @@
-"""The processor's own passes: rewrites that pay where threads begin and end with each kernel."""
+"""The processor's own passes: rewrites that pay where threads begin and end with each kernel.
 
-from __future__ import annotations
-
-from core.common.passes import Pass
-from core_cpu.passes.shared_codes import JOIN_QUANTIZED_LINEARS
-
-PASSES: tuple[Pass, ...] = (JOIN_QUANTIZED_LINEARS,)
-"""All of them, in order of registration."""
+They are given the plugin's ops and conditions by the modules that have them (`PASSES` there).
+"""
