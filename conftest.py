@@ -4,6 +4,7 @@ folder for the kernels of the cpu plugin."""
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import time
@@ -101,6 +102,29 @@ def _environment_as_before() -> Iterator[None]:
     for name in _named_variables().keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+def _little_to_measure() -> None:
+    """Have Dynamo neither write its trace log nor time its guards behind emptied caches: more than half of a short trace.
+
+    pytest hands its handlers to every logger that does not propagate, and torch writes for whoever has handlers there.
+    """
+    if "torch" in sys.modules and "TORCH_TRACE" not in os.environ:
+        log = logging.getLogger("torch.__trace")
+        log.handlers.clear()
+        log.propagate = True
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.__dict__["profile_guard_manager"] = lambda *_: 0.0
+
+
+def pytest_collection_finish() -> None:
+    """Spare it for the whole run, where the tests have imported torch."""
+    _little_to_measure()
+
+
+def pytest_runtest_logstart() -> None:
+    """Spare it, where a test has imported torch."""
+    _little_to_measure()
 
 
 def pytest_configure() -> None:
