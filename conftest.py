@@ -105,7 +105,7 @@ def _environment_as_before() -> Iterator[None]:
 
 
 def _little_to_measure() -> None:
-    """Have Dynamo neither write its trace log nor time its guards behind emptied caches: more than half of a short trace.
+    """Have Dynamo neither write its trace log nor time its guards behind emptied caches: half of a short trace.
 
     pytest hands its handlers to every logger that does not propagate, and torch writes for whoever has handlers there.
     """
