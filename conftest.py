@@ -3,7 +3,9 @@ folder for the kernels of the cpu plugin."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import os
 import sys
 import time
@@ -13,6 +15,8 @@ import pytest
 
 from core.common import collector
 from core.compilation.cache.folders import default_folder
+from core.host import discovery, plugin_metadata
+from core.host.plugin_metadata import PluginMetadata
 from core_cuda.probe import probe
 
 # Here and not beside the kernels' tests: Triton decides it when it is imported, and torch may import it earlier.
@@ -101,6 +105,47 @@ def _environment_as_before() -> Iterator[None]:
     for name in _named_variables().keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+_TELLING = ("cli", "host", "house", "scaffold", "tools")
+"""Folders of tests about the metadata of what is installed, beside those with a vendor of their own."""
+
+
+@functools.cache
+def _plugins_of(path: tuple[str, ...], num_finders: int) -> PluginMetadata:
+    return plugin_metadata.read_plugins()
+
+
+@pytest.fixture(autouse=True)
+def _installed_is_read_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device that is opened has the metadata of all distributions read, twice: for most tests once is enough."""
+    about = request.path.relative_to(request.config.rootpath).parts
+    if "install_vendor" not in request.fixturenames and not set(_TELLING).intersection(about):
+        read = lambda: _plugins_of(tuple(sys.path), len(sys.meta_path))  # noqa: E731
+        monkeypatch.setattr(discovery, "read_plugins", read)
+
+
+def _little_to_measure() -> None:
+    """Have Dynamo neither write its trace log nor time its guards behind emptied caches: half of a short trace.
+
+    pytest hands its handlers to every logger that does not propagate, and torch writes for whoever has handlers there.
+    """
+    if "torch" in sys.modules and "TORCH_TRACE" not in os.environ:
+        log = logging.getLogger("torch.__trace")
+        log.handlers.clear()
+        log.propagate = True
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.__dict__["profile_guard_manager"] = lambda *_: 0.0
+
+
+def pytest_collection_finish() -> None:
+    """Spare it for the whole run, where the tests have imported torch."""
+    _little_to_measure()
+
+
+def pytest_runtest_logstart() -> None:
+    """Spare it, where a test has imported torch."""
+    _little_to_measure()
 
 
 def pytest_configure() -> None:

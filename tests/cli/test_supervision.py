@@ -13,20 +13,37 @@ from typing import Any
 
 import pytest
 
+from tests.cli.opening import CALL
+
 InstallVendor = Callable[..., Any]
 
 # Without torch, which none of this needs.
 HEAD = "from core.hookspecs import hookimpl\n"
 HOOK = "import ctypes, os, signal, sys, time\n@hookimpl\ndef core_open_device():\n    {does}\n"
-COMMAND = (sys.executable, "-m", "core", "run", "--device", "acme")
+COMMANDS = {
+    "opening": (sys.executable, "-c", CALL, "run", "--device", "acme"),
+    "run": (sys.executable, "-m", "core", "run", "--device", "acme"),
+}
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], env=environment(), capture_output=True, text=True, timeout=120)
+@pytest.fixture(params=["opening", pytest.param("run", marks=pytest.mark.slow)])
+def command(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """A command that opens device acme: `core run` itself imports an engine before, seconds in each process."""
+    return COMMANDS[request.param]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_a_hook_that_ends_the_process_ends_no_run_with_success(install_vendor: InstallVendor) -> None:
+    install_vendor(plugin=HOOK.format(does="os._exit(0)"), head=HEAD, probe=None)
+    ran = run(*COMMANDS["run"])
+    assert ran.returncode == 2 and "hook core_open_device ended the process with exit code 0" in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -39,9 +56,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("os.kill(os.getpid(), signal.SIGKILL)", "hook core_open_device crashed with SIGKILL, and the process with it"),
     ],
 )
-def test_a_hook_that_ends_the_process_is_named(install_vendor: InstallVendor, does: str, told: str) -> None:
+def test_a_hook_that_ends_the_process_is_named(
+    install_vendor: InstallVendor, command: tuple[str, ...], does: str, told: str
+) -> None:
     vendor = install_vendor(plugin=HOOK.format(does=does), head=HEAD, probe=None)
-    ran = run("--json")
+    ran = run(*command, "--json")
     assert ran.returncode == 2, ran.stderr
     error = json.loads(ran.stdout)["error"]
     assert (error["type"], error["asked"]) == ("PluginError", "device 'acme'")
@@ -49,16 +68,16 @@ def test_a_hook_that_ends_the_process_is_named(install_vendor: InstallVendor, do
     assert "acme-device" in error["remedy"]
 
 
-def test_an_import_that_ends_the_process_is_named(install_vendor: InstallVendor) -> None:
+def test_an_import_that_ends_the_process_is_named(install_vendor: InstallVendor, command: tuple[str, ...]) -> None:
     install_vendor(plugin="import os; os._exit(0)", head="", probe=None)
-    ran = run()
+    ran = run(*command)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "importing it ended the process with exit code 0" in ran.stderr
 
 
-def test_an_error_of_the_plugin_is_told_once(install_vendor: InstallVendor) -> None:
+def test_an_error_of_the_plugin_is_told_once(install_vendor: InstallVendor, command: tuple[str, ...]) -> None:
     install_vendor(plugin=HOOK.format(does="raise KeyError('x')"), head=HEAD, probe=None)
-    ran = run()
+    ran = run(*command)
     assert ran.returncode == 2
     assert ran.stderr.count("hook core_open_device raised KeyError: 'x'") == 1
 
@@ -73,9 +92,11 @@ def wait_in_hook(install_vendor: InstallVendor, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_both_processes(install_vendor: InstallVendor, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_both_processes(
+    install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path, number: signal.Signals
+) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
-    with subprocess.Popen(COMMAND, env=environment()) as started:
+    with subprocess.Popen(command, env=environment()) as started:
         child = int(pipe.read_text())
         assert child != started.pid
         started.send_signal(number)
@@ -87,12 +108,12 @@ def test_a_signal_ends_both_processes(install_vendor: InstallVendor, tmp_path: P
         os.kill(child, 0)
 
 
-def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, tmp_path: Path) -> None:
+def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
     # What a shell starts in the background ignores interrupts, and so does what it starts in turn.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        started = subprocess.Popen(COMMAND, env=environment())
+        started = subprocess.Popen(command, env=environment())
     finally:
         signal.signal(signal.SIGINT, before)
     with started:
@@ -104,9 +125,11 @@ def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, tmp_path: Path
             started.kill()  # else the end of the block waits for one that lives on
 
 
-def test_the_command_ends_with_the_process_that_watches_it(install_vendor: InstallVendor, tmp_path: Path) -> None:
+def test_the_command_ends_with_the_process_that_watches_it(
+    install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path
+) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
-    with subprocess.Popen(COMMAND, env=environment(), stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as started:
         pipe.read_text()
         started.kill()
         assert started.stdout is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,8 +27,14 @@ def every_sample(op: CanonicalOp, dtype: torch.dtype = torch.float32) -> Iterato
     return op.samples(dtype, CPU)
 
 
+@functools.cache
+def _drawn(op: CanonicalOp, dtype: torch.dtype) -> dict[str, Sample]:
+    """The samples by name, drawn once for all tests of a process; to be copied."""
+    return {one.name: one for one in every_sample(op, dtype)}
+
+
 def sample(op: CanonicalOp, name: str, dtype: torch.dtype = torch.float32) -> Call:
-    return next(dict(s.kwargs) for s in every_sample(op, dtype) if s.name == name)
+    return copy.deepcopy(dict(_drawn(op, dtype)[name].kwargs))
 
 
 def outputs(result: Any) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.canonical import OPS
 from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
 from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
-from tests.common.ops.canonical_oracle import CPU, every_sample, faked, in_fp64, outputs, run
+from tests.common.ops.canonical_oracle import CPU, every_sample, faked, in_fp64, outputs, run, sample
 
 # test_attention.py, test_dense_attention.py, test_rotary_attention.py and test_attention_quantize.py hold the ops that
 # write a cache to the same, recurrent/test_recurrent.py those that write states.
@@ -29,10 +29,6 @@ COLLECTIVES = {
     *("all_gather_linear", "linear_reduce_scatter"),
 }
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-
-
-def named(op: CanonicalOp, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    return next(dict(s.kwargs) for s in every_sample(op, dtype) if s.name == name)
 
 
 def tensors(values: Any) -> list[Tensor]:
@@ -51,7 +47,7 @@ def test_only_attention_and_collectives_may_be_cut_at() -> None:
 
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_torch_accepts_the_registration(op: CanonicalOp, name: str) -> None:
-    call = named(op, name, torch.bfloat16)
+    call = sample(op, name, torch.bfloat16)
     # torch's own check of mutation multiplies, which fp8 can't; test_inputs_and_outputs_are_kept_apart covers those.
     fp8 = any(v.dtype == torch.float8_e4m3fn for v in tensors(call.values()))
     checks = ["test_autograd_registration", "test_faketensor"] + ["test_schema"] * (not fp8)
@@ -67,7 +63,7 @@ def test_torch_compiles_the_op(op: CanonicalOp) -> None:
 @HALF_AND_FULL
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_the_fake_gives_the_metadata_of_the_real_one(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
-    call = named(op, name, dtype)
+    call = sample(op, name, dtype)
     mode, fakes = faked(call)
     with mode:
         guesses = run(op, fakes)
@@ -79,7 +75,7 @@ def test_the_fake_gives_the_metadata_of_the_real_one(op: CanonicalOp, name: str,
 @HALF_AND_FULL
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_inputs_and_outputs_are_kept_apart(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
-    call, before = named(op, name, dtype), named(op, name, dtype)
+    call, before = sample(op, name, dtype), sample(op, name, dtype)
     results = run(op, call)
     for name, value in call.items():
         assert not isinstance(value, Tensor) or torch.equal(value.double(), before[name].double()), name
@@ -90,14 +86,14 @@ def test_inputs_and_outputs_are_kept_apart(op: CanonicalOp, name: str, dtype: to
 
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_the_op_is_its_reference(op: CanonicalOp, name: str) -> None:
-    call = named(op, name, torch.bfloat16)
+    call = sample(op, name, torch.bfloat16)
     for one, other in zip(run(op, call), outputs(op.reference(**call)), strict=True):
         assert one.dtype == other.dtype and torch.equal(one.double(), other.double())
 
 
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_fp64_stays_fp64(op: CanonicalOp, name: str) -> None:
-    call = named(op, name, torch.float64)
+    call = sample(op, name, torch.float64)
     for result, wide in zip(run(op, call), in_fp64(op, call), strict=True):
         assert not result.is_floating_point() or result.dtype in (torch.float64, torch.float8_e4m3fn)
         assert torch.equal(result.double(), wide.double())

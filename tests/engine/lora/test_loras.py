@@ -95,7 +95,14 @@ SETTINGS: dict[str, tuple[str, torch.dtype, bool, EngineConfig]] = {
 }
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+QUICK = ("llama-fp32-recorded", "qwen3-bf16-off")
+"""With graphs and without; whoever traces and compiles the others is slow."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SETTINGS],
+)
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     family, dtype, recorded, config = SETTINGS[request.param]
     device: Device = acme() if recorded else cpu()

@@ -141,14 +141,25 @@ def serve(engine: Engine, rng: random.Random, *, stops: bool = True) -> None:
         assert not found or found == own_tokens(engine, prompt, found, params)
 
 
-def serve_all_kinds(engine: Engine) -> None:
-    """Serve schedules that preempt, share beginnings, mix prompts with decoding, cut prompts; check that they do."""
+def quick(count: int, *, of: int) -> list[Any]:
+    """Return that many seeds as parameters, of which the first few are drawn by `make test` too."""
+    return [pytest.param(seed, marks=() if seed < count else pytest.mark.exhaustive) for seed in range(of)]
+
+
+def serve_all_kinds(engine: Engine, at_least: int = 1) -> None:
+    """Serve schedules until some preempt, share beginnings, mix prompts with decoding, cut prompts: 4 have to do.
+
+    at_least: schedules to serve in any case.
+    """
     before = engine.stats()
     for seed in range(100, 104):
         serve(engine, random.Random(seed))
-    after = engine.stats()
-    for name in ("preempted", "reused", "mixed_steps", "chunked"):
-        assert getattr(after, name) > getattr(before, name), name
+        after = engine.stats()
+        kinds = ("preempted", "reused", "mixed_steps", "chunked")
+        missing = [name for name in kinds if getattr(after, name) == getattr(before, name)]
+        if not missing and seed >= 99 + at_least:
+            return
+    assert not missing
 
 
 def assert_nothing_held(engine: Engine) -> None:

@@ -18,6 +18,7 @@ from tests.engine.serve.drafted import (
     assert_failed_drafts_are_taken_again,
     assert_nothing_held,
     nearly,
+    quick,
     serve,
     serve_all_kinds,
     tiny,
@@ -43,7 +44,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", quick(3, of=8))
 def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, seed: int) -> None:
     serve(engine, random.Random(seed))
     assert_nothing_held(engine)
@@ -51,7 +52,7 @@ def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, s
 
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
     before = engine.stats()
-    serve_all_kinds(engine)
+    serve_all_kinds(engine, at_least=4)
     after = engine.stats()
     drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
     assert drafted.keys() == {"model"} and accepted["model"] < drafted["model"]

@@ -28,6 +28,7 @@ from tests.engine.serve.drafted import (
     PROMPTS,
     assert_failed_drafts_are_taken_again,
     assert_nothing_held,
+    quick,
     serve,
     serve_all_kinds,
     tiny,
@@ -88,7 +89,7 @@ def compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", quick(2, of=4))
 def test_tokens_and_drafts_are_right_whatever_the_schedule(
     engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ BY_OP: dict[str, OpImplementation] = {each.op: each for each in IMPLEMENTATIONS}
 EACH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@contextmanager
+def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
 
@@ -44,30 +45,27 @@ def sample(op: CanonicalOp, name: str, dtype: torch.dtype = torch.float32) -> di
     return next(dict(each.kwargs) for each in op.samples(dtype, CPU) if each.name == name)
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EACH
-def test_calls_agree_with_the_reference(op: CanonicalOp, dtype: torch.dtype) -> None:
+def test_calls_agree_with_the_reference_and_give_the_same_bits_whatever_the_threads(
+    op: CanonicalOp, dtype: torch.dtype
+) -> None:
+    fn: Callable[..., Any] = BY_OP[op.qualified_name].fn
     for name, call in calls(op, dtype):
         reason = refusal(op, call)
         if name.startswith("states of the dtype of") and dtype != torch.float32:
             assert reason is not None and "states are" in reason
-        else:
-            assert reason is None, (name, reason)
-            judged(op, BY_OP[op.qualified_name].fn, call, CPU)
-
-
-@EACH
-def test_two_calls_give_the_same_bits_whatever_the_threads(op: CanonicalOp) -> None:
-    fn: Callable[..., Any] = BY_OP[op.qualified_name].fn
-    call = dict(list(calls(op, torch.bfloat16))[-1][1])
-    before, results = torch.get_num_threads(), []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        own = copy.deepcopy(call)
-        results.append((fn(**own), own["states"]))
-    torch.set_num_threads(before)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+            continue
+        assert reason is None, (name, reason)
+        results = []
+        for count in (1, 2):
+            own = copy.deepcopy(call)
+            with threads(count):
+                results.append((fn(**own), own["states"]))
+        for one, two in zip(*results, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+        with threads(1):
+            judged(op, fn, call, CPU)
 
 
 REFUSED: dict[str, tuple[CanonicalOp, Callable[[dict[str, Any]], dict[str, Any]], str]] = {

@@ -16,6 +16,7 @@ from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.execution import Run, run_graph
+from tests.marks import slow_except
 
 X = torch.linspace(-2.0, 3.0, 12).view(2, 6)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -198,7 +199,7 @@ def test_values_that_are_not_known_stay() -> None:
     assert report.matched == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", slow_except(DTYPES, torch.bfloat16), ids=str)
 def test_a_model_keeps_every_bit_and_every_write_of_its_cache(dtype: torch.dtype) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")
     from core.engine.models.loading import build_model

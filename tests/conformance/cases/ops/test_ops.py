@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -82,12 +82,23 @@ def judged(op: str, fn: Callable[..., Any], dtype: torch.dtype, **options: Any) 
     return trial_of(implemented(op, fn, **options), f"{op}/planted-one/{str(dtype).removeprefix('torch.')}")
 
 
-def dear(names: Iterable[str]) -> list[Any]:
-    """Return these as parameters, slow where the op is attention, with its many calls."""
-    return [pytest.param(name, marks=pytest.mark.slow if "attention" in name else ()) for name in names]
+def dear(names: Iterable[str], others: Collection[str] = ()) -> list[Any]:
+    """Return these as parameters, slow where the op is attention, with its many calls, or one of the others."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if "attention" in name or name in others else ()) for name in names
+    ]
 
 
-@pytest.mark.parametrize("name", dear(op.name for op in OPS))
+FUSED = (
+    *("all_reduce_rms_norm", "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quantize"),
+    *("all_reduce_add_rms_norm_quantize_fp4", "gated_activation_fused", "gated_activation_quantize", "gated_linear"),
+    *("add_rms_norm_quantize", "rms_norm_quantize", "qk_norm_rotary", "quantized_grouped_linear"),
+    *("gated_delta_rule", "selective_state_update"),
+)
+"""Ops that are several others in a row, and the longer recurrences: each has a shorter relation in its family."""
+
+
+@pytest.mark.parametrize("name", dear((op.name for op in OPS), FUSED))
 def test_references_pass_on_the_processor(name: str) -> None:
     trial = trial_of(cpu(), f"{name}/reference/bfloat16")
     (op,) = (op for op in OPS if op.name == name)
