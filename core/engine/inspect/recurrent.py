@@ -26,6 +26,8 @@ from core.engine.models.forward import accepted_arguments, cache_name
 
 StateKey = tuple[Literal["conv", "recurrent"], int, int]
 """A state by kind, number of the layer, and number among the layer's states of that kind."""
+_SINCE = "5.21"
+"""The first version of transformers whose caches have the methods of `_noting_class`."""
 _TOKENS = 8
 """Of the runs by which layers are found; half of them make the first chunk where chunks are compared."""
 
@@ -213,16 +215,25 @@ def _state(cache: Any, key: StateKey) -> Tensor | None:
 
 
 def _noting_cache(model: Any) -> Any:
-    """Return an empty cache of the model's layers that notes who uses states; None where no layer has any."""
+    """Return an empty cache of the model's layers that notes who uses states; None where no layer has any.
+
+    Raises `NotPageable` where some have, and this version of transformers has no methods to note.
+    """
+    from transformers import DynamicCache, __version__
+
     kind = _noting_class()
-    if kind is None:
-        return None
     try:
         cache_name(model)
-        cache = kind(model.config)
+        cache = DynamicCache(config=model.config) if kind is None else kind(model.config)
     except Exception:  # transformers has no cache for it, or the model takes none
         return None
-    return cache if any(hasattr(layer, "recurrent_states") for layer in cache.layers) else None
+    if not any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        return None
+    if kind is None:
+        raise NotPageable(
+            f"its layers keep recurrent states, which transformers {__version__} hands out by no method; {_SINCE} does"
+        )
+    return cache
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.inspect import recurrent as recurrent_inspection
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import own_logits, probe_sequences, rounding_bound
 from core.engine.inspect.recurrent import NONE, StateKey, inspect_recurrence
@@ -194,3 +195,11 @@ def test_the_self_check_finds_that_decode_reads_another_state(monkeypatch: pytes
     monkeypatch.setattr(recurrent.ServedLayer, "decode", wrong)
     with pytest.raises(NotPageable, match="one decode step"):
         PagedRunner(tiny("lfm2"), select_device("cpu"), CONFIG, max_model_len=64).close()
+
+
+def test_a_transformers_without_the_methods_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else models of recurrent layers would be refused for a state nobody found, and those without would be too."""
+    monkeypatch.setattr(recurrent_inspection, "_noting_class", lambda: None)
+    with pytest.raises(NotPageable, match=r"hands out by no method; 5\.\d+ does"):
+        inspect_recurrence(tiny("mamba2"))
+    assert inspect_recurrence(tiny("llama")) is NONE
