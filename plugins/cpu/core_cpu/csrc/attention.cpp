@@ -138,12 +138,16 @@ void attend(const Call<T>& call, const Plan& plan) {
   share_out(count, plan.cost, [&](int64_t i) {
     thread_local Scratch scratch;
     const Share& share = plan.shares[i];
-    const int64_t own = Tiles<T>::scratch_size(call);
+    const int64_t own = Tiles<T, false>::scratch_size(call);
     float* memory = scratch.take(own + size + 2 * MAX_ROWS);
     const Partial partial =
         split ? partials[i] : Partial{memory + own, reinterpret_cast<Softmax*>(memory + own + size)};
     const int64_t next = std::min<int64_t>(i + at::get_num_threads(), count - 1);
-    Tiles<T>(call, share, plan.shares[next], memory).run(partial);
+    if (call.alike) {
+      Tiles<T, true>(call, share, plan.shares[next], memory).run(partial);
+    } else {
+      Tiles<T, false>(call, share, plan.shares[next], memory).run(partial);
+    }
     if (!split) {
       write_rows(call, share, &partial);
     } else if (++arrived[share.block] == share.num_splits) {

@@ -84,7 +84,8 @@ struct Partial {
   Softmax* softmax;
 };
 
-template <typename T>
+// ALIKE: as `Call::alike` has it, known to the compiler: the other form keeps the loops that it would have without it.
+template <typename T, bool ALIKE>
 class Tiles {
  public:
   // next: the share that this thread will probably compute then.
@@ -108,9 +109,9 @@ class Tiles {
     std::fill_n(partial.softmax, share_.num_rows, Softmax());
     fetch(call_.keys, share_, share_.start, TILE);
     // Where rows of a block see windows, their tiles begin at the first that is seen, or at multiples of TILE.
-    const int64_t aligned = call_.alike ? share_.start / TILE * TILE : share_.start;
+    const int64_t aligned = ALIKE ? share_.start / TILE * TILE : share_.start;
     for (int64_t tile = aligned; tile < share_.stop; tile += TILE) {
-      const int64_t start = std::max(tile, share_.start), before = start - tile;
+      const int64_t start = ALIKE ? std::max(tile, share_.start) : tile, before = ALIKE ? start - tile : 0;
       const int64_t count = std::min(tile + TILE, share_.stop) - start;
       const bool last = tile + TILE >= share_.stop;
       read(call_.keys, start, count, width_, rows_ + before * width_, call_.values, share_, start);
@@ -176,7 +177,7 @@ class Tiles {
 
   // Scores (num_rows, count) of the tile's keys; count: a multiple of WIDTH, what is beyond the tile is of no use.
   void score(int64_t count) {
-    if (share_.num_rows > FEW_ROWS && !call_.alike) {
+    if (!ALIKE && share_.num_rows > FEW_ROWS) {
       transpose(rows_, width_, count, width_, columns_, TILE);
       multiply(query_, width_, columns_, TILE, scores_, TILE, share_.num_rows, count, call_.keys.size, false);
       return;
