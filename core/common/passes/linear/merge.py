@@ -160,10 +160,10 @@ class _Merger:
         values = self._relayout.consequences(changed)
         names = "_".join(linear.path.rpartition(".")[2] for linear in group)
         prefix = re.sub(r"\W+", "_", f"merged_{_common_module(group[0], group)}_{names}")
-        weight = self._join(f"{prefix}_weight", [linear.weight for linear in group], weights, first)
+        weight = self._join(f"{prefix}_weight", [linear.weight for linear in group], weights)
         bias = None
         if biases is not None:
-            bias = self._join(f"{prefix}_bias", [linear.bias for linear in group], biases, first)
+            bias = self._join(f"{prefix}_bias", [linear.bias for linear in group], biases)
         scale = self._join_scales(f"{prefix}_weight_scale", [each.scales for each in group if each.scales], scales)
         self._rewrite(group, (weight, bias, scale), (whole, parts), values)
 
@@ -196,12 +196,11 @@ class _Merger:
             Packing(found, rows) if scales and are_alike(scales) else None,
         )
 
-    def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing, like: Linear) -> fx.Node:
+    def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing) -> fx.Node:
         key = tuple(nodes)
         if key not in self._joined:  # layers may share their weights
-            self._joined[key] = self._constants.add(
-                self._context.graph, name, packing.pack(), like.weight, packing=packing
-            )
+            like = next(node for node in nodes if node is not None)
+            self._joined[key] = self._constants.add(self._context.graph, name, packing.pack(), like, packing=packing)
         return self._joined[key]
 
     def _join_scales(self, name: str, scales: Sequence[Scales], packing: Packing | None) -> fx.Node | None:

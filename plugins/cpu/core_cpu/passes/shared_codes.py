@@ -116,6 +116,7 @@ def join_quantized_linears(together: Mapping[int, OpOverload], why_not: Conditio
         find=joining.find,
         expect=joining.expect,
         owner="core_cpu",
-        after=("eliminate_common_subexpressions", "merge_linears", *LIFTS),
+        after=("eliminate_common_subexpressions", *LIFTS),
+        before=("merge_linears",),
         examples=layers_of_one_input,
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from core.common.numerics import judge
 from core.common.passes.cleanup.cse import ELIMINATE_COMMON_SUBEXPRESSIONS
 from core.common.passes.linear.merge import MERGE_LINEARS
+from core.common.passes.metadata import value_of
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.tracing import trace
@@ -35,6 +36,9 @@ class Merged:
         passes = [ELIMINATE_COMMON_SUBEXPRESSIONS, MERGE_LINEARS]
         self.report: PassReport
         _, self.report = PassManager(passes, strict=True).run(self.graph.module, constants=self.constants)
+        nodes = {node.name: node for node in self.graph.module.graph.nodes}
+        for name, tensor in self.constants.added:  # a bias is not of the dtype of the codes
+            assert value_of(nodes[name]).dtype == tensor.dtype, name
         for result, old, truth in zip(self.run(), before, exact, strict=True):
             verdict = judge(result, old, truth)
             assert verdict.passed, verdict.reason
